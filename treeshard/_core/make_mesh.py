@@ -217,8 +217,6 @@ def with_devices(mesh: MeshLike | None, where: str, *, compile_only: bool = Fals
     if isinstance(mesh, Mesh):
         device = mesh.devices.flat[0]
         if compile_only or is_attached(device):
-            if mesh.size > 1 and not compile_only:
-                _PLACED_ON.add("several devices")
             return mesh
         raise NoDevicesError(
             f"{where}: this mesh ({describe_mesh(mesh)}) is of devices that are not attached"
@@ -230,15 +228,6 @@ def with_devices(mesh: MeshLike | None, where: str, *, compile_only: bool = Fals
         " devices to hold arrays. Pass a mesh with devices, as `treeshard.make_mesh` returns; a"
         " plan is made again for it by `plan.on(mesh)`."
     )
-
-
-# What this process has placed arrays on. It decides whether a warning is given, and nothing else.
-_PLACED_ON: set[str] = set()
-
-
-def has_placed_on_several() -> bool:
-    """Whether this process has placed arrays on several devices."""
-    return bool(_PLACED_ON)
 
 
 def is_attached(device: Any) -> bool:

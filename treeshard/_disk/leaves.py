@@ -119,9 +119,13 @@ _KNOWN = (*_ARRAYS, bool, int, float, complex, str, bytes, Enum, *_CODE)
 def is_opaque(x: Any) -> bool:
     """Whether a leaf may hold values that are neither saved nor code.
 
-    Code is a callable without arrays of its own, a type, a module or a dtype.
+    Code is a callable without arrays of its own, a type, a module or a dtype. An object of a plain
+    class without attributes, as `equinox.nn.Shared` leaves where an array was, has no values.
     """
     if x is None or isinstance(x, _KNOWN):
+        return False
+    is_plain = type(x).__mro__[1:] == (object,)
+    if is_plain and getattr(x, "__dict__", None) == {}:
         return False
     return not callable(x) or any(map(is_array, tree_leaves(_held_by(x))))
 

@@ -15,7 +15,7 @@ from jax.tree_util import tree_flatten, tree_leaves, tree_map, tree_structure
 
 from treeshard._core.arrays import is_array
 from treeshard._core.jax_private import is_in_jit, is_tracing, vmapped_axes
-from treeshard._core.make_mesh import has_placed_on_several, make_mesh
+from treeshard._core.make_mesh import make_mesh
 from treeshard._core.mesh import (
     AnyMesh,
     MeshLike,
@@ -234,7 +234,7 @@ def _specs_here(tree: PyTree, step: PlanInForce | None, axis: Any) -> SpecTree |
     if is_all_explicit(mesh) or (step is None and _are_explicit(axis, mesh)):
         return tree_map(_spec_of_type, tree)
     if step is None:
-        is_missing = _misses_a_mesh() if mesh is None else mesh.size > 1
+        is_missing = _misses_a_mesh(tree) if mesh is None else mesh.size > 1
         if is_missing:
             warn(f"unshard: nothing is gathered: no plan is in force here. Pass it, {_NO_PLAN}.")
         return None
@@ -310,11 +310,18 @@ def _gathered(spec: Any, axes: tuple[str, ...]) -> Any:
     return without_axes(spec, axes)
 
 
-def _misses_a_mesh() -> bool:
-    """Whether code is traced without a mesh, in a process that has trees on several devices: it is
-    likely to be meant for these. Without one, a model runs in silence."""
-    is_here = is_tracing() and plan_in_force.value is None
-    return is_here and has_placed_on_several() and get_incontext_mesh(raise_error=False) is None
+def _misses_a_mesh(tree: PyTree) -> bool:
+    """Whether arrays on several devices are traced where there is no mesh, and no plan.
+
+    A traced array has the mesh of the argument that it is made of in its type, also if all axes are
+    Auto. On one device there is nothing to gather, so that a model runs there in silence.
+    """
+    if not is_tracing() or plan_in_force.value is not None:
+        return False
+    if get_incontext_mesh(raise_error=False) is not None:
+        return False
+    arrays = [x for x in tree_leaves(tree) if is_array(x)]
+    return any(jax.typeof(x).sharding.mesh.size > 1 for x in arrays)
 
 
 # ------------------------------------------------------------------ the target of each leaf
@@ -463,7 +470,7 @@ def _constrain_tree(
 ) -> Any:
     targets = _targets(tree, shardings, mesh, uneven == "keep")
     has_mesh = bool(meshes_of(shardings, mesh)) or any(target is not None for target in targets)
-    if not has_mesh and _misses_a_mesh() and get_names_from_partition_spec(shardings):
+    if not has_mesh and _misses_a_mesh(tree) and get_names_from_partition_spec(shardings):
         warn(
             f"{where}: there is no mesh here, so nothing is constrained. Pass the plan or the mesh,"
             " or call it in `with jax.set_mesh(mesh):`."

@@ -72,8 +72,8 @@ def shard(
         >>> shard(struct, P("fsdp"), make_mesh("fsdp=8"), read=rows).addressable_shards[1].data
         Array([2, 3], dtype=int32)
 
-    Each device receives only its own shard: of a leaf of shape `(d0, d1)` with `P("fsdp")`, a
-    shard of shape `(d0 / fsdp, d1)`. All leaves are checked before one moves. On several
+    Each device receives only its shard: of shape `(d0 / fsdp, d1)` of a leaf `(d0, d1)` with
+    `P("fsdp")`. All leaves are checked before one moves. On several
     processes, all make the same call, with the same tree, and each takes its own shards.
 
     Args:
@@ -91,9 +91,8 @@ def shard(
 
     Returns:
         The tree, its arrays as `jax.Array`s; 64-bit values become 32-bit ones unless JAX's x64
-        mode is on. It shares no memory with numpy arrays. It may share memory with the
-        `jax.Array`s of `tree`, and `jit_step` donates its state: it may delete these too. To use
-        them afterwards, shard copies (`jax.tree.map(jnp.copy, tree)`), or pass `donate=False`.
+        mode is on. It shares no memory with numpy arrays, and may share it with `jax.Array`s: a
+        step that donates its state deletes these too, unless copies were sharded.
 
     Raises:
         UnknownAxisError: If a spec names an axis that the mesh lacks.
