@@ -124,10 +124,10 @@ def is_opaque(x: Any) -> bool:
     """
     if x is None or isinstance(x, _KNOWN):
         return False
+    if callable(x):
+        return any(map(is_array, tree_leaves(_held_by(x))))
     is_plain = type(x).__mro__[1:] == (object,)
-    if is_plain and getattr(x, "__dict__", None) == {}:
-        return False
-    return not callable(x) or any(map(is_array, tree_leaves(_held_by(x))))
+    return not (is_plain and getattr(x, "__dict__", None) == {})
 
 
 def _held_by(x: Any) -> list[Any]:

@@ -92,7 +92,7 @@ def shard(
     Returns:
         The tree, its arrays as `jax.Array`s; 64-bit values become 32-bit ones unless JAX's x64
         mode is on. It shares no memory with numpy arrays, and may share it with `jax.Array`s: a
-        step that donates its state deletes these too, unless copies were sharded.
+        step that donates its state deletes these too.
 
     Raises:
         UnknownAxisError: If a spec names an axis that the mesh lacks.
