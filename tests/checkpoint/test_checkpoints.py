@@ -22,7 +22,7 @@ from numpy.testing import assert_array_equal
 
 import treeshard as ts
 from treeshard._disk.files import Lock
-from treeshard.checkpoint import Checkpoints, _save, restore, save
+from treeshard.checkpoint import Checkpoints, _save, restore, save, verify
 from treeshard.checkpoint._checkpoints import _remove
 
 BIG = {"w": np.random.default_rng(0).normal(size=(512, 512))}
@@ -440,3 +440,35 @@ def test_opening_a_directory_removes_leftovers_of_killed_writers(tmp_path: Path)
     with checkpoints:
         assert [path.name for path in tmp_path.iterdir()] == [".treeshard-lock"]
     assert not list(tmp_path.iterdir())
+
+
+AT_THE_END = """
+import atexit, sys, threading, time
+import numpy as np
+from treeshard.checkpoint import Checkpoints, save
+
+run, state = sys.argv[1], {"w": np.ones((2048, 1024))}
+
+
+def later():
+    threading.main_thread().join()
+    save(run + "/thread", state)
+
+
+def saves():
+    save(run + "/atexit", state)
+    Checkpoints(run + "/steps").save(1, state)
+
+
+threading.Thread(target=later).start()
+atexit.register(saves)
+Checkpoints(run + "/begun").save(1, state)
+"""
+
+
+def test_what_is_saved_at_the_end_of_a_process_is_whole(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", AT_THE_END, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    for name in ["thread", "atexit", "steps/1", "begun/1"]:
+        verify(tmp_path / name)

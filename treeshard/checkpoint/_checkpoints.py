@@ -8,7 +8,7 @@ from readers, so that none ever sees half of one; then a thread removes the file
 import json
 import operator
 import os
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from functools import partial
 from typing import SupportsIndex, Unpack
@@ -18,6 +18,7 @@ from etils import epath
 
 from treeshard._core.paths import PyTree
 from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, agreeing, together, with_bar
+from treeshard._core.threads import in_thread
 from treeshard._disk.files import (
     Lock,
     PathLike,
@@ -119,7 +120,7 @@ class Checkpoints:
         with_bar((), "Checkpoints", show=progress)  # raises without tqdm, before anything is done
         self._begin = partial(begin, fingerprints=fingerprints, on_divergence=on_divergence)
         self._writing: tuple[int, Writing] | None = None
-        self._removing = ThreadPoolExecutor(1, "treeshard-remove")
+        self._removing: list[Future[None]] = []
         self._closed, self._process = False, os.getpid()
         with ExitStack() as held:
             if not read_only:
@@ -323,7 +324,7 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            self._removing.shutdown()
+            wait(self._removing)
             self._held.close()
 
     def __enter__(self) -> "Checkpoints":
@@ -336,9 +337,11 @@ class Checkpoints:
         return f"<Checkpoints: {self._directory}, {counted(len(self.steps()), 'step')}>"
 
     def _remove_all_but(self, keep: int, saved: int) -> None:
+        self._removing = [removal for removal in self._removing if not removal.done()]
         for step in {*self.steps()[:-keep]} - {saved}:
             try:
-                self._removing.submit(_remove, set_aside(self._directory / str(step)))
+                old = set_aside(self._directory / str(step))
+                self._removing.append(in_thread(_remove, old))
             except OSError as error:
                 warn(f"{self._directory}: step {step} cannot be removed: {error}.")
 

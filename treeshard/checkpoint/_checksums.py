@@ -86,7 +86,7 @@ def registers(arrays: Sequence[jax.Array | np.ndarray], *, replicas: bool = Fals
         for index, data, part in _parts(arrays, replicas):
             layout, reads = part.layout, waiting[part.layout]
             if data.nbytes // layout.runs >= FOR_A_THREAD:
-                reads.append(_Read(index, part, readers.submit(_read, data, layout.runs)))
+                reads.append(_Read(index, part, _read_by(readers, data, layout.runs)))
             else:
                 reads.append(_Read(index, part, _read(data, layout.runs)))
             if 4 * layout.runs * len(reads) >= BLOCK:  # the bytes of their registers
@@ -244,6 +244,14 @@ def _join(contribution: np.ndarray, layout: _Layout, reads: Sequence[_Read]) -> 
     # `ufunc.at`, since an array may have several of these parts.
     np.bitwise_xor.at(contribution["register"], arrays, np.where(first, advanced, np.uint32(0)))
     np.add.at(contribution["balance"], arrays, advanced * weights)
+
+
+def _read_by(readers: ThreadPoolExecutor, data: Any, runs: int) -> Future[np.ndarray] | np.ndarray:
+    """As `_read`, on a thread; here once the process ends, when there are none."""
+    try:
+        return readers.submit(_read, data, runs)
+    except RuntimeError:
+        return _read(data, runs)
 
 
 def _read(data: Any, runs: int) -> np.ndarray:

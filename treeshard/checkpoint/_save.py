@@ -15,7 +15,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +34,7 @@ from treeshard._core.processes import (
     fact_of_origin,
     with_bar,
 )
+from treeshard._core.threads import in_thread
 from treeshard._disk.files import (
     Lock,
     check_mark,
@@ -134,8 +135,7 @@ def begin(
                     facts |= fact_of_origin(leaf_path, leaf)
         if first:
             held.callback(_clean_up, path)  # after a failure, before the lock is released
-        thread = ThreadPoolExecutor(1, "treeshard-save")
-        created = False
+        created, writes = False, list[Future[int]]()
         try:
             with _interrupts_deferred():
                 with _stage(path, "begin", timeout) as marks:
@@ -152,22 +152,20 @@ def begin(
                 copied = copies(packed.arrays)
                 # What is written has the checksums that are saved.
                 packed = packed._replace(arrays=with_copies(packed.arrays, copied))
-                written = thread.submit(_write, path, marks[0], copied, timeout)
+                writes.append(in_thread(_write, path, marks[0], copied, timeout))
                 # While the thread writes, this one reads the arrays for their checksums.
                 table = _table(packed, timeout, on_divergence) if fingerprints else packed.table
                 text = to_text(table)
             leaves = list(packed.arrays)
             size = sum(x.size * x.dtype.itemsize for x in packed.arrays.values())
-            end = thread.submit(_finish, path, written, text, leaves, held.pop_all())
+            end = in_thread(_finish, path, writes[0], text, leaves, held.pop_all())
             return Writing(path, size, end)
         except BaseException:
-            thread.shutdown()  # until nothing is being written
+            wait(writes)  # until nothing is being written
             if created:  # the other processes wait for this stage
                 with suppress(Exception), _stage(path, "written", AS_LONG_AS_IT_TAKES):
                     raise
             raise
-        finally:
-            thread.shutdown(wait=False)
 
 
 def _has_table(path: epath.Path, table: LeafTable) -> bool:
