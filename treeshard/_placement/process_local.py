@@ -61,7 +61,7 @@ def from_process_local(
         >>> batch["x"].shape, batch["x"].addressable_shards[0].data.shape
         ((16, 3), (2, 3))
 
-        The shape and the sharding of the batch, before there are data:
+        Before there are data:
 
         >>> struct = jax.ShapeDtypeStruct((16, 3), "float32")
         >>> from_process_local(struct, P(("data", "fsdp")), mesh).sharding.spec
@@ -70,12 +70,10 @@ def from_process_local(
     Along a dim that is sharded over processes, their parts are concatenated in the order of the
     mesh: two processes that pass `(4, d1)` each, with `P("data")`, get an array of shape
     `(8, d1)`. Along other dims each process passes the full length, with the same values.
-    Nothing goes over the network.
 
     The call is cheap enough for every step: only the first tree of each structure, shapes and
-    dtypes is compared between processes at once. Of later ones, the shapes are compared in the next
-    call that exchanges a message, such as `gather` or `save`: if each process had other shapes, all
-    raise there. A later tree with an error raises on its process only.
+    dtypes is compared between processes at once; later shapes in the next call that exchanges a
+    message, such as `gather` or `save`. A later tree with an error raises on its process only.
 
     Values are compared only of leaves of at most 64 KiB that every process passes in full, as under
     `P()`, by checksums that go the same way. Not compared are larger ones, leaves that several but
@@ -91,8 +89,8 @@ def from_process_local(
         timeout: Seconds to wait for other processes, the first time.
 
     Returns:
-        The tree with a `jax.Array` in place of each array. They share no memory with the tree.
-        With a single process, whose part is the full array, what `shard` returns. Of structs, the
+        The tree with a `jax.Array` in place of each array, which share no memory with it. With a
+        single process, whose part is the full array, what `shard` returns. Of structs, the
         structs of these arrays, with their shardings.
 
     Raises:

@@ -64,23 +64,20 @@ def save(
         >>> again["w"].sharding.spec, again["step"], again["act"] is jax.nn.relu
         (P('data',), 7, True)
 
-    Before anything is written, `save` checks that every leaf can be saved, and that all processes
-    save the same leaves. Saves are atomic and durable: the checkpoint gets its name once it is
-    complete and flushed to the disk, and an error on any process leaves no checkpoint.
+    Leaves are checked, and compared between processes, before anything is written. Saves are
+    atomic and durable: the checkpoint gets its name once it is complete and on the disk, and an
+    error on any process leaves no checkpoint.
 
     Args:
-        path: The directory to create, the same on every process, on a file system or object store
-            that all of them share. It must not exist yet, unless as a whole checkpoint of the same
-            values, which is flushed to the disk once more.
-        tree: Any pytree. Arrays of every JAX dtype, typed PRNG keys, Python numbers, strings,
-            bytes and `None` are saved. Of enums, the name is saved. Functions, types, modules and
-            dtypes are static: they are not saved, and `restore` takes them from its like-tree. An
-            array that is not global, such as a numpy array, must be equal on all processes; process
-            0 saves its copy.
+        path: The directory to create, on a file system or object store that all processes share. It
+            must not exist, unless as a checkpoint of the same values.
+        tree: Any pytree. Arrays, typed PRNG keys, Python numbers, strings, bytes, `None` and the
+            names of enums are saved. Functions, types, modules and dtypes are not: `restore` takes
+            them from its like-tree. A numpy array must be equal on all processes.
         fingerprints: Whether to save a checksum of every array, and to compare all replicas.
         on_divergence: What to do if replicas of an array, or the processes' copies of one, differ
-            in a bit: `"error"` raises a `CheckpointError` that names the leaves; `"warn"` saves
-            the first replica of each shard, and the copy of process 0.
+            in a bit: `"error"` raises a `CheckpointError`; `"warn"` saves the first replica of
+            each shard, and the copy of process 0.
         timeout: Seconds to wait for other processes; waits for their writes have no limit.
         progress: Whether to show a progress bar of the bytes on disk (needs `tqdm`).
 

@@ -80,8 +80,7 @@ def restore(
         >>> tree["w"].sharding.spec, list(host)
         (P('fsdp',), ['w'])
 
-    Before any array is read, the requested leaves are compared with the stored ones. After
-    reading, the checksums are compared with the saved ones.
+    Requested and stored leaves are compared before any array is read, checksums after.
 
     Args:
         path: The checkpoint.
@@ -104,11 +103,11 @@ def restore(
         The tree. Its arrays share memory with nothing else, nor with each other.
 
     Raises:
-        CheckpointError: If there is no checkpoint at `path`: it says what is there instead.
+        CheckpointError: If there is no checkpoint at `path`.
         DamagedError: If the checkpoint is not as saved: the leaves are listed.
         MismatchError: If leaves are missing, not requested, or of another kind, shape or dtype
-            than requested; if they have 64 bits and JAX's x64 mode is off. All are listed. If a
-            leaf of `like` is of a class that JAX does not know, such as a plain dataclass.
+            than requested; if they have 64 bits without JAX's x64 mode; if JAX does not know the
+            class of a leaf of `like`.
         FormatError: If another version of treeshard wrote the checkpoint; if `cast` is not a
             floating-point dtype.
         ShardingRuleError: If the rules do not decide every leaf, or a spec does not fit its leaf.

@@ -86,9 +86,8 @@ def save_safetensors(
         progress: Whether to show a progress bar with a step per leaf (needs `tqdm`).
 
     Raises:
-        LeafError: If the format does not have the dtype of a leaf (typed PRNG keys, types of less
-            than a byte), or a leaf has no values (tracers, `ShapeDtypeStruct`s), or is of a class
-            that JAX does not know, such as a plain dataclass.
+        LeafError: If the format lacks the dtype of a leaf (keys, types of less than a byte), a leaf
+            has no values, or JAX does not know its class.
         DeletedLeafError: If a leaf was deleted or donated.
         CheckpointError: If two leaves would have one name, or a name is not allowed; if the files
             cannot be written, or another run is writing them; if the processes do not share the
@@ -154,13 +153,11 @@ def load_safetensors(
     All requested tensors are compared with the stored ones before anything is read.
 
     Args:
-        path: A file, an index, a directory with one of these, or the path that was passed to
-            `save_safetensors`.
+        path: A file, an index, a directory with one of these, or that of `save_safetensors`.
         like: A tree of arrays or `jax.ShapeDtypeStruct`s, or a `Plan`. The result has its
             structure and its other leaves. Without it, the result is a flat dict by name.
-        rules: How to shard the arrays, by their paths (without `like`, by their names), as in
-            `plan`. By default arrays are placed like those of `like`; without `like` they
-            stay in host memory.
+        rules: How to shard the arrays, by their paths (without `like`, by their names). By default
+            arrays are placed like those of `like`; without `like` they stay in host memory.
         mesh: The mesh for the rules; by default the current one.
         min_size: For the rules, as in `plan`.
         rename: As in `save_safetensors`, from paths in `like` to names in the file.
@@ -176,8 +173,8 @@ def load_safetensors(
 
     Raises:
         MismatchError: If tensors are missing, were not requested, or have another shape or dtype
-            than requested; if they have 64 bits and JAX's x64 mode is off. All are listed. If a
-            leaf of `like` is of a class that JAX does not know.
+            than requested; if they have 64 bits without JAX's x64 mode; if JAX does not know the
+            class of a leaf of `like`.
         FormatError: If a header or the index is malformed; if `cast` is not a floating-point
             dtype.
         DamagedError: If a file is too short, or too long.
