@@ -85,7 +85,7 @@ def test_replicas_that_differ_are_told_and_the_first_is_saved(way, mesh, tmp_pat
     assert not list(tmp_path.iterdir())
     with pytest.warns(ts.ShardingWarning, match="layers/1: its replicas on different devices"):
         save(tmp_path / "x", tree, on_divergence="warn")
-    (again,) = [restore(tmp_path / "x")["layers/1"]]
+    (again,) = [restore(tmp_path / "x")["layers"]["1"]]
     first = {str(s.index): s.data for s in reversed(ts_data(x).addressable_shards)}
     for shard in ts_data(x).addressable_shards:
         if shard.replica_id == 0:
