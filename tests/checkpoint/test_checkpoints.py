@@ -1,5 +1,6 @@
 """The checkpoints of a training run."""
 
+import errno
 import os
 import shutil
 import signal
@@ -24,6 +25,8 @@ import treeshard as ts
 from treeshard._disk.files import Lock
 from treeshard.checkpoint import Checkpoints, _save, restore, save, verify
 from treeshard.checkpoint._checkpoints import _remove
+from treeshard.checkpoint._paths import _REMOVED
+from treeshard.errors import CheckpointError
 
 BIG = {"w": np.random.default_rng(0).normal(size=(512, 512))}
 
@@ -472,3 +475,32 @@ def test_what_is_saved_at_the_end_of_a_process_is_whole(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     for name in ["thread", "atexit", "steps/1", "begun/1"]:
         verify(tmp_path / name)
+
+
+def test_old_steps_are_removed_where_directories_cannot_be_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = os.rename
+
+    def on_an_overlay(old: Any, new: Any, **options: Any) -> None:
+        if "to-be-removed" in str(new) or str(new).endswith(_REMOVED):
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        rename(old, new, **options)
+
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, state_at(1))
+        checkpoints.wait()
+        monkeypatch.setattr(os, "rename", on_an_overlay)
+        checkpoints.save(2, state_at(2))
+    assert files_in(tmp_path) == ["2"]
+    verify(tmp_path / "2")
+
+
+def test_a_directory_that_is_renamed_meanwhile_is_not_created_again(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, state_at(1))
+        checkpoints.wait()
+        (tmp_path / "run").rename(tmp_path / "moved")
+        with pytest.raises(CheckpointError, match="run was renamed or removed"):
+            checkpoints.save(2, state_at(2))
+        assert not (tmp_path / "run").exists()

@@ -11,6 +11,7 @@ import fcntl
 import os
 import platform
 import re
+import shutil
 import stat
 import time
 import weakref
@@ -108,7 +109,13 @@ def remove_tree(directory: PathLike) -> None:
         for entry in inside:
             if entry.is_dir(follow_symlinks=False):
                 # A new name: what was interrupted here may have left others.
-                folders.append(Path(entry.path).rename(top / f"{uuid4().hex}.to-be-removed"))
+                new = top / f"{uuid4().hex}.to-be-removed"
+                try:
+                    folders.append(Path(entry.path).rename(new))
+                except OSError as error:
+                    if error.errno != errno.EXDEV:  # of a lower layer of an overlay
+                        raise
+                    shutil.rmtree(entry.path)
             else:
                 os.unlink(entry.path)
         if folder is not top:
@@ -189,6 +196,14 @@ class Lock:
     def is_held(self) -> bool:
         """Whether others are kept out: not after `release`, nor without locks in the system."""
         return self._handle is not None
+
+    def check(self) -> None:
+        """Raises `CheckpointError` if its file is elsewhere, as after a rename of the directory."""
+        if self._handle is not None and not _is_open_as(self._file, self._handle):
+            raise CheckpointError(
+                f"{self._file.parent} was renamed or removed while it was open for writing, or its"
+                f" lock {self._file.name} was. Move it back, or open the directory again."
+            )
 
     def release(self) -> None:
         """Releases the lock. A second call does nothing."""

@@ -122,6 +122,7 @@ class Checkpoints:
         self._writing: tuple[int, Writing] | None = None
         self._removing: list[Future[None]] = []
         self._closed, self._process = False, os.getpid()
+        self._lock: Lock | None = None
         with ExitStack() as held:
             if not read_only:
                 with agreeing("Checkpoints", timeout=timeout) as facts:
@@ -136,7 +137,7 @@ class Checkpoints:
         with ExitStack() as until_seen:
             with together("Checkpoints", timeout=self._timeout) as marks:
                 if jax.process_index() == 0:
-                    _lock(self._directory, held)
+                    self._lock = _lock(self._directory, held)
                     mark.unlink(missing_ok=True)  # a link would be followed
                     marks.append(new_mark(mark))
                     until_seen.callback(mark.unlink)
@@ -172,7 +173,7 @@ class Checkpoints:
             return False
         self.wait()
         path = self._directory / str(number)
-        self._writing = number, self._begin(path, state, timeout=self._timeout)
+        self._writing = number, self._begin(path, state, timeout=self._timeout, run=self._lock)
         if jax.process_index() == 0:
             self._warn_of_later_steps(number)
         if not self._background:
@@ -346,17 +347,18 @@ class Checkpoints:
                 warn(f"{self._directory}: step {step} cannot be removed: {error}.")
 
 
-def _lock(directory: epath.Path, held: ExitStack) -> None:
+def _lock(directory: epath.Path, held: ExitStack) -> Lock | None:
     """Locks the directory, and removes what killed runs left."""
     make_directory(directory)
     if not is_local(directory):
         tell_removed("Checkpoints", directory, sweep_run(directory))
-        return
+        return None
     lock = held.enter_context(Lock(lock_in(directory), str(directory)))
     removed = sweep_left(directory)
     if lock.is_held:
         removed |= sweep_run(directory)
     tell_removed("Checkpoints", directory, removed)
+    return lock
 
 
 def _remove(old: epath.Path) -> None:

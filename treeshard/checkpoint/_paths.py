@@ -5,6 +5,7 @@ once or not at all. Object stores cannot rename one: there a file that is writte
 names are those of Orbax, so that its tools ignore incomplete checkpoints, too.
 """
 
+import errno
 import json
 import os
 import re
@@ -419,7 +420,14 @@ def partial_path(path: epath.Path) -> epath.Path:
 
 def set_aside(path: epath.Path) -> epath.Path:
     """Marks a checkpoint as incomplete, so that it can then be removed slowly."""
-    if is_local(path):
+    if not is_local(path):
+        (path / COMMITTED).unlink(missing_ok=True)
+        return path
+    try:
         return path.rename(path.with_name(f"{path.name}{TEMPORARY}{_REMOVED}"))
-    (path / COMMITTED).unlink(missing_ok=True)
+    except OSError as error:
+        if error.errno != errno.EXDEV:  # of a directory in a lower layer of an overlay
+            raise
+    for name in (f"{TABLE}/{TABLE_FILE}", f"{ARRAYS}/{SEAL}"):  # without both it is no step
+        (path / name).unlink(missing_ok=True)
     return path

@@ -110,11 +110,12 @@ def begin(
     fingerprints: bool,
     on_divergence: str,
     timeout: float,
+    run: Lock | None = None,
 ) -> Writing:
     """Begins to save a tree, as `checkpoint.save` does. Its leaves may then change or be donated.
 
     Either all processes save it or all raise, here or in `Writing.wait`. If they raise, process 0
-    removes the unfinished checkpoint.
+    removes the unfinished checkpoint. `run` is the lock of the directory, if it is held.
     """
     if on_divergence not in ("error", "warn"):
         raise ValueError(f"{WHERE}(on_divergence={on_divergence!r}): it is 'error' or 'warn'.")
@@ -125,6 +126,8 @@ def begin(
             if not packed.table.leaves:
                 raise LeafError(f"{WHERE}: the tree has no array, number, text or `None` to save.")
             if first:
+                if run is not None:
+                    run.check()
                 held.enter_context(_locked(path))
                 again = fingerprints and _has_table(path, packed.table)
                 if not again:
