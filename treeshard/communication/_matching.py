@@ -240,6 +240,8 @@ class Matcher:
             for planned, parts in gradient.steps:
                 is_like = (planned.kind, frozenset(planned.axes)) == (moved.kind, moved.axes)
                 is_unit = moved.one * parts in {*gradient.units, gradient.layer}
+                # Layer by layer, all together as much as is planned
+                is_unit = is_unit or moved.size * parts == gradient.total
                 if is_like and is_unit and gradient.has(moved.axes, moved.size * parts):
                     gradient.take(moved.axes, moved.size * parts)
                     self._note_dtype(moved, planned)
