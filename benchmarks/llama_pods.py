@@ -23,7 +23,7 @@ from treeshard.communication._collectives import bytes_on_the_wire, total
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "llama_pods.json"
-PAGE = HERE.parent / "docs/guide/the-pod-you-do-not-have.md"
+PAGE = HERE.parent / "docs/guide/tpu-pods.md"
 
 
 class Pod(NamedTuple):

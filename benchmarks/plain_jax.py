@@ -308,32 +308,25 @@ def measure_apart(case: Case, way: str) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """A line for the plan of each case and for each way, as Markdown."""
-    heads = ["program", "", "collectives", "a device sends", "temporaries"]
-    lines = [heads, ["---", "---", "--:", "--:", "--:"]]
+    """A line for each case, as Markdown: what is sent as planned, and what each way sends."""
+    lines = [["program", "planned", *WAYS], ["---", *["--:"] * (1 + len(WAYS))]]
     for case in CASES:
-        if case.name not in results:
-            continue
-        of_ways = results[case.name]["ways"]
-        plan = of_ways[OURS]["planned"]
-        title = f"{case.strategy}: {case.size}, {case.topology}, `{case.mesh}`"
-        lines.append([title, "planned", *cells(plan)])
-        lines += [["", way, *cells(of_ways[way])] for way in WAYS]
+        if case.name in results:
+            of_ways = results[case.name]["ways"]
+            title = f"{case.strategy}: {case.size}, {case.topology}, `{case.mesh}`"
+            planned = of_ways[OURS]["planned"]
+            lines.append([title, *map(cell, [planned, *(of_ways[way] for way in WAYS)])])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def cells(figures: dict[str, Any]) -> list[str]:
+def cell(figures: dict[str, Any]) -> str:
+    """MiB that a device sends, and in brackets MiB of temporaries."""
     if "does not fit" in figures:
-        return ["does not fit", "", ""]
-    return [
-        shown(figures["collectives"], "{:,}"),
-        shown(figures["sent"], "{:,.1f} MiB", 2**20),
-        shown(figures.get("temporaries"), "{:,.1f} MiB", 2**20),
-    ]
-
-
-def shown(number: float | None, form: str, unit: float = 1) -> str:
-    return "" if number is None else form.format(number / unit if unit != 1 else number)
+        return "does not fit"
+    sent = f"{figures['sent'] / 2**20:,.0f}"
+    if "temporaries" not in figures:
+        return sent
+    return f"{sent} ({figures['temporaries'] / 2**20:,.0f})"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

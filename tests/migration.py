@@ -1,4 +1,4 @@
-"""Reads the tables of docs/coming-from: what stands under "here" in a row is what its test runs.
+"""Reads the tables of docs/migrate.md: what stands under "here" in a row is what its test runs.
 
 A row is found by the first code of its first cell. Its test gets `ours`, which runs the code of
 the second cell, a line for each `<br>`, with what it is given by name, and returns the value of
@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 import treeshard as ts
 from treeshard import manual, training
 
-PAGES = Path(__file__).parent.parent / "docs" / "coming-from"
+PAGE = Path(__file__).parent.parent / "docs" / "migrate.md"
 
 _NAMES = {"jax": jax, "jnp": jnp, "np": np, "optax": optax, "P": P, "ts": ts}
 for _module in (training, manual):
@@ -80,8 +80,8 @@ class Table:
         assert not untested, f"{self.page}: rows without a test: {sorted(untested)}"
 
 
-def table(page: str, section: str = "") -> Table:
-    return Table(PAGES / page, section)
+def table(section: str) -> Table:
+    return Table(PAGE, section)
 
 
 def _section(text: str, title: str) -> str:

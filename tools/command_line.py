@@ -1,4 +1,4 @@
-"""Writes docs/command-line.md from the parsers: `python tools/command_line.py`."""
+"""Writes docs/reference/command-line.md from the parsers: `python tools/command_line.py`."""
 
 import argparse
 import re
@@ -7,7 +7,7 @@ from pages import ROOT
 
 from treeshard._cli import _parser
 
-PAGE = ROOT / "docs" / "command-line.md"
+PAGE = ROOT / "docs" / "reference" / "command-line.md"
 MARK = "<!-- Below: python tools/command_line.py -->\n"
 
 

@@ -1,4 +1,4 @@
-"""docs/coming-from/big-vision.md: big_vision's lines, and ours.
+"""docs/migrate.md: big_vision's lines, and ours.
 
 What the old ops do was read in big_vision's `sharding.py`, and is written down here anew.
 """
@@ -20,7 +20,7 @@ from migration import short, table
 import treeshard as ts
 from treeshard.compat._big_vision import _ops
 
-TABLE = table("big-vision.md", "From big_vision")
+TABLE = table("From big_vision")
 row = TABLE.row
 
 MIB = 2**20

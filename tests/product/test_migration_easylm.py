@@ -1,4 +1,4 @@
-"""docs/coming-from/easylm.md: EasyLM's and eformer's lines, and ours.
+"""docs/migrate.md: EasyLM's and eformer's lines, and ours.
 
 What eformer does was observed on 0.0.101; what EasyLM does, read in its `jax_utils`.
 """
@@ -19,7 +19,7 @@ from migration import table
 
 import treeshard as ts
 
-TABLE = table("easylm.md", "From EasyLM, EasyDeL and eformer")
+TABLE = table("From EasyLM, EasyDeL and eformer")
 row = TABLE.row
 
 PARAMS = {

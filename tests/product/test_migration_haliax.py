@@ -1,4 +1,4 @@
-"""docs/coming-from/maxtext.md: the lines of haliax, and ours. haliax is asked itself."""
+"""docs/migrate.md: the lines of haliax, and ours. haliax is asked itself."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(not CALLS_OF_HALIAX, reason="haliax 1.4 calls what JAX 0.12 does not have"),
 ]
 
-TABLE = table("maxtext.md", "From haliax and levanter")
+TABLE = table("From haliax and levanter")
 row = TABLE.row
 
 Embed, Mlp = hax.make_axes(embed=64, mlp=256)

@@ -1,4 +1,4 @@
-"""docs/coming-from/big-vision.md: kauldron's lines, and ours.
+"""docs/migrate.md: kauldron's lines, and ours.
 
 What the old ones do was read in kauldron's `sharding_utils.py`, and is written down here anew.
 """
@@ -17,7 +17,7 @@ from migration import short, table
 
 import treeshard as ts
 
-TABLE = table("big-vision.md", "From kauldron")
+TABLE = table("From kauldron")
 row = TABLE.row
 
 

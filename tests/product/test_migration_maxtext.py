@@ -1,4 +1,4 @@
-"""docs/coming-from/maxtext.md: the lines of Flax and MaxText, and ours.
+"""docs/migrate.md: the lines of Flax and MaxText, and ours.
 
 Flax is asked itself. What MaxText does was read in its `utils/sharding.py`, and is written down
 here anew.
@@ -19,7 +19,7 @@ from migration import short, table
 
 import treeshard as ts
 
-TABLE = table("maxtext.md", "From MaxText, and Flax's logical axis rules")
+TABLE = table("From MaxText, and Flax's logical axis rules")
 row = TABLE.row
 
 # As MaxText's list looks: several rules a name, several axes, what is not sharded said in two ways.

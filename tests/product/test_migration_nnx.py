@@ -1,4 +1,4 @@
-"""docs/coming-from/maxtext.md: the lines of flax.nnx, and ours. Flax is asked itself."""
+"""docs/migrate.md: the lines of flax.nnx, and ours. Flax is asked itself."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from migration import table
 
 import treeshard as ts
 
-TABLE = table("maxtext.md", "From flax.nnx")
+TABLE = table("From flax.nnx")
 row = TABLE.row
 
 

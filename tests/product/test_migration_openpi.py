@@ -1,4 +1,4 @@
-"""docs/coming-from/big-vision.md: openpi's lines, and ours.
+"""docs/migrate.md: openpi's lines, and ours.
 
 What the old ones do was read in openpi's `training/sharding.py`, and is written down here anew.
 """
@@ -17,7 +17,7 @@ from migration import short, table
 
 import treeshard as ts
 
-TABLE = table("big-vision.md", "From openpi")
+TABLE = table("From openpi")
 row = TABLE.row
 
 

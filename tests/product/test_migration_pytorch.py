@@ -1,4 +1,4 @@
-"""docs/coming-from/pytorch.md: the lines of DTensor and FSDP2, and ours.
+"""docs/migrate.md: the lines of DTensor and FSDP2, and ours.
 
 What PyTorch does was observed on 2.13, with four gloo processes.
 """
@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 
 import treeshard as ts
 
-TABLE = table("pytorch.md")
+TABLE = table("From PyTorch: FSDP2 and DTensor")
 row = TABLE.row
 
 

@@ -1,4 +1,4 @@
-"""docs/coming-from/easylm.md: the lines of scalax, observed on 0.2.6, and ours."""
+"""docs/migrate.md: the lines of scalax, observed on 0.2.6, and ours."""
 
 import re
 from typing import Any
@@ -14,7 +14,7 @@ from migration import short, table
 
 import treeshard as ts
 
-TABLE = table("easylm.md", "From scalax")
+TABLE = table("From scalax")
 row = TABLE.row
 
 

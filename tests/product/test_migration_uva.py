@@ -1,4 +1,4 @@
-"""docs/coming-from/uva.md: the lines of the UvA tutorials, and ours.
+"""docs/migrate.md: the lines of the UvA tutorials, and ours.
 
 What the old functions do was read in the tutorials' `data_parallel.py` and `single_gpu.py`, and is
 written down here anew.
@@ -23,7 +23,7 @@ import treeshard as ts
 from treeshard import manual
 from treeshard.training import Metrics
 
-TABLE = table("uva.md")
+TABLE = table("From the UvA deep-learning tutorials")
 row = TABLE.row
 
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}

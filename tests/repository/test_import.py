@@ -140,7 +140,7 @@ def test_the_toolkit_comes_first() -> None:
     stub = Path(ts.__file__).with_suffix(".pyi")
     listed = re.findall(r"^from .+ import (\w+) as", stub.read_text(), re.MULTILINE)
     assert listed[: len(TOOLKIT)] == TOOLKIT
-    page = (stub.parents[1] / "docs/reference.md").read_text()
+    page = (stub.parents[1] / "docs/reference/treeshard.md").read_text()
     shown = re.findall(r"^::: treeshard\.(?:\w+\.)?(\w+)$", page, re.MULTILINE)
     assert shown[: len(TOOLKIT)] == TOOLKIT
     assert set(TOOLKIT) <= set(dir(ts))

@@ -93,7 +93,7 @@ WORDS = {name: " ".join(text.split()) for name, text in PAGES.items()}
 
 def test_the_floor_of_sizes_is_on_the_first_pages_and_where_rules_are_moved() -> None:
     """`MIN_SHARDING_SIZE` replaces a spec that somebody wrote."""
-    for page in ("README.md", "docs/index.md", "docs/coming-from/easylm.md"):
+    for page in ("README.md", "docs/index.md", "docs/migrate.md"):
         text = WORDS[page]
         assert re.search(r"16,?384", text), page
         assert "min_size=0" in text, page
@@ -111,6 +111,6 @@ def test_what_does_not_fit_its_rule_is_refused_where_the_page_on_replicated_leav
     assert match(strict=False) == {"w": P()}
     assert initialise(strict=False)[0]["w"].sharding.spec == P()
     assert ts.shard(tree, plan)["w"].sharding.spec == P()
-    said = WORDS["docs/how-to/replicated.md"]
+    said = WORDS["docs/how-to/fix-rules.md"]
     assert "`init_sharded` and `match_partition_rules` without `strict=False`." in said
     assert "`shard(tree, plan)` does not" in said
