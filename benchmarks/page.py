@@ -155,15 +155,10 @@ INTRO = """\
 # Numbers
 
 How treeshard compares with other ways to do the same, and where it misses its own targets.
-`make bench` runs all of it, on eight simulated devices unless a title says otherwise.
-
-- Each figure is the median over rounds. A ratio, such as `x Orbax`, is taken in each round, in
-  which all alternatives run in another order.
-- A target is shown where a figure misses it, or where that is unclear: the quartiles, in brackets,
-  are on both sides of it.
-- Figures without a target, and those that reach it and are compared with nothing, are only in
-  `benchmarks/results/`, with all quartiles, commits and versions. Times are from one machine, and
-  no test asserts them.
+`make bench` runs all of it, on eight simulated devices unless a title says otherwise, and writes
+all figures into `benchmarks/results/`. Each figure is the median over rounds; in brackets are the
+quartiles and the target where it is missed or unclear. A ratio, such as `x Orbax`, is taken in
+each round.
 
 """
 
@@ -175,7 +170,7 @@ def text(found: Results) -> str:
     if found:
         parts.append(f"Measured with {_setting(common)}.\n")
     for name, result in found.items():
-        rows = [row for row in result["rows"] if _is_shown(name, row)]
+        rows = _shown(name, result["rows"])
         if rows:
             measured = f"[`{result['command']}`]({SOURCE}{name}.py), {result['date']}"
             parts.append(f"\n## {name}\n\n{result['title']}: {measured}.\n\n")
@@ -183,33 +178,40 @@ def text(found: Results) -> str:
     return "".join(parts)
 
 
-def _is_shown(bench: str, row: Mapping[str, Any]) -> bool:
-    """Whether a row with a target is compared with another way or misses it, or is quoted by the
-    README."""
+def _shown(bench: str, rows: list[Any]) -> list[Any]:
+    """The rows that miss a target or are quoted by the README, and up to four with those that are
+    compared with another way or slower than it."""
     claims = [claim for claim in CLAIMS if claim.bench == bench]
     quoted = {case for claim in claims for case in (claim.case, *claim.others.values())}
-    is_compared = _ways(row["vs"]) or re.search(r", x |times faster", row["case"])
-    return bool((row["reach"] and is_compared) or verdict(row) or row["case"] in quoted)
+    first = [row for row in rows if verdict(row) or row["case"] in quoted]
+    others = [row for row in rows if row not in first and _is_compared(row)]
+    chosen = first + others[: max(0, 4 - len(first))]
+    return [row for row in rows if row in chosen]
+
+
+def _is_compared(row: Mapping[str, Any]) -> bool:
+    """Whether a row with a target is compared with another way, or slower than it."""
+    is_slower = ", x " in row["case"] and row["measured"] > 1.2
+    return bool(row["reach"] and (_ways(row["vs"]) or is_slower))
 
 
 def _table(rows: list[Mapping[str, Any]]) -> str:
-    cells = [("case", "measured", "target", "others"), *map(_cells, rows)]
+    cells = [("case", "measured", "others"), *map(_cells, rows)]
     cells = [column for column in zip(*cells, strict=True) if any(column[1:])]
     lines = [*zip(*cells, strict=True)]
     lines.insert(1, tuple("--:" if column[0] == "measured" else "---" for column in cells))
     return "".join(f"| {' | '.join(_escaped(cell) for cell in line)} |\n" for line in lines)
 
 
-def _cells(row: Mapping[str, Any]) -> tuple[str, str, str, str]:
+def _cells(row: Mapping[str, Any]) -> tuple[str, str, str]:
     """A row as it stands in a table of the page: quartiles and targets only where they decide."""
     case, measured, quartiles, reach, others = as_cells(row)
-    if verdict(row) == "unclear":
-        measured = f"{measured} ({quartiles})"
-    elif not verdict(row):
-        reach = ""
+    if verdict(row):
+        spread = f"{quartiles}; " if verdict(row) == "unclear" else ""
+        measured = f"{measured} ({spread}{reach})"
     if isinstance(row["vs"], Mapping):
         others = ", ".join(f"{name} {shown(x['measured'])}" for name, x in _ways(row["vs"]).items())
-    return case, measured, reach, others
+    return case, measured, others
 
 
 def _escaped(cell: str) -> str:
