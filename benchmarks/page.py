@@ -179,13 +179,13 @@ def text(found: Results) -> str:
 
 
 def _shown(bench: str, rows: list[Any]) -> list[Any]:
-    """The rows that miss a target or are quoted by the README, and up to four with those that are
+    """The rows that miss a target or are quoted by the README, and up to three with those that are
     compared with another way or slower than it."""
     claims = [claim for claim in CLAIMS if claim.bench == bench]
     quoted = {case for claim in claims for case in (claim.case, *claim.others.values())}
     first = [row for row in rows if verdict(row) or row["case"] in quoted]
     others = [row for row in rows if row not in first and _is_compared(row)]
-    chosen = first + others[: max(0, 4 - len(first))]
+    chosen = first + others[: max(0, 3 - len(first))]
     return [row for row in rows if row in chosen]
 
 

@@ -13,6 +13,8 @@ import doctest
 import io
 import re
 import shlex
+import socket
+import subprocess
 import sys
 import tempfile
 import textwrap
@@ -133,7 +135,28 @@ def write(page: Path) -> None:
     page.write_text(text)
 
 
+def error_on_two_processes(script: str) -> str:
+    """The line of the error that a script, `train.py PORT PROCESS`, raises on process 0 of two."""
+    Path("train.py").write_text(script.strip("\n") + "\n")
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = str(probe.getsockname()[1])
+    started = [
+        subprocess.Popen(
+            [sys.executable, "train.py", port, process],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in "01"
+    ]
+    printed = [process.communicate()[1] for process in started]
+    errors = [line for line in printed[0].splitlines() if "Error: " in line]
+    return errors[0].rpartition("treeshard.errors.")[2]
+
+
 if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))  # for `examples`, as in a clone
     ts.simulate_devices(8)
     for name in sys.argv[1:]:
         write(Path(name))

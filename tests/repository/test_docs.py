@@ -297,7 +297,7 @@ def test_the_tutorial_is_the_demo() -> None:
     told = _definitions(page)
     demo = _definitions((ROOT / "examples" / "train_fsdp.py").read_text())
     shared = told.keys() & demo.keys()
-    assert {"RULES", "Block", "Transformer", "State", "make_init", "make_train_step"} <= shared
+    assert {"RULES", "Transformer", "State", "make_init", "make_train_step"} <= shared
     assert {name: told[name] for name in shared} == {name: demo[name] for name in shared}
 
 

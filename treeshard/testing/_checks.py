@@ -94,7 +94,7 @@ def check_gradients(
     Compares raw gradients, leaf by leaf: Adam would hide a wrong factor. A result is wrong if it
     differs from that of one device by more than 12 times the rounding noise, which is measured.
     Parameters are moved by 1% of their scale first, since a head of zeros makes other gradients
-    zero. The page "Test your sharding and your gradients" has the details.
+    zero. The page "Test your sharding" has the details.
 
     It needs several devices, which may be simulated. On several processes all make the same
     call. On a terminal, a call of more than 10 seconds shows a progress bar with an estimate of
