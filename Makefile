@@ -1,4 +1,4 @@
-# `make demo` and `make test` work from a bare clone: each builds .venv and installs into it.
+# `make demo` and `make test` work from a bare clone, in one .venv: the demo installs less into it.
 PYTHON ?= python3
 BIN := .venv/bin
 # A file's tests share a worker, and files begin in the order of tests/conftest.py.
@@ -7,7 +7,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo test test-floor test-newest test-targets soak lint bench docs dist release clean
 
-demo: .venv/installed
+demo: .venv/installed-demo
 	$(BIN)/python examples/train_fsdp.py $(ARGS)
 
 test: .venv/installed
@@ -67,10 +67,15 @@ release: .venv/installed
 clean:
 	rm -rf .venv .venv-bench .venv-floor .venv-newest .venv-python .venv-targets out site
 
+.venv/installed-demo: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --no-compile --editable ".[checkpoint,examples,show]"
+	touch $@
+
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --editable ".[dev]"
-	touch $@
+	touch .venv/installed-demo $@
 
 .venv-floor/installed: pyproject.toml tools/floor.py
 	$(PYTHON) -m venv .venv-floor
