@@ -28,12 +28,6 @@ class Context:
     role: str = ""
     branch: int = 0
 
-    def with_callers(self) -> "Iterator[Context]":
-        context: Context | None = self
-        while context is not None:
-            yield context
-            context = context.caller
-
 
 class Value(NamedTuple):
     """The result of an op in its context; if it is a tuple, the element numbered `element`."""
@@ -157,39 +151,6 @@ class Dataflow:
             return start
         return [*start, result(at.context, at.element)]
 
-    def _selected(self, at: Value) -> list[Value]:
-        # An element of an element, of a tuple in a tuple, is not followed.
-        return _operand(at, 0, at.op.index) if at.element is None else []
-
-    def _put_together(self, at: Value) -> list[Value]:
-        return [] if at.element is None else _operand(at, at.element)
-
-    def _after_loop(self, at: Value) -> list[Value]:
-        return [*_operand(at, 0, at.element), *self._results(at, "body")]
-
-    def _of_branches(self, at: Value) -> list[Value]:
-        return self._results(at, "branches")
-
-    def _of_call(self, at: Value) -> list[Value]:
-        return self._results(at, "calls")
-
-    def _joined(self, at: Value) -> list[Value]:
-        return operands(at)
-
-    def _updated(self, at: Value) -> list[Value]:
-        return operands(at)[:2]  # the others say where
-
-    def _unchanged(self, at: Value) -> list[Value]:
-        return _operand(at, 0, at.element)
-
-    def _moved(self, at: Value) -> list[Value]:
-        # A combined op moves several arrays. A `-start` returns its operands before its results:
-        # `((f32[2], f32[4]), (f32[16], f32[32])) all-gather-start(%x, %y)`.
-        names = at.op.operands
-        if at.element is None or not names:
-            return _operand(at, 0)
-        return _operand(at, at.element % len(names))
-
     def _results(self, at: Value, role: str) -> list[Value]:
         """What the computations that an op calls return."""
         contexts = [
@@ -279,33 +240,57 @@ def _is_carried_or_part(at: Value) -> bool:
     return is_carried or at.op.opcode in _PARTS
 
 
+def _moved(flow: Dataflow, at: Value) -> list[Value]:
+    # A combined op moves several arrays. A `-start` returns its operands before its results:
+    # `((f32[2], f32[4]), (f32[16], f32[32])) all-gather-start(%x, %y)`.
+    names = at.op.operands
+    if at.element is None or not names:
+        return _operand(at, 0)
+    return _operand(at, at.element % len(names))
+
+
+def _joined(flow: Dataflow, at: Value) -> list[Value]:
+    return operands(at)
+
+
+def _of_call(flow: Dataflow, at: Value) -> list[Value]:
+    return flow._results(at, "calls")
+
+
 # How each op passes data on: by its opcode, without the suffix of `copy-start(%param.4)`, or by the
 # target of a custom call.
 _SOURCES: Mapping[str, Callable[[Dataflow, Value], list[Value]]] = {
     # `%p = (s32[], f32[8]{0}) parameter(0)` of a loop; `%param_1.2 = f32[8]{0} parameter(1)`
     "parameter": Dataflow._from_caller,
-    # `%w.3 = f32[8]{0} get-tuple-element(%while.28), index=2`
-    "get-tuple-element": Dataflow._selected,
+    # `%w.3 = f32[8]{0} get-tuple-element(%while.28), index=2`. An element of an element, of a tuple
+    # in a tuple, is not followed.
+    "get-tuple-element": lambda flow, at: (
+        _operand(at, 0, at.op.index) if at.element is None else []
+    ),
     # `%tuple.70 = (s32[], f32[8]{0}) tuple(%constant.3, %copy.2)`
-    "tuple": Dataflow._put_together,
+    "tuple": lambda flow, at: [] if at.element is None else _operand(at, at.element),
     # `%while.28 = (s32[], f32[8]{0}) while(%tuple.70), condition=%region_1.2, body=%region_0.1`
-    "while": Dataflow._after_loop,
+    "while": lambda flow, at: [*_operand(at, 0, at.element), *flow._results(at, "body")],
     # `(f32[16]{0}) conditional(%i, %tuple.1, %tuple.2), branch_computations={%region_8, %region_9}`
-    "conditional": Dataflow._of_branches,
+    "conditional": lambda flow, at: flow._results(at, "branches"),
     # `%fusion.109 = bf16[1024,4096]{1,0} fusion(%param_9.2), kind=kLoop, calls=%bitcast_fusion.27`
-    "fusion": Dataflow._of_call,
+    "fusion": _of_call,
     # `%call.1 = f32[8]{0} call(%x), to_apply=%gathered`: a jitted function in a jitted one
-    "call": Dataflow._of_call,
+    "call": _of_call,
     # `((f32[8,128]), f32[2,128]) async-start(%doubled), calls=%async_computation`: GPUs, for ops
     # that have no `-start` of their own
-    "async": Dataflow._of_call,
+    "async": _of_call,
     # `%concatenate.1 = f32[4096]{0} concatenate(%bitcast.1, %bitcast.2), dimensions={0}`: GPUs join
     # gradients for one all-reduce
-    "concatenate": Dataflow._joined,
-    # `f32[4,8]{1,0} dynamic-update-slice(%stacked, %layer, %i, %zero)`: how scans stack results
-    "dynamic-update-slice": Dataflow._updated,
+    "concatenate": _joined,
+    # `f32[4,8]{1,0} dynamic-update-slice(%stacked, %layer, %i, %zero)`: how scans stack results.
+    # The operands after the first two say where.
+    "dynamic-update-slice": lambda flow, at: operands(at)[:2],
     # `(f32[8]{0}, f32[4]{0}) opt-barrier(%tuple.3)`: of `lax.optimization_barrier`, also in remat
-    "opt-barrier": Dataflow._unchanged,
+    "opt-barrier": lambda flow, at: _operand(at, 0, at.element),
+    # `f32[1024,512] custom-call(%slice-done.8, %slice-done.9), custom_call_target="ConcatBitcast"`:
+    # TPUs copy an array to fast memory in slices, which this joins
+    "ConcatBitcast": _joined,
     **dict.fromkeys(
         (
             "all-gather",
@@ -320,20 +305,17 @@ _SOURCES: Mapping[str, Callable[[Dataflow, Value], list[Value]]] = {
             "reverse",
             "slice",
             "transpose",
+            # The ends of an async collective that TPUs spread over a chain of fusions
+            "AsyncCollectiveStart",
+            "AsyncCollectiveDone",
+            # What JAX writes to annotate a value; the partitioner removes them
+            "Sharding",
+            "SPMDFullToShardShape",
+            "SPMDShardToFullShape",
+            "annotate_device_placement",
         ),
-        Dataflow._moved,
+        _moved,
     ),
-    # `f32[1024,512] custom-call(%slice-done.8, %slice-done.9), custom_call_target="ConcatBitcast"`:
-    # TPUs copy an array to fast memory in slices, which this joins
-    "ConcatBitcast": Dataflow._joined,
-    # The ends of an async collective that TPUs spread over a chain of fusions
-    "AsyncCollectiveStart": Dataflow._moved,
-    "AsyncCollectiveDone": Dataflow._moved,
-    # What JAX writes to annotate a value; the partitioner removes them
-    "Sharding": Dataflow._moved,
-    "SPMDFullToShardShape": Dataflow._moved,
-    "SPMDShardToFullShape": Dataflow._moved,
-    "annotate_device_placement": Dataflow._moved,
 }
 # Ops that pass on a part of what they read, or more: no number of a loop is followed through them.
 _PARTS = ("dynamic-slice", "slice", "concatenate")
@@ -376,15 +358,8 @@ def _carried(at: Value, loop: Context) -> int | None:
 # ------------------------------------------------------------------ executions
 
 
-class _Call(NamedTuple):
-    """One of the computations that an op calls."""
-
-    role: str
-    branch: int
-    callee: str
-
-
 _Runs = Iterator[tuple[Context, Op, int | None]]
+_Call = tuple[str, str, int]  # the computation that an op calls, its role, and which branch it is
 
 
 class Executions:
@@ -405,11 +380,11 @@ class Executions:
 
         The ops of computations without a caller come last, with an unknown number of executions.
         """
-        computations = self.flow.program.computations
-        yield from self._visit(Context(self.flow.program.entry), 1)
-        for name, steps in self._steps.items():
-            if name not in self._reached and any(call is None for _, call in steps):
-                yield from self._visit(Context(computations[name]), None)
+        program = self.flow.program
+        yield from self._visit(Context(program.entry), 1)
+        for name, computation in program.computations.items():
+            if name not in self._reached and any(call is None for _, call in self._steps[name]):
+                yield from self._visit(Context(computation), None)
 
     def _visit(self, context: Context, count: int | None) -> _Runs:
         name = context.computation.name
@@ -417,30 +392,24 @@ class Executions:
         for op, call in self._steps[name]:
             if call is None:
                 yield context, op, count
-            elif self._leads_to_wanted(call.callee):
-                _check_is_new(call.callee, context)
-                inner = self.flow.enter(context, op, call.callee, call.role, call.branch)
-                yield from self._visit(inner, self._times(context, op, call.role, count))
+            elif self._leads_to_wanted(call[0]):
+                _check_is_new(call[0], context)
+                inner = self.flow.enter(context, op, *call)
+                yield from self._visit(inner, self._times(context, op, inner.role, count))
 
     def _leads_to_wanted(self, name: str) -> bool:
         """Whether a computation has wanted ops, itself or in others that it calls."""
         if name not in self._leads:
             self._leads[name] = False  # for one that calls itself, in a damaged text
-            self._leads[name] = any(
-                call is None or self._leads_to_wanted(call.callee)
-                for _, call in self._steps.get(name, ())
-            )
+            calls = [call for _, call in self._steps.get(name, ())]
+            self._leads[name] = any(x is None or self._leads_to_wanted(x[0]) for x in calls)
         return self._leads[name]
 
     def _times(self, context: Context, op: Op, role: str, count: int | None) -> int | None:
         if role == "branches" or count is None:
             return None  # the choice of the branch depends on data
-        if op.opcode != "while":
-            return count
-        trips = self.flow.trips(context, op)
-        if trips is None:
-            return None
-        return count * (trips + (role == "condition"))
+        trips = self.flow.trips(context, op) if op.opcode == "while" else 1
+        return None if trips is None else count * (trips + (role == "condition"))
 
 
 def _steps(
@@ -450,13 +419,16 @@ def _steps(
         if wanted(op):
             yield op, None
             continue
-        for role, callees in op.called.items():
-            for branch, callee in enumerate(callees):
-                yield op, _Call(role, branch, callee)
+        for role, names in op.called.items():
+            for branch, name in enumerate(names):
+                yield op, (name, role, branch)
 
 
-def _check_is_new(callee: str, context: Context) -> None:
-    if any(each.computation.name == callee for each in context.with_callers()):
-        raise FormatError(
-            f"collectives: the computation {callee!r} calls itself. The text is damaged."
-        )
+def _check_is_new(name: str, context: Context) -> None:
+    caller: Context | None = context
+    while caller is not None:
+        if caller.computation.name == name:
+            raise FormatError(
+                f"collectives: the computation {name!r} calls itself. The text is damaged."
+            )
+        caller = caller.caller

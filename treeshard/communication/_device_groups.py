@@ -8,7 +8,7 @@ devices in the mesh. The names in a text are of no use: XLA numbers its axes its
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import compress
 from typing import NamedTuple
 
@@ -148,13 +148,11 @@ def axes_of_sharding(text: str, axes: Mapping[str, int]) -> tuple[str, ...] | No
         grids = [position.reshape(sizes) for position in _positions(text)]
     except _UNREADABLE:
         return None
-    split = {axis for grid in grids for axis in axes_that_change(grid, axes)}
-    return tuple(axis for axis in axes if axis in split)
-
-
-def axes_that_change(grid: np.ndarray, axes: Iterable[str]) -> set[str]:
-    """The axes along which the entries of an array, with a dim for each axis, differ."""
-    return {a for i, a in enumerate(axes) if (grid != grid.take([0], axis=i)).any()}
+    return tuple(
+        axis
+        for dim, axis in enumerate(axes)
+        if any((grid != grid.take([0], axis=dim)).any() for grid in grids)
+    )
 
 
 def _positions(text: str) -> list[np.ndarray]:

@@ -134,19 +134,6 @@ def roles_by_name(
     return roles
 
 
-def roles_on(plan: Plan, batch: SpecTree, known: Roles, *, remat: bool) -> Roles:
-    """The roles on the mesh of a plan, when they are known from a trace for one device: what the
-    step uses is gathered."""
-    along = batch_axes(plan, batch)
-    roles = dict(known)
-    for leaf in plan.leaves:
-        role = known[leaf.path]
-        if role.is_used:
-            gathers = _gathers_of_whole(leaf, along, 1, None, is_again=remat)
-            roles[leaf.path] = role._replace(gathers=gathers)
-    return roles
-
-
 def _gathers_of_whole(
     leaf: PlannedLeaf,
     along: Collection[str],
