@@ -7,7 +7,6 @@ how often. A second walk for the types of the results would have to know loops, 
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from treeshard._core.mesh import axes_of_type
 from treeshard._core.specs import axes_of, dim_entries, entries, with_entries
 from treeshard._planning.plan import Plan
 from treeshard._trace.roles import walked
-from treeshard._trace.uses import Place, Uses, Walk, bodies, region_of, stack_of
+from treeshard._trace.uses import Place, Walk, bodies, region_of, stack_of
 from treeshard._trace.values import Value
 from treeshard.errors import HIDDEN, user_line
 
@@ -67,24 +66,20 @@ class TracedValue(NamedTuple):
         return self.eqn.outvars[self.number].aval.dtype
 
 
-@dataclass
 class _LineWalk(Walk):
     """A walk that lists the values which the equations make."""
 
-    uses: Uses
-    scalars: Collection[int]
-    values: list[TracedValue] = field(default_factory=list)
-    constrained: dict[int, str] = field(default_factory=dict)  # the line, by the id of a variable
-    passed_on: set[int] = field(default_factory=set)  # ids of variables
-    arguments: set[int] = field(default_factory=set)  # of the step, the same
-
-    def __post_init__(self) -> None:
-        super().__init__(self.uses, self.scalars)
+    def __init__(self, along: Collection[str], scalars: Collection[int]) -> None:
+        super().__init__(along, scalars)
+        self.values: list[TracedValue] = []
+        self.constraints: dict[int, str] = {}  # the line, by the id of a variable
+        self.passed_on: set[int] = set()  # ids of variables
+        self.arguments: set[int] = set()  # of the step, the same
 
     def run(
         self, jaxpr: Any, given: Sequence[Value], finals: Mapping[Any, tuple[int, ...]], at: Place
     ) -> list[Value]:
-        if not at.path:
+        if not at.within:
             self.arguments = set(map(id, jaxpr.invars))
         return super().run(jaxpr, given, finals, at)
 
@@ -141,11 +136,11 @@ class _LineWalk(Walk):
         """Notes the result of a constraint, and that it takes that of another, if it does. A batch
         is constrained first of all."""
         before, after = id(eqn.invars[0]), id(eqn.outvars[0])
-        if self.constrained.get(before) == line:
+        if self.constraints.get(before) == line:
             self.passed_on.add(before)
         if before in self.arguments and known.is_of_batch:
             self.passed_on.add(after)
-        self.constrained[after] = line
+        self.constraints[after] = line
 
 
 def traced(jaxpr: Any, plan: Plan, batch_axes: Collection[str]) -> list[TracedValue]:

@@ -15,7 +15,7 @@ from jax.extend.core import Literal
 from treeshard._core.jax_private import without_unused
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
-from treeshard._trace.uses import Gather, Place, Uses, Walk
+from treeshard._trace.uses import Gather, Place, Walk
 from treeshard._trace.values import OF_ARRAYS, OF_SCALARS, Value, dims_of, leaf_value
 
 W = TypeVar("W", bound=Walk)
@@ -80,7 +80,7 @@ def roles_of(jaxpr: Any, plan: Plan, batch_axes: Collection[str]) -> Roles:
     leaves = plan.leaves
     # Gradients that nobody uses, as of leaves that an optimizer masks, are not computed.
     program = without_unused(jaxpr)
-    uses = walked(program, leaves, batch_axes).uses
+    uses = walked(program, leaves, batch_axes)
     finals = program.outvars[: len(leaves)]
     roles: Roles = {}
     for number, (leaf, before) in enumerate(zip(leaves, program.invars, strict=False)):
@@ -103,7 +103,7 @@ def roles_of(jaxpr: Any, plan: Plan, batch_axes: Collection[str]) -> Roles:
     return roles
 
 
-def _is_scattered(leaf: PlannedLeaf, uses: Uses) -> bool:
+def _is_scattered(leaf: PlannedLeaf, uses: Walk) -> bool:
     if (leaf.shape, dims_of(leaf.given, len(leaf.shape))) in uses.constrained:
         return True
     layers = leaf.shape[0] if leaf.shape else 1
@@ -128,12 +128,12 @@ def walked(
     for number, variable in enumerate(program.outvars[: len(leaves)]):
         if not isinstance(variable, Literal):
             finals[variable] = (*finals.get(variable, ()), number)
-    made = walk(Uses(frozenset(along)), scalars)
+    made = walk(along, scalars)
     made.run(program, [*state, *others], finals, Place())
     return made
 
 
-def _name(number: int, leaf: PlannedLeaf, uses: Uses, *, is_changed: bool) -> str:
+def _name(number: int, leaf: PlannedLeaf, uses: Walk, *, is_changed: bool) -> str:
     if number not in uses.used:
         return ONLY_UPDATED if is_changed else PASSED
     is_float = jnp.issubdtype(leaf.dtype, jnp.inexact)
@@ -142,7 +142,7 @@ def _name(number: int, leaf: PlannedLeaf, uses: Uses, *, is_changed: bool) -> st
     return UPDATED if is_changed else FROZEN
 
 
-def _has_gradient(number: int, uses: Uses, seen: set[int]) -> bool:
+def _has_gradient(number: int, uses: Walk, seen: set[int]) -> bool:
     """Whether the new value of a leaf depends on a gradient, and not through the new value of
     another leaf that is used, as an average of the weights does."""
     seen.add(number)

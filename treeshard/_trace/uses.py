@@ -9,7 +9,6 @@ shard. So both are told apart by these names and by what depends on gradients.
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +21,7 @@ from treeshard._core.mesh import axes_of_type
 from treeshard._planning.plan_in_force import ACCUMULATES
 from treeshard._trace.values import (
     ELEMENTWISE,
+    LAY_OUT,
     OF_ARRAYS,
     OF_KEYS,
     OF_SCALARS,
@@ -71,32 +71,37 @@ class Place(NamedTuple):
     Attributes:
         region: `"forward"` or `"backward"` if it is differentiated, else `""`.
         trips: How often it runs.
-        path: The equations that it stands in.
+        within: The equations that it stands in.
         loop: As much of `path` as leads to the innermost loop or repeated forward pass.
         repeat: The same for the innermost repeated forward pass.
         manual: The mesh axes over which it runs once per device.
         unchecked: Those of them for which JAX does not check where devices differ.
-        within: The equations of `path`.
         is_counted: Whether the trace tells how often it runs.
     """
 
     region: str = ""
     trips: int = 1
-    path: tuple[int, ...] = ()
+    within: tuple[Any, ...] = ()
     loop: tuple[int, ...] = ()
     repeat: tuple[int, ...] = ()
     manual: frozenset[str] = frozenset()
     unchecked: frozenset[str] = frozenset()
-    within: tuple[Any, ...] = ()
     is_counted: bool = True
 
+    @property
+    def path(self) -> tuple[int, ...]:
+        """The identities of the equations that it stands in."""
+        return tuple(map(id, self.within))
 
-@dataclass
-class Uses:
-    """What was found of each leaf, by its number.
+
+class Walk:
+    """One pass over a trace, which notes what it does with each leaf, by its number.
+
+    Args:
+        along: The mesh axes that split the batch: weights are gathered over them.
+        scalars: The leaves of one element.
 
     Attributes:
-        along: The mesh axes that split the batch: weights are gathered over them.
         used: The leaves that the forward pass uses.
         ops: The equations of the forward pass that use each.
         multiplied: The leaves that the update uses otherwise than element by element.
@@ -110,25 +115,19 @@ class Uses:
         scattered: The elements of arrays that the step reduce-scatters by hand.
     """
 
-    along: frozenset[str]
-    used: set[int] = field(default_factory=set)
-    ops: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
-    multiplied: set[int] = field(default_factory=set)
-    gathers: dict[tuple[int, tuple[Any, ...]], Gather] = field(default_factory=dict)
-    split: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
-    sources: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
-    updates: dict[int, int] = field(default_factory=dict)
-    gradients: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
-    changed: set[int] = field(default_factory=set)
-    constrained: set[tuple[tuple[int, ...], Dims]] = field(default_factory=set)
-    scattered: set[int] = field(default_factory=set)
-
-
-class Walk:
-    """One pass over a trace, which fills `uses`."""
-
-    def __init__(self, uses: Uses, scalars: Collection[int]) -> None:
-        self.uses, self.scalars = uses, frozenset(scalars)
+    def __init__(self, along: Collection[str], scalars: Collection[int]) -> None:
+        self.along, self.scalars = frozenset(along), frozenset(scalars)
+        self.used: set[int] = set()
+        self.ops: dict[int, set[int]] = defaultdict(set)
+        self.multiplied: set[int] = set()
+        self.gathers: dict[tuple[int, Any], Gather] = {}
+        self.split: dict[int, set[str]] = defaultdict(set)
+        self.sources: dict[int, set[int]] = defaultdict(set)
+        self.updates: dict[int, int] = {}
+        self.gradients: dict[int, set[int]] = defaultdict(set)
+        self.changed: set[int] = set()
+        self.constrained: set[tuple[tuple[int, ...], Dims]] = set()
+        self.scattered: set[int] = set()
         self.is_counting = True  # gathers: not while what a loop carries is still unknown
         self.asked: dict[Any, Gather] = {}  # the gathers that the step asks for
 
@@ -186,13 +185,13 @@ class Walk:
         """The new value of a leaf, as what reads it sees it: as that leaf."""
         owner = next((leaf for leaf in leaves if leaf in new.leaves), leaves[0])
         for leaf in leaves:
-            self.uses.sources[leaf] |= new.leaves if leaf == owner else {owner}
+            self.sources[leaf] |= new.leaves if leaf == owner else {owner}
             if new.is_changed or leaf not in new.leaves:
-                self.uses.changed.add(leaf)
-        self.uses.gradients[owner] |= new.gradients
+                self.changed.add(leaf)
+        self.gradients[owner] |= new.gradients
         for leaf in leaves:
             if leaf != owner and new.gradients:
-                self.uses.gradients[leaf].add(owner)
+                self.gradients[leaf].add(owner)
         gradients = frozenset({owner}) if new.gradients else frozenset[int]()
         return new._replace(leaves=frozenset({owner}) & new.leaves, gradients=gradients)
 
@@ -221,7 +220,7 @@ class Walk:
         if name in GATHERS:
             return [self._gathered(eqn, operands[0], at)]
         if name == "reduce_scatter":
-            self.uses.scattered.add(math.prod(eqn.invars[0].aval.shape))
+            self.scattered.add(math.prod(eqn.invars[0].aval.shape))
         if name in ELEMENTWISE:
             return [self._computed(eqn, operands, at)]
         if name == "unstack":
@@ -233,9 +232,8 @@ class Walk:
             return [of_key(eqn, operands[0])._replace(leaves=frozenset())]
         if name == "dot_general":
             return [self._multiplied(eqn, operands, at)]
-        new = laid_out(eqn, operands[0]) if operands else None
-        if new is not None:
-            return [new]
+        if name in LAY_OUT:
+            return [laid_out(eqn, operands[0])]
         for variable, operand in zip(eqn.invars, operands, strict=True):
             self._use(eqn, variable, operand, at)
         return [Value() for _ in eqn.outvars]
@@ -295,7 +293,7 @@ class Walk:
         )
         # In the backward pass, a constraint is the transpose of one of the forward pass.
         if not at.region and OF_ARRAYS in value.gradients:
-            self.uses.constrained.add((eqn.outvars[0].aval.shape, tuple(map(tuple, dims))))
+            self.constrained.add((eqn.outvars[0].aval.shape, tuple(map(tuple, dims))))
         return self._gather(eqn, eqn.invars[0], value, after, at)
 
     def _gathered(self, eqn: Any, value: Value, at: Place) -> Value:
@@ -316,16 +314,16 @@ class Walk:
         if not value.leaves:
             return value
         kept = value.axes & {*split, *at.manual}
-        needless = self.uses.along & (value.axes - kept)
+        needless = self.along & (value.axes - kept)
         is_sum = all(math.prod(x.aval.shape) == 1 for x in eqn.outvars)
         is_scalar = math.prod(variable.aval.shape) == 1 and not _is_key(variable)
         if not self._is_use(value, at):
-            self.uses.multiplied.update(() if is_sum or is_scalar else value.leaves)
+            self.multiplied.update(() if is_sum or is_scalar else value.leaves)
         elif at.region or not (is_sum or is_scalar):
-            self.uses.used.update(value.leaves)
+            self.used.update(value.leaves)
             self._count({key: self.asked[key] for key in value.gathers})
             if not is_sum:
-                self._note_op(eqn, value, kept & self.uses.along, at)
+                self._note_op(eqn, value, kept & self.along, at)
                 self._count(self._needed(variable, value, needless, at))
         return value.without(needless)
 
@@ -342,18 +340,18 @@ class Walk:
 
     def _count(self, gathers: dict[Any, Gather]) -> None:
         for key, gather in gathers.items() if self.is_counting else ():
-            self.uses.gathers.setdefault(key, gather)
+            self.gathers.setdefault(key, gather)
 
     def _note_op(self, eqn: Any, value: Value, split: Collection[str], at: Place) -> None:
         for leaf in value.leaves:
-            self.uses.split[leaf].update(split)
+            self.split[leaf].update(split)
             if at.region == _FORWARD:
-                self.uses.ops[leaf].add(id(eqn))
+                self.ops[leaf].add(id(eqn))
 
     def _gather(self, eqn: Any, variable: Any, value: Value, after: Value, at: Place) -> Value:
         """The result of an op that gathers. It is counted where it is used, so that an update that
         is gathered is not."""
-        axes = self.uses.along & (value.axes - after.axes)
+        axes = self.along & (value.axes - after.axes)
         if not value.leaves or not axes:
             return after
         # Each call is one gather, though some compilers see that two are alike.
@@ -467,7 +465,7 @@ class Walk:
         """Notes that each trip of a loop updates a leaf by its gradient."""
         for value in carried:
             if self.is_counting and value.is_changed and value.gradients:
-                self.uses.updates |= dict.fromkeys(value.leaves, at.trips)
+                self.updates |= dict.fromkeys(value.leaves, at.trips)
 
     def _cond(self, eqn: Any, operands: list[Value], finals: Any, at: Place) -> list[Value]:
         results: list[Value] = []
@@ -567,7 +565,7 @@ def stack_of(eqn: Any) -> str:
 
 
 def _inside(at: Place, eqn: Any) -> Place:
-    return at._replace(path=(*at.path, id(eqn)), within=(*at.within, eqn))
+    return at._replace(within=(*at.within, eqn))
 
 
 def _in_loop(at: Place, eqn: Any, trips: int) -> Place:

@@ -5,7 +5,7 @@ that runs on each device's shard, so what such a value is must not get lost on t
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from treeshard._core.specs import axes_of, dim_entries
@@ -140,17 +140,27 @@ def of_key(eqn: Any, value: Value) -> Value:
     return value._replace(dims=dims, size=math.prod(result), is_changed=True)
 
 
-def laid_out(eqn: Any, value: Value) -> Value | None:
-    """The result of an op that moves elements within an array; `None` for other ops."""
-    of_dims = _DIMS.get(eqn.primitive.name)
-    if of_dims is None:
-        return None
-    shape, result = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+# Ops that move elements within an array, or leave some out.
+LAY_OUT = frozenset(
+    {"broadcast_in_dim", "dynamic_slice", "reshape", "rev", "slice", "squeeze", "transpose"}
+)
+
+
+def laid_out(eqn: Any, value: Value) -> Value:
+    """The result of an op of `LAY_OUT`."""
+    shape, result, params = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, eqn.params
     dims = value.dims or ((),) * len(shape)
-    new = value._replace(dims=of_dims(dims, shape, result, eqn.params))
-    if math.prod(result) < math.prod(shape):
-        new = _sliced(new, eqn, shape, result)
-    return new
+    if eqn.primitive.name == "reshape":
+        dims = _reshaped(dims, shape, result)
+    elif eqn.primitive.name == "transpose":
+        dims = tuple(dims[dim] for dim in params["permutation"])
+    elif eqn.primitive.name == "squeeze":
+        dims = tuple(axes for dim, axes in enumerate(dims) if dim not in params["dimensions"])
+    elif eqn.primitive.name == "broadcast_in_dim":
+        placed = dict(zip(params["broadcast_dimensions"], dims, strict=True))
+        dims = tuple(placed.get(dim, ()) for dim in range(len(result)))
+    new = value._replace(dims=dims)
+    return _sliced(new, eqn, shape, result) if math.prod(result) < math.prod(shape) else new
 
 
 def unstacked(eqn: Any, value: Value) -> list[Value]:
@@ -177,24 +187,7 @@ def _sliced(value: Value, eqn: Any, shape: Sequence[int], result: Sequence[int])
     )
 
 
-def _transposed(dims: Dims, shape: Any, result: Any, params: Mapping[str, Any]) -> Dims:
-    return tuple(dims[dim] for dim in params["permutation"])
-
-
-def _squeezed(dims: Dims, shape: Any, result: Any, params: Mapping[str, Any]) -> Dims:
-    return tuple(axes for dim, axes in enumerate(dims) if dim not in params["dimensions"])
-
-
-def _broadcast(dims: Dims, shape: Any, result: Any, params: Mapping[str, Any]) -> Dims:
-    placed = dict(zip(params["broadcast_dimensions"], dims, strict=True))
-    return tuple(placed.get(dim, ()) for dim in range(len(result)))
-
-
-def _same(dims: Dims, shape: Any, result: Any, params: Mapping[str, Any]) -> Dims:
-    return dims
-
-
-def _reshaped(dims: Dims, shape: Any, result: Any, params: Mapping[str, Any]) -> Dims:
+def _reshaped(dims: Dims, shape: Sequence[int], result: Sequence[int]) -> Dims:
     """The axes of the dims that a reshape joins go to the first dim that they become."""
     new: list[tuple[str, ...]] = [()] * len(result)
     i = j = 0
@@ -214,14 +207,3 @@ def _reshaped(dims: Dims, shape: Any, result: Any, params: Mapping[str, Any]) ->
         new[first] = axes
         i, j = i + 1, j + 1
     return tuple(new)
-
-
-_DIMS = {
-    "broadcast_in_dim": _broadcast,
-    "dynamic_slice": _same,
-    "reshape": _reshaped,
-    "rev": _same,
-    "slice": _same,
-    "squeeze": _squeezed,
-    "transpose": _transposed,
-}
