@@ -95,23 +95,22 @@ _SAME_MEMORY = frozenset(
 )
 # Ops without memory of their own that is counted as temporary.
 _NOT_TEMPORARY = frozenset({"after-all", "constant", "parameter", "partition-id", "replica-id"})
-# `-start` ops that return their operands before their results:
+# The elements of the results of `-start` ops that are the memory of operands:
 #   %ag = (f32[16,128]{1,0}, f32[16,512]{1,0}) all-gather-start(%x), dimensions={1}, ...
 #   %rs = ((f32[4096,1024]{1,0}), f32[1024,1024]{1,0}) reduce-scatter-start(%x), ...
 #   %ds = ((f32[4,8]{1,0:S(5)}, s32[], s32[]), f32[1,8]{1,0}, u32[]) dynamic-slice-start(%x, %i, %j)
 # An all-reduce-start returns its results only, and a copy-start the copy before its operand:
 #   %cs = (f32[8]{0}, f32[8]{0:S(1)}, u32[]{:S(2)}) copy-start(%x)
-_RETURNS_OPERANDS = frozenset(
-    {
-        "all-gather-start",
-        "collective-permute-start",
-        "dynamic-slice-start",
-        "dynamic-update-slice-start",
-        "fusion-start",
-        "reduce-scatter-start",
-        "slice-start",
-    }
-)
+_OPERANDS_AT = {
+    "all-gather-start": [0],
+    "collective-permute-start": [0],
+    "copy-start": [1],
+    "dynamic-slice-start": [0],
+    "dynamic-update-slice-start": [0, 1],
+    "fusion-start": [0],
+    "reduce-scatter-start": [0],
+    "slice-start": [0],
+}
 # output_to_operand_aliasing={{0}: (1, {}), {1}: (0, {2})}: element 0 of the result is operand 1,
 # and element 1 is element 2 of operand 0. `{}: (0, {})` is a result that is no tuple.
 _ALIASING = re.compile(r"\{(\d*)\}: \((\d+), \{(\d*)\}\)")
@@ -191,12 +190,9 @@ class Schedule:
             return self._in_place(op, result, operands)
         if op.opcode == "call":
             return self._returned(op, result, operands)
-        if op.opcode == "copy-start" and isinstance(result, list):
-            result[1] = first
-        if op.opcode in _RETURNS_OPERANDS and isinstance(result, list):
-            result[0] = operands if isinstance(result[0], list) else first
-        if op.opcode == "dynamic-update-slice-start" and isinstance(result, list):
-            result[1] = first
+        if isinstance(result, list):
+            for number in _OPERANDS_AT.get(op.opcode, ()):
+                result[number] = operands if isinstance(result[number], list) else first
         return result
 
     def _in_place(self, op: Op, result: BufferTree, operands: list[BufferTree]) -> BufferTree:

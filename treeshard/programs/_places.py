@@ -85,21 +85,18 @@ class FoundOp(NamedTuple):
     is_move: bool
 
 
-class Placed(NamedTuple):
-    """Where a value is in a compiled program.
+class Split(NamedTuple):
+    """How a value is split, as far as it is known.
 
     Attributes:
-        where: `"memory"`, `"fused"` (computed inside of another op, and never stored) or `"absent"`
-            (no op of the program has its line and a part of its shape).
-        elements: The elements of one device's part; `None` if that is unknown.
-        axes: The sets of open axes that may split it: several where axes have one size.
-        specs: The specs that it may have; none if its dims are joined or moved in the program.
+        elements: The elements of one device's part.
+        spec: Its spec; `None` if dims are joined or moved in the program, or if several fit.
+        axes: The axes that split it; `None` if several sets fit, as where two axes have one size.
     """
 
-    where: str
-    elements: int | None = None
-    axes: tuple[frozenset[str], ...] = ()
-    specs: tuple[PartitionSpec, ...] = ()
+    elements: int
+    spec: PartitionSpec | None
+    axes: tuple[str, ...] | None
 
 
 def ops_by_line(program: HloProgram) -> Mapping[Key, Sequence[FoundOp]]:
@@ -158,34 +155,55 @@ def key_of(value: TracedValue) -> Key:
     return value.line, value.region, value.op
 
 
-def placed(value: TracedValue, ops: Sequence[FoundOp], sizes: Mapping[str, int]) -> Placed:
-    """Where a value is, among the ops with its key; `sizes` are those of its open axes."""
+def split_of_type(value: TracedValue) -> Split | None:
+    """How a value is split by its type; `None` if that leaves it to a compiler."""
+    if value.open:
+        return None
+    return Split(math.prod(value.local_shape), value.spec, tuple(all_axes(entries(value.spec))))
+
+
+def placed(
+    value: TracedValue, ops: Sequence[FoundOp], sizes: Mapping[str, int]
+) -> tuple[str, Split | None]:
+    """Where a value is in a program, and how it is split there.
+
+    Args:
+        value: A value of the trace.
+        ops: The ops with its key.
+        sizes: Those of its open axes.
+
+    Returns:
+        `"memory"`, `"fused"` (computed inside of another op, and never stored) or `"absent"` (no
+        op has its line and a part of its shape); and its `Split`, unless that is unknown.
+    """
     shape = value.local_shape
-    exact = [op for op in ops if specs_for(shape, op.shape, sizes)]
-    ops = exact or [op for op in ops if _axes_for(shape, op.shape, sizes)]
-    if not ops:
-        return Placed("absent")
-    where = "memory" if any(op.is_stored for op in ops) else "fused"
-    ops = [op for op in ops if not op.is_move] or ops
-    counts = {math.prod(op.shape) for op in ops}
+    specs = {op: specs_for(shape, op.shape, sizes) for op in ops}
+    by_size = {op: _axes_by_size(shape, op.shape, sizes) for op in ops}
+    parts = [op for op in ops if specs[op]] or [op for op in ops if by_size[op]]
+    if not parts:
+        return "absent", None
+    where = "memory" if any(op.is_stored for op in parts) else "fused"
+    parts = [op for op in parts if not op.is_move] or parts
+    counts = {math.prod(op.shape) for op in parts}
     if len(counts) > 1:  # ops of other values have the same line and name
-        return Placed(where)
-    axes = _axes_for(shape, ops[0].shape, sizes)
-    specs = {spec: None for op in ops for spec in specs_for(shape, op.shape, sizes)}
-    if axes == [frozenset()]:
-        specs = {PartitionSpec(): None}
-    return Placed(where, counts.pop(), tuple(axes), tuple(_joined(value, x) for x in specs))
+        return where, None
+    possible = {spec for op in parts for spec in specs[op]}
+    axes = {frozenset(all_axes(entries(spec))) for spec in specs[parts[0]]} or by_size[parts[0]]
+    if axes == {frozenset()}:
+        possible = {PartitionSpec()}
+    return where, Split(
+        counts.pop(),
+        _joined(value, possible.pop()) if len(possible) == 1 else None,
+        (*all_axes(entries(value.spec)), *sorted(axes.pop())) if len(axes) == 1 else None,
+    )
 
 
-def _axes_for(
+def _axes_by_size(
     shape: Sequence[int], local: Sequence[int], sizes: Mapping[str, int]
-) -> list[frozenset[str]]:
+) -> set[frozenset[str]]:
     """The sets of axes by which an array of one size has parts of another."""
-    exact = specs_for(shape, local, sizes)
-    if exact:
-        return list(dict.fromkeys(frozenset(all_axes(entries(spec))) for spec in exact))
     whole, part = math.prod(shape), math.prod(local)
-    return [frozenset(axes) for axes in _subsets(sizes) if part * _size(axes, sizes) == whole]
+    return {frozenset(axes) for axes in _subsets(sizes) if part * _size(axes, sizes) == whole}
 
 
 def specs_for(

@@ -16,10 +16,6 @@ from typing import Any, NamedTuple
 from jax.sharding import PartitionSpec
 
 from treeshard._core.mesh import AnyMesh, axis_sizes, describe_mesh
-from treeshard._core.specs import (
-    all_axes,
-    entries,
-)
 from treeshard._core.text import columns, fold_paths, html_table, human_bytes, is_line
 from treeshard._planning.plan import Plan
 from treeshard._planning.tactics import DEFAULT_MIN_SIZE
@@ -28,7 +24,14 @@ from treeshard._trace.uses import region_of
 from treeshard.communication._hlo import HloProgram
 from treeshard.errors import counted
 from treeshard.programs._memory import LiveBuffer
-from treeshard.programs._places import Placed, dims_of_text, key_of, ops_by_line, placed
+from treeshard.programs._places import (
+    Split,
+    dims_of_text,
+    key_of,
+    ops_by_line,
+    placed,
+    split_of_type,
+)
 
 _SHOWN = 60  # rows of a table
 
@@ -251,19 +254,11 @@ class ReadValues(NamedTuple):
     at_peak: Sequence[LiveBuffer]
 
 
-class _Split(NamedTuple):
-    """How a value is split: what is `None` is unknown."""
-
-    elements: int
-    spec: PartitionSpec | None
-    axes: tuple[str, ...] | None
-
-
 class _Found(NamedTuple):
     """A value of the trace, and what is known of it."""
 
     value: TracedValue
-    split: _Split | None
+    split: Split | None
     where: str
 
 
@@ -301,28 +296,18 @@ def _looked_up(
     """Each value, with how it is split by its type, or else in the program."""
     ops = {} if compiled is None else ops_by_line(compiled.program)
     for value in values:
-        open_sizes = {axis: size for axis, size in sizes.items() if axis in value.open}
-        at = Placed("")
+        where, split = "", split_of_type(value)
         if compiled is not None:
-            at = placed(value, ops.get(key_of(value), ()), open_sizes)
-        yield _Found(value, _split(value, at), at.where)
-
-
-def _split(value: TracedValue, at: Placed) -> _Split | None:
-    typed = tuple(all_axes(entries(value.spec)))
-    if not value.open:
-        return _Split(math.prod(value.local_shape), value.spec, typed)
-    if at.elements is None:
-        return None
-    spec = at.specs[0] if len(at.specs) == 1 else None
-    axes = (*typed, *sorted(at.axes[0])) if len(at.axes) == 1 else None
-    return _Split(at.elements, spec, axes)
+            open_sizes = {axis: size for axis, size in sizes.items() if axis in value.open}
+            where, in_program = placed(value, ops.get(key_of(value), ()), open_sizes)
+            split = split or in_program
+        yield _Found(value, split, where)
 
 
 def _by_split(group: Sequence[_Found]) -> Iterator[list[_Found]]:
     """The values of one line and type, by how they are split. Of those of which that is unknown,
     another operation of the line may tell: they go with the first."""
-    rows: dict[_Split | None, list[_Found]] = defaultdict(list)
+    rows: dict[Split | None, list[_Found]] = defaultdict(list)
     for found in group:
         rows[found.split].append(found)
     unknown = rows.pop(None, [])
@@ -375,7 +360,7 @@ def _step_value(row: Sequence[_Found], plan: Plan, peak: _Peak | None) -> StepVa
 
 
 def _is_at_peak(
-    value: TracedValue, split: _Split | None, where: str, peak: _Peak | None
+    value: TracedValue, split: Split | None, where: str, peak: _Peak | None
 ) -> bool | None:
     if peak is None:
         return None
