@@ -4,20 +4,25 @@
 TPUs and GPUs.
 """
 
+from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+import role_programs
 from helpers import struct
 from jax.sharding import PartitionSpec as P
-from role_programs import ONLY_AUTO, PROGRAMS, TRUE_FINDINGS, made
+from role_programs import ONLY_AUTO, PROGRAMS, TRUE_FINDINGS
 
 import treeshard as ts
 from treeshard.errors import SpecError
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+# A step keeps its compiled program: several tests read that of one program.
+made = cache(role_programs.made)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -127,28 +127,17 @@ def roles_by_name(
     state = state_of_parameters(plan.leaves, params)
     roles = {leaf.path: Role(ONLY_UPDATED) for leaf in plan.leaves}
     for leaf in parameters(plan.leaves, params):
-        layers = leaf.shape[0] if leaf.shape and _chosen(scan, leaf) else 1
-        gathers = _gathers_of_whole(leaf, along, layers, dtype, is_again=_chosen(remat, leaf))
+        gathers: list[Gather] = []
+        axes = frozenset(get_names_from_partition_spec(leaf.given)).intersection(along)
+        if axes:
+            layers = leaf.shape[0] if leaf.shape and _chosen(scan, leaf) else 1
+            known = leaf.dtype if dtype is None else jnp.dtype(dtype)
+            once = Gather(axes, str(known), known.itemsize, layers, layers, is_again=False)
+            again = once._replace(is_again=True)
+            gathers = [once, again] if _chosen(remat, leaf) else [once]
         sources = frozenset({state[leaf.path].path} if leaf.path in state else ())
-        roles[leaf.path] = Role(TRAINED, gathers, frozenset(), sources, uses=0)
+        roles[leaf.path] = Role(TRAINED, tuple(gathers), frozenset(), sources, uses=0)
     return roles
-
-
-def _gathers_of_whole(
-    leaf: PlannedLeaf,
-    along: Collection[str],
-    layers: int,
-    dtype: DTypeLike | None,
-    *,
-    is_again: bool,
-) -> tuple[Gather, ...]:
-    """The gathers of a leaf that is needed whole, and of its layers one by one."""
-    axes = frozenset(get_names_from_partition_spec(leaf.given)).intersection(along)
-    if not axes:
-        return ()
-    known = leaf.dtype if dtype is None else jnp.dtype(dtype)
-    gather = Gather(axes, str(known), known.itemsize, layers, layers, is_again=False)
-    return (gather, gather._replace(is_again=True)) if is_again else (gather,)
 
 
 def check_options(
