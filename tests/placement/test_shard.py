@@ -8,10 +8,10 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import arange, bits
+from helpers import arange, assert_same, bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
@@ -330,6 +330,22 @@ def test_leaves_may_go_to_meshes_of_different_devices(mesh: Mesh) -> None:
     assert [x.sharding for x in moved] == specs
     for x in ts.gather(moved):
         np.testing.assert_array_equal(x, arange(8))
+
+
+@pytest.mark.parametrize("kind", ["device", "pinned_host"])
+def test_reshard_to_a_single_device(mesh: Mesh, kind: str) -> None:
+    one = SingleDeviceSharding(jax.devices()[3], memory_kind=kind)
+    placed = ts.shard({"w": arange(8, 4), "b": arange(8)}, P("fsdp"), mesh)
+    moved = ts.reshard(placed, {"w": one, "b": None})
+    assert moved["w"].sharding.is_equivalent_to(one, 2)
+    assert moved["w"].sharding.memory_kind == kind
+    assert moved["b"] is placed["b"]
+    assert_same(ts.gather(moved), ts.gather(placed))
+    back = ts.reshard(moved, {"w": NamedSharding(mesh, P("fsdp")), "b": one})
+    assert back["w"].sharding == placed["w"].sharding
+    assert [*back["b"].devices()] == [jax.devices()[3]]
+    with pytest.raises(ts.SpecError, match=r"^reshard: a SingleDeviceSharding has its own device,"):
+        ts.reshard(placed, {"w": one, "b": P()}, mesh)
 
 
 def test_reshard_places_numpy_too(mesh: Mesh) -> None:

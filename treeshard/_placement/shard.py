@@ -42,7 +42,7 @@ from treeshard._placement.moves import (
     through_host,
     transfer_across_processes,
 )
-from treeshard._placement.targets import meshes_of, targets
+from treeshard._placement.targets import meshes_of, on_meshes, targets
 
 Check = Literal["form", "small", "values"]
 _COMPARED_BYTES = {"form": 0, "small": SMALL_BYTES, "values": sys.maxsize}
@@ -78,9 +78,9 @@ def shard(
 
     Args:
         tree: Any pytree of numpy and JAX arrays. Other leaves pass through.
-        specs: A tree of `PartitionSpec`s or `NamedSharding`s, a prefix of one, or a `Plan`.
-            `None` leaves a leaf where it is. Tuples of logical names are resolved by
-            `logical_axis_rules`.
+        specs: A tree of `PartitionSpec`s or of JAX's shardings, a prefix of one, or a `Plan`. A
+            `SingleDeviceSharding` becomes `P()` on a mesh of its device. `None` leaves a leaf
+            where it is. Tuples of logical names are resolved by `logical_axis_rules`.
         mesh: The mesh, or its axes as text; by default that of `specs`, or the current mesh.
         read: For leaves that are `jax.ShapeDtypeStruct`s: takes a leaf's path and the index of
             a shard (a slice for each dim), and returns that part in the leaf's dtype.
@@ -205,6 +205,7 @@ class _Group(NamedTuple):
 def place(tree: PyTree, specs: SpecTree, mesh: MeshLike | None, call: Call) -> PyTree:
     """Checks every leaf, on all processes, and only then moves the first."""
     mesh = as_mesh(mesh, make_mesh)
+    specs = on_meshes(specs, mesh, call.name)
     leaves, treedef = tree_flatten(tree)
     group = _group_of(leaves, meshes_of(specs, mesh), call)
     paths = leaf_paths(tree) if group.processes or call.read else []

@@ -10,16 +10,24 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.tree_util import tree_leaves, tree_map
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.tree_util import tree_flatten, tree_leaves, tree_map
 
 from treeshard._core.make_mesh import with_devices
 from treeshard._core.mesh import AnyMesh, get_incontext_mesh
 from treeshard._core.paths import PyTree
-from treeshard._core.spec_trees import LaidSpec, Misfit, SpecCarrier, SpecTree, lay, raise_misfits
+from treeshard._core.spec_trees import (
+    LaidSpec,
+    Misfit,
+    SpecCarrier,
+    SpecTree,
+    is_spec_entry,
+    lay,
+    raise_misfits,
+)
 from treeshard._core.specs import MISFITS, is_logical, is_spec, with_types
 from treeshard._planning.logical import resolve_names
-from treeshard.errors import DeletedLeafError, LeafError
+from treeshard.errors import DeletedLeafError, LeafError, SpecError
 
 # Kinds of adjustments because of which arrays cannot be placed.
 UNPLACEABLE = MISFITS | {"unconstrained"}
@@ -69,6 +77,29 @@ def lay_on_devices(
 
     laid_specs = lay(tree, specs, mesh, choose_mesh=choose_mesh, resolve=resolver(mesh))
     return {i: laid for i, laid in enumerate(laid_specs) if laid is not None}
+
+
+def on_meshes(specs: SpecTree, mesh: AnyMesh | None, where: str) -> SpecTree:
+    """The specs, with each `SingleDeviceSharding` as a sharding on a mesh of that device.
+
+    Raises `SpecError` if there is one, and a mesh for all leaves too.
+    """
+    leaf_specs, treedef = tree_flatten(specs, is_leaf=is_spec_entry)
+    if not any(isinstance(spec, SingleDeviceSharding) for spec in leaf_specs):
+        return specs
+    if mesh is not None:
+        raise SpecError(
+            f"{where}: a SingleDeviceSharding has its own device, and `mesh` is for all leaves."
+            " Leave `mesh` out, and give the other leaves `NamedSharding(mesh, spec)`."
+        )
+    return treedef.unflatten(map(_on_mesh, leaf_specs))
+
+
+def _on_mesh(spec: Any) -> Any:
+    if not isinstance(spec, SingleDeviceSharding):
+        return spec
+    mesh = Mesh([*spec.device_set], ("device",))
+    return NamedSharding(mesh, PartitionSpec(), memory_kind=spec.memory_kind)
 
 
 def raise_unmovable(
