@@ -117,11 +117,11 @@ class DeletedLeafError(TreeShardError, RuntimeError):
 
 
 class DoesNotFitError(TreeShardError, MemoryError):
-    """A program needs more memory than a device has.
+    """A program needs more memory than a device has, or a tree more than its host.
 
     Attributes:
-        need: The bytes that it needs per device; `None` if that is unknown.
-        capacity: The bytes that the device has.
+        need: The bytes that it needs per device, or of the host; `None` if that is unknown.
+        capacity: The bytes that the device has, or that are free on the host.
     """
 
     def __init__(self, message: str, need: int | None = None, capacity: int | None = None) -> None:

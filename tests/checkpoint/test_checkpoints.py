@@ -477,6 +477,56 @@ def test_what_is_saved_at_the_end_of_a_process_is_whole(tmp_path: Path) -> None:
         verify(tmp_path / name)
 
 
+FAILS_AT_THE_END = """
+import os, sys
+import numpy as np
+from treeshard.checkpoint import Checkpoints, _checkpoints, _save
+
+
+def fails(*args):
+    raise OSError("the disk is gone")
+
+
+_save._commit = fails
+checkpoints = Checkpoints(sys.argv[1])
+checkpoints.save(1, {"w": np.ones(8)})
+if sys.argv[2] == "waited for":
+    try:
+        checkpoints.wait()
+    except RuntimeError:
+        pass
+if sys.argv[2] == "forked":
+    checkpoints._writing[1]._end.exception()
+    child = os.fork()
+    if not child:  # a child of JAX cannot end in the ordinary way
+        _checkpoints._tell_at_exit()
+        os._exit(0)
+    print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print("the last line")
+"""
+
+
+@pytest.mark.parametrize("case", ["nobody waits", "waited for", "forked"])
+def test_a_failed_save_that_nothing_waits_for_is_told_at_exit(case: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FAILS_AT_THE_END, str(tmp_path), case]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "the last line"
+    assert not list(tmp_path.glob("1*"))
+    if case == "waited for":
+        assert (done.returncode, done.stderr) == (0, "")
+        return
+    assert done.returncode == 1
+    assert done.stderr.startswith("A save in the background failed: ")
+    assert (
+        "1 was not saved; what existed before is unchanged. OSError: the disk is gone"
+        in done.stderr
+    )
+    if case == "forked":  # the child says nothing
+        assert "child 0" in lines
+        assert done.stderr.count("in the background") == 1
+
+
 def test_old_steps_are_removed_where_directories_cannot_be_renamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

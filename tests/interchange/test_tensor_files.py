@@ -202,8 +202,9 @@ def test_fuzzed_indexes_are_rejected_or_read(index, opened) -> None:
         else:
             read += 1
             assert all((x == tree[name]).all() for name, x in tensors.items())
-    about_memory = {"/proc", "/proc/self", "/sys/fs/cgroup"}
-    assert {os.path.dirname(path) for path in opened} - about_memory == {str(index.parent)}
+    about_memory = ("/proc/", "/sys/fs/cgroup/")
+    files = [path for path in map(str, opened) if not path.startswith(about_memory)]
+    assert {os.path.dirname(path) for path in files} == {str(index.parent)}
     assert all(str(index.parent) in message for message in rejected)
     assert len(rejected) > 500
     assert read > 10

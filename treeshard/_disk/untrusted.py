@@ -7,16 +7,14 @@ they are trusted.
 
 import math
 import os
-import resource
 import stat
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 from jax.sharding import Sharding
 
+from treeshard._core.memory import lacking_memory
 from treeshard._core.text import human_bytes, parse_json
 from treeshard.errors import CheckpointError, FormatError
 
@@ -92,7 +90,9 @@ def _at_most(most: int) -> str:
 
 
 def check_memory(
-    path: str | os.PathLike[str], arrays: Iterable[tuple[Sequence[int], Any, Sharding | None]]
+    path: str | os.PathLike[str],
+    arrays: Iterable[tuple[Sequence[int], Any, Sharding | None]],
+    way_out: str = "Read fewer leaves (`partial=True`), or shard them over more processes.",
 ) -> None:
     """Raises `CheckpointError` unless this process has the host memory to read arrays from `path`.
 
@@ -105,39 +105,5 @@ def check_memory(
             copies = sum(device.platform == "cpu" for device in sharding.addressable_devices)
             part = sharding.shard_shape(tuple(shape))
         needed += copies * math.prod(part) * np.dtype(dtype).itemsize
-    free = _available_memory()
-    if free is not None and needed > free:
-        raise CheckpointError(
-            f"{path}: the arrays need {human_bytes(needed)} of host memory in this process, and"
-            f" {human_bytes(free)} are available. Read fewer leaves (`partial=True`), or shard them"
-            " over more processes."
-        )
-
-
-def _available_memory() -> int | None:
-    """The bytes that this process can still allocate on the host; `None` if that is unknown."""
-    try:
-        amounts = _amounts("/proc/meminfo")
-        free = [1024 * (amounts["MemAvailable"] + amounts["SwapFree"])]
-        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-        if limit != resource.RLIM_INFINITY:
-            free.append(limit - 1024 * _amounts("/proc/self/status")["VmSize"])
-    except (OSError, KeyError):
-        return None
-    # Of a container. `memory.max` is the word `max` if it has no limit.
-    with suppress(OSError, KeyError, ValueError):
-        group = Path("/sys/fs/cgroup")
-        # What files of the page cache take is freed when memory is needed.
-        caches = _amounts(group / "memory.stat")
-        used = int((group / "memory.current").read_text()) - caches["file"]
-        free.append(int((group / "memory.max").read_text()) - used)
-    return min(free)
-
-
-def _amounts(file: str | os.PathLike[str]) -> dict[str, int]:
-    """The amounts in a file of Linux, by name.
-
-    A line is `MemAvailable:   16231040 kB` below `/proc`, `file 1204224` in bytes below `/sys`.
-    """
-    words = [line.replace(":", " ").split() for line in Path(file).read_text().splitlines()]
-    return {row[0]: int(row[1]) for row in words if len(row) > 1 and row[1].isdigit()}
+    if lacking := lacking_memory(needed):
+        raise CheckpointError(f"{path}: the arrays need {lacking[0]} {way_out}")

@@ -28,6 +28,7 @@ from treeshard._core.arrays import (
 )
 from treeshard._core.make_mesh import make_mesh, with_devices
 from treeshard._core.meetings import in_turn
+from treeshard._core.memory import lacking_memory
 from treeshard._core.mesh import MeshLike, as_mesh
 from treeshard._core.paths import PyTree, leaf_paths, path_under
 from treeshard._core.processes import (
@@ -44,6 +45,7 @@ from treeshard._placement.moves import through_host, unchanged
 from treeshard._placement.shard import Call, place
 from treeshard._placement.targets import raise_unmovable, resolver, unreadable
 from treeshard._placement.transport import deliver
+from treeshard.errors import DoesNotFitError
 
 To = Literal["all"] | int
 
@@ -87,6 +89,7 @@ def gather(
         LeafError: If a leaf is a tracer, a `ShapeDtypeStruct`, or unreduced. Nothing is copied.
         ProcessError: If processes do not make the same call with the same tree, or one of them
             does not make it within `timeout`, or fails. Nothing is copied.
+        DoesNotFitError: If this process receives more than its host memory. Nothing is copied.
         ValueError: If `to` is neither `"all"` nor the index of a process.
         ImportError: If `progress` is set and `tqdm` is not installed.
     """
@@ -123,8 +126,8 @@ def iter_gather(
         stops, the others get a `ProcessError` that names it, at the next leaf that needs it.
 
     Raises:
-        DeletedLeafError, LeafError, ProcessError, ValueError, ImportError: As `gather`, at the
-            call, before the first leaf.
+        DeletedLeafError, LeafError, ProcessError, DoesNotFitError, ValueError, ImportError: As
+            `gather`, at the call, before the first leaf.
 
     Examples:
         >>> tree = shard({"w": np.arange(8), "name": "mlp"}, P("fsdp"), make_mesh("fsdp=8"))
@@ -195,6 +198,7 @@ def _agreed_paths(call: _Call) -> list[str]:
     paths = [path_under(call.prefix, path) for path in paths]
     with agreeing(call.where, among=call.processes, timeout=call.timeout) as facts:
         _check_readable(call)
+        _check_memory(call)
         if call.processes:
             rows = (
                 (path, x, [x.sharding] if is_spread(x) else [])
@@ -251,6 +255,19 @@ def _check_readable(call: _Call) -> None:
     of_jax = jax.Array | jax.ShapeDtypeStruct
     misfits = {i: unreadable(x) for i, x in enumerate(call.leaves) if isinstance(x, of_jax)}
     raise_unmovable(call.tree, misfits, call.where, call.prefix)
+
+
+def _check_memory(call: _Call) -> None:
+    if call.to not in ("all", jax.process_index()):
+        return
+    sizes = [x.size * x.dtype.itemsize for x in call.leaves if is_array(x)]
+    needed = max(sizes, default=0) if call.where == "iter_gather" else sum(sizes)
+    if lacking := lacking_memory(needed):
+        why, free = lacking
+        way_out = "Gather leaf by leaf (`iter_gather`), or save the tree, which gathers nothing."
+        if call.where == "iter_gather":
+            way_out = "Save the tree, which gathers nothing."
+        raise DoesNotFitError(f"{call.where}: the arrays need {why} {way_out}", needed, free)
 
 
 # ------------------------------------------------------------------ leaf by leaf

@@ -187,6 +187,18 @@ class Copy(NamedTuple):
     parts: Parts
 
 
+def bytes_of_copies(arrays: Arrays) -> int:
+    """The host memory that `copies` takes."""
+    needed = 0
+    for x in arrays.values():
+        if isinstance(x, jax.Array) and not _is_one_part(x):
+            own = (shard.data for shard in x.addressable_shards if shard.replica_id == 0)
+            needed += sum(data.nbytes for data in own)
+        elif isinstance(x, jax.Array) or jax.process_index() == 0:
+            needed += x.nbytes
+    return needed
+
+
 def copies(arrays: Arrays) -> dict[str, Copy]:
     """Copies of what this process stores, by leaf path, so that the arrays may change."""
     large = {
@@ -408,15 +420,22 @@ class ArrayStore:
                 arrays[leaf] = _placed(wanted[leaf], values)
         return arrays, errors
 
+    def check_memory_for_blocks(self, stores: Iterable[Any]) -> None:
+        """Raises `CheckpointError` unless the blocks of each array fit in host memory."""
+        blocks = [(math.prod(_block(x)) * x.dtype.numpy_dtype.itemsize, x) for x in stores]
+        largest, total = max((n for n, _ in blocks), default=0), sum(n for n, _ in blocks)
+        at_a_time = max(largest, min(total, _IN_FLIGHT))
+        way_out = "Verify it where there is more."
+        # TensorStore has the bytes of a file and the values of a block at the same time.
+        check_memory(self._path, [((at_a_time, 2), np.uint8, None)], way_out)
+
     def blocks(self, store: Any) -> Iterator[tuple[Region, np.ndarray]]:
         """Reads an array that `open` has returned in blocks, a few at a time.
 
         A large array is read by its chunks, others as one block. Raises `ValueError` if it cannot
         be read, and `CheckpointError` if this process may not read a file.
         """
-        shape: Shape = tuple(store.shape)
-        is_large = math.prod(shape) * store.dtype.numpy_dtype.itemsize > _IN_FLIGHT
-        blocks = _tiles(shape, _chunk(store)) if is_large else [_full(shape)]
+        blocks = _tiles(tuple(store.shape), _block(store))
         for read, future in _in_turn((_read("", store, region) for region in blocks), _IN_FLIGHT):
             try:
                 yield read.region, future.result()
@@ -459,8 +478,15 @@ def _chunk(store: Any) -> Shape:
     return store.chunk_layout.read_chunk.shape or ()  # `None` for a scalar
 
 
+def _block(store: Any) -> Shape:
+    """The shape of the blocks in which `blocks` reads an array."""
+    shape: Shape = tuple(store.shape)
+    is_large = math.prod(shape) * store.dtype.numpy_dtype.itemsize > _IN_FLIGHT
+    return _chunk(store) if is_large else shape
+
+
 def _tiles(shape: Shape, chunk: Shape) -> Iterator[Region]:
-    """The regions of the chunks of an array."""
+    """The regions of the chunks of an array, or of other blocks."""
     spans = [
         [(start, min(start + step, length)) for start in range(0, length, step)]
         for length, step in zip(shape, chunk, strict=True)

@@ -5,9 +5,11 @@ Older checkpoints are removed once a later one is durable. Each is renamed first
 from readers, so that none ever sees half of one; then a thread removes the files.
 """
 
+import atexit
 import json
 import operator
 import os
+import sys
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from functools import partial
@@ -52,6 +54,26 @@ from treeshard.errors import (
 
 LATEST = "restore_latest"
 
+# The saves in the background of which nobody has been told yet how they ended.
+_untold: set[Writing] = set()
+os.register_at_fork(after_in_child=_untold.clear)
+
+
+@atexit.register
+def _tell_at_exit() -> None:
+    """Ends the process with status 1 if a save has failed that nothing waited for.
+
+    Python has joined the threads by now. It prints what `atexit` functions raise, but keeps the
+    status. Those that were registered before this module was imported do not run then.
+    """
+    failed = [error for writing in _untold if (error := writing.error())]
+    if failed:
+        for error in failed:
+            print(f"A save in the background failed: {error}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
 
 class Checkpoints:
     """The checkpoints of a training run, in one directory, by step.
@@ -70,7 +92,7 @@ class Checkpoints:
             neither is the checkpoint that was just saved.
         every: Only steps that are a multiple of it are saved.
         background: Whether to write in the background. The next `save`, `wait` or `close` raises
-            what went wrong.
+            what went wrong. Without one, the process prints it when it ends, with status 1.
         read_only: Whether only to read. Then nothing is locked, and another run may be writing.
         fingerprints: As in `save`.
         on_divergence: As in `save`.
@@ -173,7 +195,9 @@ class Checkpoints:
             return False
         self.wait()
         path = self._directory / str(number)
-        self._writing = number, self._begin(path, state, timeout=self._timeout, run=self._lock)
+        writing = self._begin(path, state, timeout=self._timeout, run=self._lock)
+        self._writing = number, writing
+        _untold.add(writing)
         if jax.process_index() == 0:
             self._warn_of_later_steps(number)
         if not self._background:
@@ -310,6 +334,7 @@ class Checkpoints:
                 " wait for the save."
             )
         (step, writing), self._writing = self._writing, None
+        _untold.discard(writing)
         writing.wait(progress=self._progress)
         if self._keep is not None and jax.process_index() == 0:
             self._remove_all_but(self._keep, step)

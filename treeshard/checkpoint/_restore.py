@@ -256,6 +256,7 @@ def damages_of(path: epath.Path, rows: Iterable[SavedLeaf]) -> Iterator[tuple[Sa
     store = ArrayStore(path)
     for batch in _batches(rows):
         opened, damages = store.open(_on_host(batch))
+        store.check_memory_for_blocks(opened.values())
         for row in batch:
             if row.path in opened:
                 damages[row.path] = _damage_of_blocks(store, opened.pop(row.path), row)

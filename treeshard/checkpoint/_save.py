@@ -26,6 +26,7 @@ from etils import epath
 from jax.tree_util import tree_leaves
 
 from treeshard._core.arrays import array_text
+from treeshard._core.memory import lacking_memory
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.processes import (
     AS_LONG_AS_IT_TAKES,
@@ -47,6 +48,7 @@ from treeshard._disk.files import (
 from treeshard._disk.leaves import SavedLeaf
 from treeshard.checkpoint._array_store import (
     Copy,
+    bytes_of_copies,
     copies,
     merge,
     with_copies,
@@ -93,6 +95,10 @@ class Writing:
             self._end.exception()  # hold the locks until the last byte is written
             raise
 
+    def error(self) -> BaseException | None:
+        """What went wrong, if it has ended."""
+        return self._end.exception() if self._end.done() else None
+
     def _on_disk(self) -> int:
         """The bytes of all files so far; 0 in an object store, which shows only complete ones."""
         if not is_local(self._path):
@@ -132,6 +138,11 @@ def begin(
                 again = fingerprints and _has_table(path, packed.table)
                 if not again:
                     check_vacant(path)
+            if lacking := lacking_memory(bytes_of_copies(packed.arrays)):
+                raise CheckpointError(
+                    f"{path} was not saved: the copies of the arrays need {lacking[0]} Free some,"
+                    " or shard the arrays over more processes."
+                )
             facts |= _facts(path, packed.table, fingerprints)
             if jax.process_count() > 1:
                 for leaf_path, leaf in zip(leaf_paths(tree), tree_leaves(tree), strict=True):

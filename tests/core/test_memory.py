@@ -1,0 +1,120 @@
+"""The host memory that is free, in any cgroup; and what reads, saves and gathers raise without."""
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from treeshard._core.memory import available_memory
+
+GIB = 2**30
+# What `/proc/self/cgroup` says, the directory of each group, its limit, usage and page cache, and
+# what is free.
+GROUPS = {
+    "none": ("", {}, 8 * GIB),
+    "version 2": ("0::/app\n", {"app": (900, 500, 0)}, 400),
+    "version 2, page cache": ("0::/app\n", {"app": (900, 500, 300)}, 700),
+    "version 2, in a container": ("0::/\n", {".": (900, 500, 0)}, 400),
+    "version 2, the outer limit is lower": (
+        "0::/slice/app\n",
+        {"slice/app": (900, 100, 0), "slice": (700, 600, 0)},
+        100,
+    ),
+    "version 2, the inner limit is lower": (
+        "0::/slice/app\n",
+        {"slice/app": (200, 150, 0), "slice": (700, 600, 0)},
+        50,
+    ),
+    "version 2, without a limit": ("0::/app\n", {"app": ("max", 500, 0)}, 8 * GIB),
+    "version 2, beyond the limit": ("0::/app\n", {"app": (500, 600, 0)}, -100),
+    "version 2, outside the namespace": ("0::/../app\n", {".": (900, 500, 0)}, 400),
+    "version 1": ("4:memory:/app\n2:cpu:/\n0::/\n", {"memory/app": (900, 500, 0)}, 400),
+    "version 1, page cache": ("4:memory:/app\n", {"memory/app": (900, 500, 50)}, 450),
+    "version 1, path of the host": ("4:memory:/docker/1f3\n", {"memory": (900, 500, 0)}, 400),
+    "version 1, the outer limit is lower": (
+        "4:cpu,memory:/docker/1f3\n",
+        {"memory/docker/1f3": (900, 100, 0), "memory/docker": (700, 600, 0), "memory": (999, 9, 0)},
+        100,
+    ),
+    "version 1, without a limit": ("4:memory:/\n", {"memory": (2**63 - 4096, 5, 0)}, 8 * GIB),
+}
+
+
+@pytest.mark.parametrize("case", GROUPS)
+def test_the_memory_that_is_free_is_that_of_the_cgroup(case: str, tmp_path: Path) -> None:
+    text, groups, free = GROUPS[case]
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text(
+        f"MemTotal: {16 * 2**20} kB\nMemAvailable: {6 * 2**20} kB\nSwapFree: {2 * 2**20} kB\n"
+    )
+    (tmp_path / "proc/self/cgroup").write_text(text)
+    for name, (limit, used, cached) in groups.items():
+        group = tmp_path / "sys/fs/cgroup" / name
+        group.mkdir(parents=True, exist_ok=True)
+        is_1 = name.startswith("memory")
+        total = "total_" if is_1 else ""
+        (group / ("memory.limit_in_bytes" if is_1 else "memory.max")).write_text(f"{limit}\n")
+        (group / ("memory.usage_in_bytes" if is_1 else "memory.current")).write_text(f"{used}\n")
+        # Shared memory is in `file`, and is not freed when memory is needed.
+        (group / "memory.stat").write_text(
+            f"file {cached + 77}\nshmem 77\n{total}active_file {cached}\n{total}inactive_file 0\n"
+        )
+    if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
+        assert available_memory(tmp_path) == free
+
+
+def test_it_is_unknown_without_proc(tmp_path: Path) -> None:
+    assert available_memory(tmp_path) is None
+
+
+# Two arrays of 64 MiB, with 16 MiB of memory for each call.
+LITTLE_MEMORY = """
+import json, os, resource, sys
+import jax, numpy as np
+import treeshard as ts
+from treeshard.checkpoint import restore, save, verify
+
+run = sys.argv[1]
+state = {name: np.ones((2**14, 2**10), np.float32) for name in "ab"}
+placed = jax.device_put(state)
+save(run + "/1", state)
+save(run + "/small", {"a": state["a"][:8]})
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**24, -1))
+calls = {
+    "save": lambda: save(run + "/2", state),
+    "save from devices": lambda: save(run + "/2", placed),
+    "restore": lambda: restore(run + "/1"),
+    "verify": lambda: verify(run + "/1"),
+    "gather": lambda: ts.gather(placed),
+    "iter_gather": lambda: list(ts.iter_gather(placed)),
+}
+for name, call in calls.items():
+    try:
+        call()
+    except ts.TreeShardError as error:
+        kind = type(error).__name__
+        print(json.dumps([name, kind, str(error), getattr(error, "need", None)]), flush=True)
+print(json.dumps(sorted(os.listdir(run))))
+"""
+
+
+def test_without_memory_each_call_says_what_it_needs_and_does_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LITTLE_MEMORY, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    *told, left = map(json.loads, done.stdout.splitlines())
+    assert done.returncode == 0, done.stderr
+    assert left == ["1", "small"]
+    needed = {"iter_gather": "64.0 MiB"}
+    kinds = {"gather": "DoesNotFitError", "iter_gather": "DoesNotFitError"}
+    assert {name: kind for name, kind, *_ in told} == {
+        name: kinds.get(name, "CheckpointError")
+        for name in ("save", "save from devices", "restore", "verify", "gather", "iter_gather")
+    }
+    for name, _, text, need in told:
+        assert f"need {needed.get(name, '128.0 MiB')} of host memory in this process" in text
+        assert "MiB are available." in text
+        assert need in (None, 2**26, 2**27)

@@ -1,0 +1,81 @@
+"""The host memory that this process can still allocate.
+
+Without a look at it first, an array that does not fit ends the process: by the system, by the
+container, or by a C++ library that does not handle a failed allocation.
+"""
+
+import resource
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from treeshard._core.text import human_bytes
+
+_NOT_WORTH_A_LOOK = 2**20  # bytes
+
+
+def lacking_memory(needed: int) -> tuple[str, int] | None:
+    """If this process cannot allocate `needed` bytes: that fact, and how many it can."""
+    if needed < _NOT_WORTH_A_LOOK:
+        return None
+    free = available_memory()
+    if free is None or needed <= free:
+        return None
+    fact = f"{human_bytes(needed)} of host memory in this process, and {human_bytes(max(free, 0))}"
+    return f"{fact} are available.", free
+
+
+def available_memory(root: Path = Path("/")) -> int | None:
+    """The bytes that this process can still allocate; `None` if that is unknown.
+
+    `root` is the directory that has `proc` and `sys`.
+    """
+    process = root / "proc/self"
+    try:
+        amounts = _amounts(root / "proc/meminfo")
+        free = [1024 * (amounts["MemAvailable"] + amounts["SwapFree"])]
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if limit != resource.RLIM_INFINITY:
+            free.append(limit - 1024 * _amounts(process / "status")["VmSize"])
+    except (OSError, KeyError):
+        return None
+    with suppress(OSError):  # without cgroups
+        for line in (process / "cgroup").read_text().splitlines():
+            free += _free_in_groups(root / "sys/fs/cgroup", line)
+    return min(free)
+
+
+def _free_in_groups(mounted: Path, line: str) -> Iterator[int]:
+    """What is free in the cgroup of a line of `/proc/self/cgroup`, and in those that contain it.
+
+    A line is `0::/user.slice/app` in version 2, and `4:memory:/docker/1f3` in version 1. In a
+    container the path may be one of its host: then the group of the container is at the root.
+    """
+    _, controllers, path = line.split(":", 2)
+    usage, most, prefix = "memory.current", "memory.max", ""
+    if "memory" in controllers.split(","):
+        mounted /= "memory"
+        usage, most, prefix = "memory.usage_in_bytes", "memory.limit_in_bytes", "total_"
+    elif controllers:
+        return
+    # `..` leads out of a namespace, to groups that cannot be seen from here.
+    inner = Path(*(part for part in path.split("/") if part not in ("", "..")))
+    for group in (inner, *inner.parents):
+        # A group without a limit has no such file, or the word `max` in it.
+        with suppress(OSError, KeyError, ValueError):
+            limit = int((mounted / group / most).read_text())
+            used = int((mounted / group / usage).read_text())
+            # The page cache of files is freed when memory is needed, unless it is shared memory,
+            # which does not count as such.
+            caches = _amounts(mounted / group / "memory.stat")
+            cached = caches[f"{prefix}active_file"] + caches[f"{prefix}inactive_file"]
+            yield limit - used + cached
+
+
+def _amounts(file: Path) -> dict[str, int]:
+    """The amounts in a file of Linux, by name.
+
+    A line is `MemAvailable:   16231040 kB` below `/proc`, `file 1204224` in bytes below `/sys`.
+    """
+    words = [line.replace(":", " ").split() for line in file.read_text().splitlines()]
+    return {row[0]: int(row[1]) for row in words if len(row) > 1 and row[1].isdigit()}
