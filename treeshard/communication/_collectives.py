@@ -396,7 +396,7 @@ class CollectiveReader:
                 wire_bytes=bytes_on_the_wire(kind, buffer.bytes, groups.size),
                 axes=groups.axes,
                 count=count,
-                path=_path(origins),
+                path=path_of(origins),
                 op_name=op_name,
                 source=source,
                 is_async=_is_async(context, op),
@@ -575,7 +575,7 @@ def _type(of: Value) -> Buffer:
     return next(iter(of.op.types[of.element or 0 :]), _UNREAD)
 
 
-def _path(origins: Sequence[Origins]) -> str | None:
+def path_of(origins: Sequence[Origins]) -> str | None:
     """The argument whose data some values are, if it is one and they are nothing else."""
     parameters = {parameter for origin in origins for parameter in origin.parameters}
     if len(parameters) != 1 or any(origin.computed for origin in origins):

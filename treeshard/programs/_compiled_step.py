@@ -24,7 +24,7 @@ from treeshard.communication._forecast import batch_axes, check_options
 from treeshard.communication._program import ReadProgram, read_program
 from treeshard.errors import DoesNotFitError
 from treeshard.programs._memory import Memory, memory_of
-from treeshard.programs._types import ReadValues, Types, types_of
+from treeshard.programs._types import Types, types_of
 
 # RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries
 # (64.00G) exceeds available HBM (31.25G).
@@ -107,10 +107,9 @@ class CompiledStep:
         Returns:
             `Types`, as of `Step.types`.
         """
-        compiled = ReadValues(self._read.graph, self.memory().at_peak)
         axes = batch_axes(self.plan, self.batch_specs)
         values = traced(self.jaxpr.jaxpr, self.plan, axes)
-        return types_of(values, self.plan, min_size, compiled)
+        return types_of(values, self.plan, min_size, self._read.graph, self.memory().at_peak)
 
     @cached_property
     def _compared(self) -> Comparison:

@@ -23,10 +23,9 @@ from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
 from treeshard._trace.roles import Roles
 from treeshard._trace.uses import Means, means_of
-from treeshard.communication._collectives import bytes_text
+from treeshard.communication._collectives import bytes_text, path_of
 from treeshard.communication._dataflow import Context, Dataflow, value
 from treeshard.communication._hlo import HloProgram
-from treeshard.communication._program import argument_path
 from treeshard.errors import DoesNotFitError
 from treeshard.programs._buffers import Buffer, peak_of
 
@@ -273,9 +272,7 @@ def _described(buffer: Buffer, flow: Dataflow) -> LiveBuffer:
     op = buffer.op
     path = None
     if buffer.computation is flow.program.entry:
-        origins = flow.origins(value(Context(buffer.computation), op.name))
-        if len(origins.parameters) == 1 and not origins.computed:
-            path = argument_path(next(iter(origins.parameters)))
+        path = path_of([flow.origins(value(Context(buffer.computation), op.name))])
     source = flow.program.source(op)
     return LiveBuffer(buffer.array.bytes, buffer.array.text, path, op.op_name, source)
 

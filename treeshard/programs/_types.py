@@ -247,13 +247,6 @@ def _short_line(line: str) -> str:
 # ------------------------------------------------------------------ from a trace and a program
 
 
-class ReadValues(NamedTuple):
-    """The program in which values are looked up, and what is live at its peak."""
-
-    program: HloProgram
-    at_peak: Sequence[LiveBuffer]
-
-
 class _Found(NamedTuple):
     """A value of the trace, and what is known of it."""
 
@@ -266,12 +259,14 @@ def types_of(
     values: Iterable[TracedValue],
     plan: Plan,
     min_size: int | None,
-    compiled: ReadValues | None = None,
+    program: HloProgram | None = None,
+    at_peak: Sequence[LiveBuffer] = (),
 ) -> Types:
-    """The rows of the values of at least `min_size` elements and of more than one."""
+    """The rows of the values of at least `min_size` elements and of more than one; they are looked
+    up in a program, of which `at_peak` is live when most memory is in use."""
     min_size = DEFAULT_MIN_SIZE if min_size is None else min_size
     sizes = axis_sizes(plan.mesh)
-    found = list(_looked_up(values, sizes, compiled))
+    found = list(_looked_up(values, sizes, program))
     shown = [each for each in found if not each.value.is_passed_on]
     large = [each for each in shown if math.prod(each.value.shape) >= max(min_size, 2)]
     groups: dict[Any, list[_Found]] = defaultdict(list)
@@ -279,25 +274,25 @@ def types_of(
         value = each.value
         key = (value.line, value.region, value.shape, value.dtype, value.by_hand)
         groups[key].append(each)
-    peak = None if compiled is None else _peak(compiled.at_peak)
+    peak = None if program is None else _peak(at_peak)
     rows = [row for group in groups.values() for row in _by_split(group)]
     return Types(
         tuple(_step_value(row, plan, peak) for row in rows),
         plan.mesh,
         min_size,
         len(shown) - len(large),
-        compiled is not None,
+        program is not None,
     )
 
 
 def _looked_up(
-    values: Iterable[TracedValue], sizes: Mapping[str, int], compiled: ReadValues | None
+    values: Iterable[TracedValue], sizes: Mapping[str, int], program: HloProgram | None
 ) -> Iterator[_Found]:
     """Each value, with how it is split by its type, or else in the program."""
-    ops = {} if compiled is None else ops_by_line(compiled.program)
+    ops = {} if program is None else ops_by_line(program)
     for value in values:
         where, split = "", split_of_type(value)
-        if compiled is not None:
+        if program is not None:
             open_sizes = {axis: size for axis, size in sizes.items() if axis in value.open}
             where, in_program = placed(value, ops.get(key_of(value), ()), open_sizes)
             split = split or in_program
