@@ -82,21 +82,24 @@ REGRESSIONS = {
         """+  "up": "float32[64,256] P(None, 'fsdp'), frozen, gathered\"""",
     ),
 }
-HARMLESS = {
-    "a variable renamed": ("hidden", "activations"),
-    "an argument renamed": ("step(params, x)", "step(params, x, /)"),
-    "a comment line moved": ("        # The mean of all rows.\n", ""),
-    "another loss value": ('astype("float32") ** 2)', 'astype("float32") ** 2) + 1.0'),
-}
+HARMLESS = [
+    ("hidden", "activations"),
+    ("step(params, x)", "step(params, x, /)"),
+    ("        # The mean of all rows.\n", ""),
+    ('astype("float32") ** 2)', 'astype("float32") ** 2) + 1.0'),
+]
 
 pytestmark = pytest.mark.usefixtures("full_compiles")
 
 
-def make(folder: Path, old: str = "", new: str = "") -> Any:
-    """The step after an edit, with its state and batch."""
-    assert old in STEP
+def make(folder: Path, *edits: tuple[str, str]) -> Any:
+    """The step after some edits, with its state and batch."""
+    text = STEP
+    for old, new in edits:
+        assert old in text
+        text = text.replace(old, new)
     file = folder / "steps.py"
-    file.write_text(STEP.replace(old, new) if old else STEP)
+    file.write_text(text)
     spec = importlib.util.spec_from_file_location("steps_under_test", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -120,16 +123,15 @@ def locked(tmp_path_factory) -> Path:
 def test_a_regression_is_a_line_of_the_diff(name, locked, tmp_path) -> None:
     edit, line = REGRESSIONS[name]
     with pytest.raises(ts.errors.UnexpectedShardingError) as caught:
-        testing.assert_step(*make(tmp_path, *edit), locked)
+        testing.assert_step(*make(tmp_path, edit), locked)
     message = str(caught.value)
     assert message.startswith(f"The step differs from the one stored in {locked}:\n--- {locked}\n")
     assert line in message
     assert message.endswith("\nIf this is intended, call `assert_step` with `update=True` once.")
 
 
-@pytest.mark.parametrize("name", HARMLESS)
-def test_a_harmless_edit_passes(name, locked, tmp_path) -> None:
-    testing.assert_step(*make(tmp_path, *HARMLESS[name]), str(locked))
+def test_names_comments_and_the_value_of_the_loss_may_change(locked, tmp_path) -> None:
+    testing.assert_step(*make(tmp_path, *HARMLESS), str(locked))
 
 
 def test_two_processes_give_the_same_text(locked, tmp_path) -> None:
