@@ -249,7 +249,9 @@ def jit_step(
     Warns:
         ShardingWarning: If all devices along an axis do the same work, since it does not split
             the batch. When called, if arrays of the state share memory and are copied, if leaves
-            of the state are numpy arrays again, or if `fn` uses `device_put` to one device.
+            of the state are numpy arrays again, or if `fn` uses `device_put` to one device. If the
+            step moves activations for want of an `unshard`: in the first call only if
+            `treeshard.communication` is imported or `TREESHARD_CHECK=1` is set.
     """
     if fn is None:
         return partial(jit_step, plan=plan, batch=batch, donate=donate)
@@ -342,6 +344,7 @@ def _make_step(
     return step
 
 
+# Why an axis that does not split the batch seems to have to. The first reason is told.
 _IDLE = {
     "gathered": (
         "parameters are sharded over {axes}, and gathered along it for use, but the batch is not"
@@ -370,34 +373,28 @@ def _warn_of_idle_axes(
     where: str, plan: Plan, batch: SpecTree, split: Sequence[str], *, is_default: bool
 ) -> None:
     """Warns of axes along which all devices do the same work, because the batch is not split."""
-    idle = _idle_axes(plan, split, is_default=is_default)
-    why = next((why for why, axes in idle.items() if axes), None)
+    sizes, gathered = axis_sizes(plan.mesh), plan.fsdp_axes()
+    of_state = get_names_from_partition_spec(plan)
+    idle: dict[str, list[str]] = {why: [] for why in _IDLE}
+    for axis in sizes:
+        if sizes[axis] == 1 or axis in split:
+            continue
+        if axis in gathered:
+            idle["gathered"].append(axis)
+        elif is_default and use_of(axis) == "sequence":
+            idle["sequence"].append(axis)
+        elif is_default and axis in of_state and may_split_rows(axis):
+            idle["unclear"].append(axis)
+        # Who writes batch=P() means it.
+        elif axis not in of_state and (split or is_default):
+            idle["unused"].append(axis)
+    why = next((why for why in _IDLE if idle[why]), None)
     if why is None:
         return
-    in_batch = {*split, *idle[why]}
-    message = _IDLE[why].format(
-        axes=", ".join(map(repr, idle[why])),
-        batch=batch,
-        split=_batch_text([axis for axis in axis_sizes(plan.mesh) if axis in in_batch]),
-    )
+    in_batch = [axis for axis in sizes if axis in split or axis in idle[why]]
+    axes = ", ".join(map(repr, idle[why]))
+    message = _IDLE[why].format(axes=axes, batch=batch, split=_batch_text(in_batch))
     warn(f"{where}: {message}")
-
-
-def _idle_axes(plan: Plan, split: Sequence[str], *, is_default: bool) -> dict[str, list[str]]:
-    """The axes that do not split the batch and seem to have to, by the reason, in this order."""
-    unsplit = [axis for axis, size in axis_sizes(plan.mesh).items() if size > 1]
-    unsplit = [axis for axis in unsplit if axis not in split]
-    gathered, of_state = plan.fsdp_axes(), get_names_from_partition_spec(plan)
-    unused = [axis for axis in unsplit if axis not in of_state]
-    reasons = {"gathered": [axis for axis in unsplit if axis in gathered]}
-    if is_default:
-        used = [axis for axis in unsplit if axis in of_state]
-        reasons["sequence"] = [axis for axis in unsplit if use_of(axis) == "sequence"]
-        reasons["unclear"] = [axis for axis in used if may_split_rows(axis)]
-    # Who writes batch=P() means it.
-    if split or is_default:
-        reasons["unused"] = unused
-    return reasons
 
 
 def _batch_text(axes: Sequence[str]) -> str:
