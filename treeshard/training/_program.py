@@ -17,7 +17,7 @@ from jax.tree_util import DictKey, register_pytree_with_keys, tree_flatten
 
 from treeshard._core.arrays import StaticSplit, array_text, has_shape, is_array
 from treeshard._core.jax_private import varying_axes
-from treeshard._core.paths import leaf_paths, pair
+from treeshard._core.paths import PyTree, leaf_paths, pair
 from treeshard._core.spec_trees import get_names_from_partition_spec
 from treeshard._core.text import fold_paths
 from treeshard._placement.constraint import with_sharding_constraint
@@ -61,7 +61,7 @@ class Program:
         self.state, self.batch = state, batch
         self.placement, self.per_device = placement, per_device
         self.paths = leaf_paths(state.combine(range(len(state.indices))))
-        self.array_paths = array_paths = state.dynamic(self.paths)
+        array_paths = state.dynamic(self.paths)
         _check_fits_plan(array_paths, plan)
         self.leaves, self.shardings = plan.leaves, plan.sharding_of_each()
         # `collectives` reads these names of the arguments from the compiled program.
@@ -142,7 +142,7 @@ class Program:
         leaves, treedef = tree_flatten(self.batch.combine(data))
         for i, target in self.placement.targets(leaves, treedef).items():
             leaves[i] = with_sharding_constraint(leaves[i], target)
-        return self._body(arrays, self.batch.dynamic(leaves))
+        return self._body(arrays, treedef.unflatten(leaves))
 
     def _sharded_body(self, arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
         """The step on each device's shards of state and batch."""
@@ -156,8 +156,8 @@ class Program:
         )
         return sharded(arrays, data)
 
-    def _body(self, arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
-        out = self.fn(self.state.combine(arrays), self.batch.combine(data))
+    def _body(self, arrays: list[Any], batch: PyTree) -> tuple[list[Any], Any]:
+        out = self.fn(self.state.combine(arrays), batch)
         if not isinstance(out, tuple) or len(out) != 2:
             raise StateError(f"the step must return (state, aux), not {type(out).__name__}.")
         if self._is_like(out[1], arrays) and not self._is_like(out[0], arrays):
@@ -173,7 +173,7 @@ class Program:
 
     def _checked_body(self, arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
         """The step on one device's shards; raises if results differ that must be equal."""
-        new, aux = self._body(arrays, data)
+        new, aux = self._body(arrays, self.batch.combine(data))
         # JAX checks `out_specs` too, by the same types, but knows neither the plan nor the way out.
         facts = [
             f"{leaf.path}: the result differs along {_quoted(more)}, but the plan shards it as"

@@ -1,6 +1,5 @@
 """Compiles a training step into one program, also for states with leaves that are not arrays."""
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import update_wrapper
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,6 @@ from treeshard._core.processes import participating_processes
 from treeshard._core.reports import are_used, report
 from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
 from treeshard._placement.shard import shard
-from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import PlanInForce, row_axes
 from treeshard.errors import ArgumentError, DeletedLeafError, SpecError, TreeShardError, listed
@@ -132,7 +130,14 @@ class Step:
         """The arrays of a state that can be passed, and donated: JAX would end the process if
         several devices get deleted arrays, or one array twice to donate."""
         if _has_deleted(arrays):
-            raise _deleted(arrays, program.leaves)
+            facts = [
+                f"{leaf.path}: deleted, or donated to an earlier step. Continue with the state that"
+                " the step returned, or make the step with `donate=False`."
+                for x, leaf in zip(arrays, program.leaves, strict=True)
+                if _is_live(x) and x.is_deleted()
+            ]
+            headline = f"{len(facts)} leaves of the state are deleted:"
+            raise DeletedLeafError(listed(headline, facts))
         return separated(arrays, data, program.leaves, self._name) if self._donate else arrays
 
     def _run(self, program: Program, arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
@@ -149,19 +154,16 @@ class Step:
         except Exception as error:
             # A program that fails while it runs has deleted what was donated to it by then.
             has_run = isinstance(error, jax.errors.JaxRuntimeError) and _has_deleted(arrays)
-            if not has_run:
-                usable = self._usable(program, arrays, data)
-                if usable is not arrays:
-                    return self._run(program, usable, data)
-            retyped = _on_the_mesh(arrays, program)
-            if retyped is not arrays:
-                return self._run(program, retyped, data)
+            usable = arrays if has_run else self._usable(program, arrays, data)
+            usable = _on_the_mesh(usable, program)
+            if usable is not arrays:
+                return self._run(program, usable, data)
             if (problem := _misplaced(arrays, program)) is None:
                 raise
             raise problem from error
         if self._processes:
             call = count_step(self._processes)
-            set_origin(new, self._processes, call, program.array_paths)
+            set_origin(new, self._processes, call, [leaf.path for leaf in program.leaves])
             set_origin(tree_leaves(aux), self._processes, f"{call}, aux,")
         if self._donate and self._mesh.size > 1:
             mark_as_separate(new)
@@ -442,16 +444,6 @@ def _has_deleted(arrays: list[Any]) -> bool:
 
 def _is_live(x: Any) -> bool:
     return isinstance(x, jax.Array) and not isinstance(x, Tracer)
-
-
-def _deleted(arrays: list[Any], leaves: Sequence[PlannedLeaf]) -> DeletedLeafError:
-    facts = [
-        f"{leaf.path}: deleted, or donated to an earlier step. Continue with the state that the"
-        " step returned, or make the step with `donate=False`."
-        for x, leaf in zip(arrays, leaves, strict=True)
-        if _is_live(x) and x.is_deleted()
-    ]
-    return DeletedLeafError(listed(f"{len(facts)} leaves of the state are deleted:", facts))
 
 
 def _misplaced(arrays: list[Any], program: Program) -> SpecError | None:
