@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 from jax.sharding import AxisType
 from jax.tree_util import tree_leaves
@@ -255,13 +256,9 @@ def _lookup(node: ast.AST, scope: Mapping[str, Any]) -> list[str]:
         case ast.Subscript(value=table, slice=ids):
             return [f"ts.lookup({ast.unparse(table)}, {ast.unparse(ids)})"]
         case ast.Call(func=ast.Call(args=[layer]), args=[ids]) | ast.Call(func=layer, args=[ids]):
-            kinds = type(_value(layer, scope)).__mro__
-            if any((x.__module__, x.__name__) == _EMBEDDING for x in kinds):
+            if isinstance(_value(layer, scope), eqx.nn.Embedding):
                 return [f"ts.lookup({ast.unparse(layer)}.weight, {ast.unparse(ids)})"]
     return []
-
-
-_EMBEDDING = ("equinox.nn._embedding", "Embedding")
 
 
 # ------------------------------------------------------------------ operands
@@ -274,13 +271,13 @@ def _operands(node: ast.AST, scope: Mapping[str, Any], step: PlanInForce | None)
         for child in ast.iter_child_nodes(node):
             yield from _operands(child, scope, step)
         return
-    arrays = [x for x in tree_leaves(value) if isinstance(x, jax.Array)]
-    for x in arrays[:_SHOWN]:
+    types = [jax.typeof(x) for x in tree_leaves(value) if isinstance(x, jax.Array)]
+    for type_ in types[:_SHOWN]:
         leaves = step.plan.leaves if step else ()
-        same = [leaf for leaf in leaves if _has_type(leaf, jax.typeof(x))]
-        origin = ", ".join(_with_rule(path, of_path[0]) for path, of_path in _folded(same))
+        alike = fold((leaf.path, leaf.rule, leaf) for leaf in leaves if _has_type(leaf, type_))
+        origin = ", ".join(_with_rule(path, same[0]) for path, same in alike)
         of_leaves = f", as {origin}" if origin else ""
-        yield f"{ast.unparse(node)}: {jax.typeof(x).str_short()}{of_leaves}"
+        yield f"{ast.unparse(node)}: {type_.str_short()}{of_leaves}"
 
 
 def _has_type(leaf: PlannedLeaf, type_: Any) -> bool:
@@ -292,10 +289,6 @@ def _has_type(leaf: PlannedLeaf, type_: Any) -> bool:
     dims = list(zip(leaf.shape, dim_entries(given, len(leaf.shape)), strict=True))
     of_type = list(zip(type_.shape, dim_entries(spec, type_.ndim), strict=True))
     return of_type in (dims, dims[1:])
-
-
-def _folded(leaves: list[PlannedLeaf]) -> list[tuple[str, list[PlannedLeaf]]]:
-    return fold((leaf.path, leaf.rule, leaf) for leaf in leaves)
 
 
 def _with_rule(path: str, leaf: PlannedLeaf) -> str:
