@@ -105,6 +105,15 @@ def all_axes(of_dims: Iterable[Entry]) -> list[str]:
     return list(chain.from_iterable(map(axes_of, of_dims)))
 
 
+def dims_over(spec: PartitionSpec, axes: Sequence[str]) -> tuple[tuple[int, tuple[str, ...]], ...]:
+    """The dims that some of `axes` shard, each with these axes, outermost first."""
+    pairs = []
+    for dim, entry in enumerate(entries(spec)):
+        if over := tuple(axis for axis in axes_of(entry) if axis in axes):
+            pairs.append((dim, over))
+    return tuple(pairs)
+
+
 def part_count(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
     """The number of parts into which axes of these sizes split a dim."""
     return math.prod(map(sizes.__getitem__, axes))

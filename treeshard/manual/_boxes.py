@@ -25,7 +25,7 @@ from treeshard._core.spec_trees import (
     raise_misfits,
     specs_of_leaves,
 )
-from treeshard._core.specs import axes_of, dim_entries, entries
+from treeshard._core.specs import all_axes, dim_entries, entries
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.named_dims import names_in
 from treeshard._planning.plan import Plan
@@ -125,21 +125,6 @@ def unpadded_in(box: Any) -> Shape | None:
     return getattr(box, "unpadded", None)
 
 
-def rebox(box: Any, value: Any, spec: PartitionSpec, unpadded: Shape | None = None) -> Any:
-    """The same kind of box around another value, sharded by `spec`; our own if it is padded.
-
-    A value that no axis shards gets no box, except that nnx needs its variables.
-    """
-    names = _names(spec, value)
-    if _is_variable(box):
-        return _variable_with(box, value, names, unpadded)
-    if not any(names):
-        return value
-    if isinstance(box, Partitioned) or unpadded is not None:
-        return boxed(value, spec, unpadded)
-    return box.replace(value=value, names=names)
-
-
 def _variable_with(box: Any, value: Any, names: Names, unpadded: Shape | None) -> Any:
     """An nnx variable with another value, sharded by `names`."""
     is_sharded = any(names)
@@ -165,15 +150,6 @@ def _names(spec: PartitionSpec, value: Any) -> Names:
 # ------------------------------------------------------------------ leaves and their specs
 
 
-def dims_over(spec: PartitionSpec, axes: Sequence[str]) -> tuple[tuple[int, tuple[str, ...]], ...]:
-    """The dims that some of `axes` shard, each with these axes, outermost first."""
-    pairs = []
-    for dim, entry in enumerate(entries(spec)):
-        if over := tuple(axis for axis in axes_of(entry) if axis in axes):
-            pairs.append((dim, over))
-    return tuple(pairs)
-
-
 class Leaf(NamedTuple):
     """One leaf and its spec, from a tree of specs or from the leaf's own box.
 
@@ -197,7 +173,7 @@ class Leaf(NamedTuple):
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes that shard it."""
-        return tuple(axis for entry in entries(self.spec) for axis in axes_of(entry))
+        return tuple(all_axes(entries(self.spec)))
 
     @property
     def is_boxed(self) -> bool:
@@ -213,8 +189,21 @@ class Leaf(NamedTuple):
         return self.node.replace_boxed(value)
 
     def resharded(self, value: Any, spec: PartitionSpec, unpadded: Shape | None) -> Any:
-        """The leaf of the resulting tree for another value, sharded by `spec`."""
-        return rebox(self.node, value, spec, unpadded) if self.is_boxed else value
+        """The leaf of the resulting tree for another value, sharded by `spec`.
+
+        It has the same kind of box, or our own if it is padded. A value that no axis shards gets no
+        box, except that nnx needs its variables.
+        """
+        if not self.is_boxed:
+            return value
+        box, names = self.node, _names(spec, value)
+        if _is_variable(box):
+            return _variable_with(box, value, names, unpadded)
+        if not any(names):
+            return value
+        if isinstance(box, Partitioned) or unpadded is not None:
+            return boxed(value, spec, unpadded)
+        return box.replace(value=value, names=names)
 
 
 def leaves_with_specs(tree: PyTree, specs: SpecTree, where: str) -> tuple[list[Leaf], Any]:

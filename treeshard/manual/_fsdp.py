@@ -35,6 +35,7 @@ from treeshard._core.spec_trees import SpecTree
 from treeshard._core.specs import (
     axes_of,
     dim_entries,
+    dims_over,
     entries,
     entry_of,
     is_spec,
@@ -49,7 +50,6 @@ from treeshard.manual._boxes import (
     Leaf,
     Shape,
     boxed,
-    dims_over,
     leaves_with_specs,
 )
 from treeshard.manual._mean_gather import (

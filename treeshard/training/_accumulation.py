@@ -30,7 +30,7 @@ from treeshard._core.mesh import (
 )
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.spec_trees import get_names_from_partition_spec
-from treeshard._core.specs import UNCONSTRAINED, axes_of, entries, without_axes
+from treeshard._core.specs import UNCONSTRAINED, dims_over, without_axes
 from treeshard._placement.constraint import with_sharding_constraint
 from treeshard._planning.plan_in_force import ACCUMULATES, AVERAGES_PARTS, current_plan
 from treeshard.errors import SpecError, listed
@@ -109,7 +109,9 @@ def accumulate_gradients(
     _check_divides(batch, num_minibatches, parts)
     keys = None if key is None else jax.random.split(key, num_minibatches)
     # On Explicit axes the types of gradients say what is not reduced yet.
-    if parts > 1 and not _has_explicit(context_mesh()):
+    here = context_mesh()
+    has_explicit = here is not None and axes_of_type(here, AxisType.Explicit)
+    if parts > 1 and not has_explicit:
         grads, metrics = _in_parts(grad_fn, batch, num_minibatches, keys, mapped)
     else:
         grads, metrics = _in_passes(grad_fn, batch, num_minibatches, keys)
@@ -119,10 +121,6 @@ def accumulate_gradients(
             grads = jax.tree.map(over_devices, grads)
         metrics = map_metrics(lambda x: jax.lax.psum(x, by_hand), over_devices, metrics)
     return grads, metrics
-
-
-def _has_explicit(mesh: AnyMesh | None) -> bool:
-    return mesh is not None and bool(axes_of_type(mesh, AxisType.Explicit))
 
 
 def _in_passes(grad_fn: GradFn, batch: PyTree, count: int, keys: Any) -> tuple[PyTree, PyTree]:
@@ -263,9 +261,8 @@ def _scattered_mean(x: Any, spec: PartitionSpec, names: tuple[str, ...], mesh: A
     from treeshard._core.torus import scatter_along
 
     total = x.astype(_wire_dtype(x, mesh))
-    for dim, entry in enumerate(entries(spec)):
-        if over := tuple(axis for axis in axes_of(entry) if axis in names):
-            total = scatter_along(total, over, dim, mesh)
+    for dim, over in dims_over(spec, names):
+        total = scatter_along(total, over, dim, mesh)
     used = get_names_from_partition_spec(spec)
     if rest := tuple(axis for axis in names if axis not in used):
         total = jax.lax.psum(total, rest)
