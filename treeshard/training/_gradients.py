@@ -76,7 +76,6 @@ def value_and_grad(
     Source:
         The twin of `treeshard.manual.value_and_grad`, for code that the compiler partitions.
     """
-    with_aux = _with_aux(loss, has_aux=has_aux)
     given = None
     if isinstance(specs, Plan):
         given = PlanInForce(specs, row_axes(default_batch(specs)))
@@ -96,10 +95,12 @@ def value_and_grad(
         split = StaticSplit(leaves, treedef, has_gradient)
         arrays = split.dynamic(leaves)
         grad_specs = split.dynamic(specs_of_leaves(own, params))
-        rows = _rows_to_sum_over(step)
+        # Over these axes gradients wait for one sum, where types say what waits.
+        rows = step.rows if step and is_tracing() and can_wait(context_mesh()) else ()
 
         def run(arrays: list[Any]) -> tuple[Any, Any]:
-            return with_aux(split.combine(arrays), *args)
+            out = loss(split.combine(arrays), *args)
+            return out if has_aux else (out, None)
 
         differentiate = jax.value_and_grad(run, has_aux=True)
         # A step explains errors itself, after it tried all that it can.
@@ -119,17 +120,6 @@ def value_and_grad(
         return ((value, aux) if has_aux else value), split.without_static(grads)
 
     return value_and_grad_of_loss
-
-
-def _with_aux(loss: Callable[..., Any], *, has_aux: bool) -> Callable[..., tuple[Any, Any]]:
-    return loss if has_aux else lambda *args: (loss(*args), None)
-
-
-def _rows_to_sum_over(step: PlanInForce | None) -> tuple[str, ...]:
-    """The axes over which gradients wait for one sum, where types say what waits."""
-    if step is None or not is_tracing() or not can_wait(context_mesh()):
-        return ()
-    return step.rows
 
 
 def _specs_of_gradients(params: PyTree, specs: SpecTree, step: PlanInForce | None) -> SpecTree:

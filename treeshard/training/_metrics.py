@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import all_leaves, tree_leaves, tree_map
 
-from treeshard._core.arrays import array_text, has_shape
+from treeshard._core.arguments import described
 from treeshard._core.paths import PyTree, leaf_paths, path_under
 from treeshard.errors import LeafError, listed
 
@@ -121,7 +121,7 @@ def check_metrics(metrics: PyTree, where: str) -> None:
     """Raises `LeafError` if leaves can be neither added up nor averaged."""
     rest = map_metrics(lambda x: None, lambda x: x, metrics)
     facts = [
-        f"{path_under('metrics', path)}: {_text(x)} has no mean."
+        f"{path_under('metrics', path)}: {described(x)} has no mean."
         for path, x in zip(leaf_paths(rest), tree_leaves(rest), strict=True)
         if not _has_dtype(x, jnp.inexact)
     ]
@@ -140,7 +140,3 @@ def _is_pair(x: Any) -> bool:
 def _has_dtype(x: Any, kind: Any) -> bool:
     # Texts would be read as the names of dtypes.
     return not isinstance(x, str) and all_leaves([x]) and jnp.issubdtype(jnp.result_type(x), kind)
-
-
-def _text(x: Any) -> str:
-    return array_text(x) if has_shape(x) else f"the {type(x).__name__} {x!r}"
