@@ -47,23 +47,24 @@ def close(tree: Any, expected: Any, rtol: float = 1e-5) -> None:
         np.testing.assert_allclose(x, y, rtol=rtol, atol=1e-6)
 
 
-@pytest.mark.parametrize("mesh", [HSDP, "fsdp=8", "data=8,fsdp=1", "replica=2,data=2,fsdp=2"])
-def test_raw_gradients_are_those_of_one_device(mesh) -> None:
-    expected = jax.value_and_grad(loss)(PARAMS, X)
-    close(raw_gradients(plan_on(ts.make_mesh(mesh)), value_and_grad(loss)), expected)
+TENSOR = [("up", P("fsdp", "tensor")), ("down", P("tensor", "fsdp")), (".*", None)]
 
 
-def test_gradients_are_those_of_one_device_beside_tensor_parallelism() -> None:
-    rules = [("up", P("fsdp", "tensor")), ("down", P("tensor", "fsdp")), (".*", None)]
-    tree = {**PARAMS, "wide": np.ones((16, 4), "float32")}
-    plan = ts.plan(tree, rules, ts.make_mesh("data=2,fsdp=2,tensor=2"), min_size=0)
+@pytest.mark.parametrize(
+    ("mesh", "kind", "rules"),
+    [
+        (HSDP, "auto", RULES),
+        (HSDP, "explicit", RULES),
+        ("fsdp=8", "auto", RULES),
+        ("data=8,fsdp=1", "auto", RULES),
+        ("replica=2,data=2,fsdp=2", "auto", RULES),
+        ("data=2,fsdp=2,tensor=2", "auto", TENSOR),
+    ],
+)
+def test_raw_gradients_are_those_of_one_device(mesh, kind, rules) -> None:
+    tree = {**PARAMS, "unused": np.ones((16, 4), "float32")}
+    plan = ts.plan(tree, rules, ts.make_mesh(mesh, axis_types=kind), min_size=0)
     close(raw_gradients(plan, value_and_grad(loss), tree), jax.value_and_grad(loss)(tree, X))
-
-
-def test_gradients_are_those_of_one_device_on_explicit_axes() -> None:
-    kinds = {"axis_types": {"data": "explicit", "fsdp": "explicit"}}
-    plan = plan_on(ts.make_mesh(HSDP, **kinds))
-    close(raw_gradients(plan, value_and_grad(loss)), jax.value_and_grad(loss)(PARAMS, X))
 
 
 def test_a_scan_with_remat_in_the_loss() -> None:
