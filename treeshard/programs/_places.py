@@ -177,23 +177,28 @@ def placed(
         op has its line and a part of its shape); and its `Split`, unless that is unknown.
     """
     shape = value.local_shape
-    specs = {op: specs_for(shape, op.shape, sizes) for op in ops}
-    by_size = {op: _axes_by_size(shape, op.shape, sizes) for op in ops}
-    parts = [op for op in ops if specs[op]] or [op for op in ops if by_size[op]]
+    parts = [op for op in ops if specs_for(shape, op.shape, sizes)]
+    parts = parts or [op for op in ops if _axes_by_size(shape, op.shape, sizes)]
     if not parts:
         return "absent", None
     where = "memory" if any(op.is_stored for op in parts) else "fused"
     parts = [op for op in parts if not op.is_move] or parts
-    counts = {math.prod(op.shape) for op in parts}
-    if len(counts) > 1:  # ops of other values have the same line and name
+    if len({math.prod(op.shape) for op in parts}) > 1:  # other values have this line and name
         return where, None
-    possible = {spec for op in parts for spec in specs[op]}
-    axes = {frozenset(all_axes(entries(spec))) for spec in specs[parts[0]]} or by_size[parts[0]]
+    return where, _split_into(value, parts, sizes)
+
+
+def _split_into(value: TracedValue, parts: Sequence[FoundOp], sizes: Mapping[str, int]) -> Split:
+    """How a value is split of which these ops, all of one size, make one device's part."""
+    shape, first = value.local_shape, parts[0].shape
+    specs = {spec for op in parts for spec in specs_for(shape, op.shape, sizes)}
+    axes = {frozenset(all_axes(entries(spec))) for spec in specs_for(shape, first, sizes)}
+    axes = axes or _axes_by_size(shape, first, sizes)
     if axes == {frozenset()}:
-        possible = {PartitionSpec()}
-    return where, Split(
-        counts.pop(),
-        _joined(value, possible.pop()) if len(possible) == 1 else None,
+        specs = {PartitionSpec()}
+    return Split(
+        math.prod(first),
+        _joined(value, specs.pop()) if len(specs) == 1 else None,
         (*all_axes(entries(value.spec)), *sorted(axes.pop())) if len(axes) == 1 else None,
     )
 
