@@ -132,14 +132,14 @@ def test_verify_reads_large_arrays_by_their_chunks(tmp_path, monkeypatch, mesh, 
     assert leaf.chunk == (4, 5, 4)
     monkeypatch.setattr(_array_store, "_IN_FLIGHT", in_flight)
     read: list[tuple[int, ...]] = []
-    blocks = _array_store.ArrayStore.blocks
+    values = _array_store.ArrayStore._values
 
     def recorded(*args):
-        for region, block in blocks(*args):
+        for region, block in values(*args):
             read.append(block.shape)
             yield region, block
 
-    monkeypatch.setattr(_array_store.ArrayStore, "blocks", recorded)
+    monkeypatch.setattr(_array_store.ArrayStore, "_values", recorded)
     verify(tmp_path / "x")
     assert read == ([(8, 5, 16)] if in_flight > w.nbytes else [(4, 5, 4)] * 8)
 

@@ -38,6 +38,12 @@ def parse_dtype(name: str) -> Any:
         raise FormatError(f"{name!r} is not a dtype.") from None
 
 
+@lru_cache(1024)
+def dtype_name(dtype: Any) -> str:
+    """The name of a dtype, as `str` says it. numpy puts it together each time."""
+    return str(dtype)
+
+
 def parse_spec(text: str) -> PartitionSpec:
     """Parses `P('data', None, ('fsdp', 'tensor'))`."""
     node = _parsed(text)

@@ -18,7 +18,7 @@ from treeshard._core.mesh import MeshLike
 from treeshard._core.paths import PyTree
 from treeshard._core.processes import facts_of
 from treeshard._core.spec_trees import lay, raise_misfits
-from treeshard._core.text import parse_dtype
+from treeshard._core.text import dtype_name, parse_dtype
 from treeshard._disk.leaves import Shape, check_known, empty_value, in_class_of, is_none, kind_of
 from treeshard._planning.plan import Plan, plan
 from treeshard._planning.rules import Rules
@@ -60,7 +60,7 @@ def leaf_type(x: Any) -> LeafType | None:
         return LeafType(kind)
     is_numpy = isinstance(x, np.ndarray | np.generic)
     dtype = x.dtype.newbyteorder("=") if is_numpy else x.dtype  # the byte order is not saved
-    return LeafType(kind, tuple(x.shape), str(dtype), on_devices=not is_numpy)
+    return LeafType(kind, tuple(x.shape), dtype_name(dtype), on_devices=not is_numpy)
 
 
 # ------------------------------------------------------------------ differences

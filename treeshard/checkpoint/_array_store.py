@@ -28,6 +28,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from treeshard._core.arrays import Region, lengths, own_shards, regions_here, to_host, to_read
 from treeshard._core.processes import with_bar
+from treeshard._core.text import dtype_name
 from treeshard._disk.leaves import Shape
 from treeshard._disk.untrusted import check_memory
 from treeshard.checkpoint._paths import ARRAYS, is_local
@@ -61,10 +62,6 @@ def _database(path: epath.Path, process: int | None = None) -> dict[str, Any]:
     return {"driver": "ocdbt", "base": folder, "cache_pool": _NODES}
 
 
-def _of_leaf(database: dict[str, Any], leaf: str) -> dict[str, Any]:
-    return {**database, "path": f"{store_key(leaf)}/"}
-
-
 def written_by(path: epath.Path, process: int) -> epath.Path:
     """The directory in which a process writes."""
     return path / ARRAYS / f"ocdbt.process_{process}"
@@ -88,8 +85,13 @@ def stored_dtype(dtype: np.dtype) -> np.dtype:
     return dtype if is_of_numpy or dtype.name in _STORED else np.dtype("uint8")
 
 
+_QUOTED_AS_IT_IS = re.compile("[A-Za-z0-9_~-][A-Za-z0-9_~/-]*")
+
+
 def store_key(leaf: str) -> str:
     """The key of a leaf: `layers/0/w` becomes `layers.0.w`. Different paths have different keys."""
+    if _QUOTED_AS_IT_IS.fullmatch(leaf):
+        return leaf.replace("/", ".")
     parts = [quote(part, safe="").replace(".", "%2E") for part in leaf.split("/")]
     key = ".".join(parts)
     # In a key, `/` begins the name of a part of the array, and `.` and `..` may mean folders. No
@@ -259,7 +261,8 @@ def write_arrays(path: epath.Path, copied: Mapping[str, Copy]) -> int:
     transaction = tensorstore.Transaction()
     how = {"create": True} if jax.process_index() == 0 else _ADD
     how = {**how, "transaction": transaction}
-    created = {leaf: _begin(path, leaf, x, context, how) for leaf, x in copied.items()}
+    database = {**_database(path, jax.process_index()), "config": _NEW_DATABASE}
+    created = {leaf: _begin(database, leaf, x, context, how) for leaf, x in copied.items()}
     small: list[Any] = []
     large: dict[str, Copy] = {}
     for leaf, x in copied.items():
@@ -268,7 +271,7 @@ def write_arrays(path: epath.Path, copied: Mapping[str, Copy]) -> int:
             small += [_write(store, region, data)() for region, data in x.parts]
         else:
             large[leaf] = x
-    with closing(_in_turn(_writes(path, large, context), _BEING_WRITTEN)) as writes:
+    with closing(_in_turn(_writes(database, large, context), _BEING_WRITTEN)) as writes:
         for _, future in writes:
             future.result()
     for future in small:
@@ -277,15 +280,14 @@ def write_arrays(path: epath.Path, copied: Mapping[str, Copy]) -> int:
     return count
 
 
-def _begin(path: epath.Path, leaf: str, x: Copy, context: Any, how: dict[str, Any]) -> Any:
+def _begin(database: dict[str, Any], leaf: str, x: Copy, context: Any, how: dict[str, Any]) -> Any:
     """Begins to create an array, or to open one that another process creates."""
-    database = {**_database(path, jax.process_index()), "config": _NEW_DATABASE}
     spec = {
         "driver": "zarr3",
-        "kvstore": _of_leaf(database, leaf),
+        "kvstore": {**database, "path": f"{store_key(leaf)}/"},
         "metadata": {
             "shape": x.shape,
-            "data_type": str(x.dtype),
+            "data_type": dtype_name(x.dtype),
             "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": x.chunk}},
         },
@@ -295,10 +297,12 @@ def _begin(path: epath.Path, leaf: str, x: Copy, context: Any, how: dict[str, An
     return tensorstore.open(spec, context=context, **how)
 
 
-def _writes(path: epath.Path, large: Mapping[str, Copy], context: Any) -> Iterator[_Transfer]:
+def _writes(
+    database: dict[str, Any], large: Mapping[str, Copy], context: Any
+) -> Iterator[_Transfer]:
     """The writes of large arrays. Takes the parts out of the copies, to free them once written."""
     for leaf, x in large.items():
-        store = _begin(path, leaf, x, context, _ADD).result()
+        store = _begin(database, leaf, x, context, _ADD).result()
         while x.parts:
             region, data = x.parts.pop()
             yield _Transfer(leaf, region, data.nbytes, _write(store, region, data))
@@ -356,6 +360,7 @@ class ArrayStore:
 
     def __init__(self, path: epath.Path) -> None:
         self._path = path
+        self._database = _database(path)
         self._context = _context()
 
     def open(self, wanted: Wanted) -> tuple[dict[str, Any], dict[str, str]]:
@@ -376,7 +381,7 @@ class ArrayStore:
     def _begin(self, leaf: str) -> Any:
         spec = {
             "driver": "zarr3",
-            "kvstore": _of_leaf(_database(self._path), leaf),
+            "kvstore": {**self._database, "path": f"{store_key(leaf)}/"},
             "fill_missing_data_reads": False,  # a missing chunk is an error, not zeros
             "recheck_cached_data": False,
             "recheck_cached_metadata": False,
@@ -429,14 +434,26 @@ class ArrayStore:
         # TensorStore has the bytes of a file and the values of a block at the same time.
         check_memory(self._path, [((at_a_time, 2), np.uint8, None)], way_out)
 
-    def blocks(self, store: Any) -> Iterator[tuple[Region, np.ndarray]]:
-        """Reads an array that `open` has returned in blocks, a few at a time.
+    def blocks(
+        self, stores: Mapping[str, Any]
+    ) -> Iterator[tuple[str, Iterator[tuple[Region, np.ndarray]]]]:
+        """Reads arrays that `open` has returned in blocks, a few at a time, in their order.
 
         A large array is read by its chunks, others as one block. Raises `ValueError` if it cannot
         be read, and `CheckpointError` if this process may not read a file.
         """
-        blocks = _tiles(tuple(store.shape), _block(store))
-        for read, future in _in_turn((_read("", store, region) for region in blocks), _IN_FLIGHT):
+        reads = (
+            _read(leaf, store, region)
+            for leaf, store in stores.items()
+            for region in _tiles(tuple(store.shape), _block(store))
+        )
+        by_leaf = groupby(_in_turn(reads, _IN_FLIGHT), lambda pair: pair[0].leaf)
+        return ((leaf, self._values(started)) for leaf, started in by_leaf)
+
+    def _values(
+        self, started: Iterable[tuple[_Transfer, Any]]
+    ) -> Iterator[tuple[Region, np.ndarray]]:
+        for read, future in started:
             try:
                 yield read.region, future.result()
             except Exception as error:

@@ -119,20 +119,23 @@ def of_registers(
 
 def checksum(x: np.ndarray) -> int:
     """The CRC-32 of a numpy array, as in `checksums`; a transposed array is not copied."""
-    return int((_of_runs(x, 1) ^ _crc_of_zeros([x.nbytes]))[0])
+    items = x.reshape(-1) if x.flags.c_contiguous else x.flat
+    return _of_run(items, used_bits(x.dtype), ONES) ^ ONES
 
 
 def checksum_of_blocks(
     shape: tuple[int, ...], itemsize: int, blocks: Iterable[tuple[Region, np.ndarray]]
 ) -> int:
     """The CRC-32 of a numpy array, as in `checksum`, from the blocks that it consists of."""
-    register = _crc_of_zeros([math.prod(shape) * itemsize])
+    register = np.zeros(1, np.uint32)
     for region, block in blocks:
+        if block.shape == shape:
+            return checksum(block)
         layout = _layout(block.shape, shape, itemsize)
         after = layout.bytes_after(region, shape)
         runs = layout.joined(_of_runs(block, layout.runs))
         register = register ^ _each_advanced(runs, np.array([after]))
-    return int(register[0])
+    return int((register ^ _crc_of_zeros([math.prod(shape) * itemsize]))[0])
 
 
 # ------------------------------------------------------------------ arrays and their parts
@@ -162,6 +165,7 @@ class _Layout(NamedTuple):
         return registers.reshape(-1)
 
 
+@lru_cache(1024)
 def _layout(part: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -> _Layout:
     strides = tuple(itemsize * math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     split = run_dim(part, shape)
@@ -277,9 +281,10 @@ def _of_runs(part: np.ndarray, count: int) -> np.ndarray:
     return np.fromiter(map(crc32, rows, repeat(ONES)), np.uint32, count) ^ ONES
 
 
-def _of_run(items: np.ndarray | np.flatiter, used: int) -> int:
+def _of_run(items: np.ndarray | np.flatiter, used: int, register: int = 0) -> int:
+    """The register after a run, from the one before it."""
     step = BLOCK // items[:1].itemsize
-    register = ONES  # zlib inverts all bits before and after
+    register ^= ONES  # zlib inverts all bits before and after
     for i in range(0, len(items), step):
         data = items[i : i + step].view(np.uint8)
         register = crc32((data if used == 255 else data & used).data, register)

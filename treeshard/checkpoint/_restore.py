@@ -16,7 +16,7 @@ import numpy as np
 from etils import epath
 from jax.sharding import Sharding
 
-from treeshard._core.arrays import map_shards
+from treeshard._core.arrays import Region, map_shards
 from treeshard._core.mesh import MeshLike
 from treeshard._core.paths import PyTree, nested
 from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, agreeing, together
@@ -257,15 +257,17 @@ def damages_of(path: epath.Path, rows: Iterable[SavedLeaf]) -> Iterator[tuple[Sa
     for batch in _batches(rows):
         opened, damages = store.open(_on_host(batch))
         store.check_memory_for_blocks(opened.values())
+        read = store.blocks(opened)
         for row in batch:
             if row.path in opened:
-                damages[row.path] = _damage_of_blocks(store, opened.pop(row.path), row)
+                _, blocks = next(read)
+                damages[row.path] = _damage_of_blocks(opened[row.path], blocks, row)
             yield row, damages.get(row.path, "")
 
 
-def _damage_of_blocks(store: ArrayStore, x: Any, row: SavedLeaf) -> str:
+def _damage_of_blocks(x: Any, blocks: Iterator[tuple[Region, np.ndarray]], row: SavedLeaf) -> str:
     try:
-        crc = checksum_of_blocks(x.shape, x.dtype.numpy_dtype.itemsize, store.blocks(x))
+        crc = checksum_of_blocks(x.shape, x.dtype.numpy_dtype.itemsize, blocks)
     except ValueError as error:
         return str(error)
     return _damage(row, crc)

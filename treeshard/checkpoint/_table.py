@@ -19,7 +19,7 @@ from treeshard._core.arrays import data_of, has_shape, is_key, map_shards, secon
 from treeshard._core.mesh import axis_sizes
 from treeshard._core.paths import PyTree, leaf_paths, shared_names
 from treeshard._core.spec_trees import Misfit
-from treeshard._core.text import parse_dtype, parse_json
+from treeshard._core.text import dtype_name, parse_dtype, parse_json
 from treeshard._disk.leaves import (
     SavedLeaf,
     check_known,
@@ -87,7 +87,7 @@ def pack(tree: PyTree) -> Packed:
         row = _row_of_array(path, x) if has_shape(x) else _row_of_value(path, x)
         if row.crc is None:
             array = arrays[path] = _as_stored(x)
-            row = row._replace(stored=str(array.dtype), chunk=chunk_shape(array))
+            row = row._replace(stored=dtype_name(array.dtype), chunk=chunk_shape(array))
         rows.append(row)
     return Packed(LeafTable(_meshes(leaves), tuple(rows)), arrays)
 
@@ -187,8 +187,8 @@ def _row_of_array(path: str, x: Any) -> SavedLeaf:
     crc = None if x.size else 0
     if is_key(x):
         impl = str(jax.random.key_impl(x))
-        return SavedLeaf(path, "key", x.shape, str(x.dtype), spec, impl=impl, crc=crc)
-    dtype = str(x.dtype.newbyteorder("="))
+        return SavedLeaf(path, "key", x.shape, dtype_name(x.dtype), spec, impl=impl, crc=crc)
+    dtype = dtype_name(x.dtype.newbyteorder("="))
     return SavedLeaf(path, "array", x.shape, dtype, spec, crc=crc)
 
 
