@@ -16,7 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -134,7 +134,13 @@ def begin(
             if first:
                 if run is not None:
                     run.check()
-                held.enter_context(_locked(path))
+                if not path.name:
+                    raise CheckpointError(
+                        f"{path} is the root of a file system. Save to a directory in it."
+                    )
+                make_directory(path.parent)
+                if is_local(path):
+                    held.enter_context(Lock(lock_of(path), str(path)))
                 again = fingerprints and _has_table(path, packed.table)
                 if not again:
                     check_vacant(path)
@@ -221,21 +227,16 @@ def _table(packed: Packed, timeout: float, on_divergence: str) -> LeafTable:
     leaves, arrays = list(packed.arrays), list(packed.arrays.values())
     crcs, differing = checksums(arrays, WHERE, timeout, replicas=True)
     if differing:
-        _tell({leaves[i]: why for i, why in differing.items()}, on_divergence)
-    return packed.table.with_checksums(dict(zip(leaves, crcs, strict=True)))
-
-
-def _tell(differing: Mapping[str, str], on_divergence: str) -> None:
-    facts = [f"{path}: {why}" for path, why in differing.items()]
-    text = f"{WHERE}: {listed(f'the copies of {len(facts)} leaves differ:', facts)}\n"
-    if on_divergence == "warn":
+        facts = [f"{leaves[i]}: {why}" for i, why in differing.items()]
+        text = f"{WHERE}: {listed(f'the copies of {len(facts)} leaves differ:', facts)}\n"
+        if on_divergence != "warn":
+            raise CheckpointError(
+                f"{text}A checkpoint holds one copy. Find out why they differ, such as other PRNG"
+                " keys or other data on a process, or a `shard_map` that returns varying values as"
+                " replicated; or save the first with on_divergence='warn'."
+            )
         warn(f"{text}The first replicas are saved, and of separate copies that of process 0.")
-        return
-    raise CheckpointError(
-        f"{text}A checkpoint holds one copy. Find out why they differ, such as other PRNG keys or"
-        " other data on a process, or a `shard_map` that returns varying values as replicated; or"
-        " save the first with on_divergence='warn'."
-    )
+    return packed.table.with_checksums(dict(zip(leaves, crcs, strict=True)))
 
 
 # ------------------------------------------------------------------ the stages
@@ -244,14 +245,6 @@ def _tell(differing: Mapping[str, str], on_divergence: str) -> None:
 def _clean_up(path: epath.Path) -> None:
     with suppress(Exception):  # the first error is the one to raise, and the next save sweeps again
         sweep(path)
-
-
-def _locked(path: epath.Path) -> AbstractContextManager[Any]:
-    """Creates the parent directory, and locks the path against other writers."""
-    if not path.name:
-        raise CheckpointError(f"{path} is the root of a file system. Save to a directory in it.")
-    make_directory(path.parent)
-    return Lock(lock_of(path), str(path)) if is_local(path) else nullcontext()
 
 
 def _create(path: epath.Path) -> bytes:
@@ -316,15 +309,17 @@ def _commit(path: epath.Path, partial: epath.Path, text: str, every: Sequence[_W
     Returns why the name could not be flushed; empty if it was.
     """
     (partial / MARK).unlink()
+    sizes: dict[Path, int] = {}
+    if is_local(path):
+        list_files(partial)
+        # The rename may reach the disk before the files do, unless these are flushed first; and it
+        # is on the disk only once the directory that has the name is.
+        sizes = flush_tree(partial)
+    if (partial / TABLE / TABLE_FILE).read_text() != text:
+        raise CheckpointError("the table of leaves that was written reads otherwise.")
     if not is_local(path):
-        _check_table(partial, text)
         (path / COMMITTED).write_text("")
         return ""
-    list_files(partial)
-    # The rename may reach the disk before the files do, unless these are flushed first; and it is
-    # on the disk only once the directory that has the name is.
-    sizes = flush_tree(partial)
-    _check_table(partial, text)
     _check_sizes(partial, sizes, every)
     partial.rename(path)
     try:
@@ -332,11 +327,6 @@ def _commit(path: epath.Path, partial: epath.Path, text: str, every: Sequence[_W
     except OSError as error:
         return str(error)
     return ""
-
-
-def _check_table(partial: epath.Path, text: str) -> None:
-    if (partial / TABLE / TABLE_FILE).read_text() != text:
-        raise CheckpointError("the table of leaves that was written reads otherwise.")
 
 
 def _check_sizes(partial: epath.Path, sizes: Mapping[Path, int], every: Sequence[_Written]) -> None:
