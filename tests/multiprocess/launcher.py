@@ -160,8 +160,13 @@ def start(
     command: Sequence[str], log: Path, more: Mapping[str, str] = MappingProxyType({})
 ) -> "subprocess.Popen[bytes]":
     """Starts a process in a session of its own, so that what it starts can be ended with it."""
-    env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    env |= {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONUNBUFFERED": "1", **more}
+    env = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "PYTHONUNBUFFERED": "1",
+        **more,
+    }
     with log.open("wb") as out:
         return subprocess.Popen(
             command,
