@@ -373,11 +373,22 @@ def _warn_of_idle_axes(
     where: str, plan: Plan, batch: SpecTree, split: Sequence[str], *, is_default: bool
 ) -> None:
     """Warns of axes along which all devices do the same work, because the batch is not split."""
-    sizes, gathered = axis_sizes(plan.mesh), plan.fsdp_axes()
-    of_state = get_names_from_partition_spec(plan)
+    idle = _idle_axes(plan, split, is_default=is_default)
+    why = next((why for why in _IDLE if idle[why]), None)
+    if why is None:
+        return
+    in_batch = [axis for axis in axis_sizes(plan.mesh) if axis in split or axis in idle[why]]
+    axes = ", ".join(map(repr, idle[why]))
+    message = _IDLE[why].format(axes=axes, batch=batch, split=_batch_text(in_batch))
+    warn(f"{where}: {message}")
+
+
+def _idle_axes(plan: Plan, split: Sequence[str], *, is_default: bool) -> dict[str, list[str]]:
+    """The axes that do not split the batch and seem to have to, by the reason."""
+    gathered, of_state = plan.fsdp_axes(), get_names_from_partition_spec(plan)
     idle: dict[str, list[str]] = {why: [] for why in _IDLE}
-    for axis in sizes:
-        if sizes[axis] == 1 or axis in split:
+    for axis, size in axis_sizes(plan.mesh).items():
+        if size == 1 or axis in split:
             continue
         if axis in gathered:
             idle["gathered"].append(axis)
@@ -388,13 +399,7 @@ def _warn_of_idle_axes(
         # Who writes batch=P() means it.
         elif axis not in of_state and (split or is_default):
             idle["unused"].append(axis)
-    why = next((why for why in _IDLE if idle[why]), None)
-    if why is None:
-        return
-    in_batch = [axis for axis in sizes if axis in split or axis in idle[why]]
-    axes = ", ".join(map(repr, idle[why]))
-    message = _IDLE[why].format(axes=axes, batch=batch, split=_batch_text(in_batch))
-    warn(f"{where}: {message}")
+    return idle
 
 
 def _batch_text(axes: Sequence[str]) -> str:
