@@ -93,12 +93,14 @@ def check_memory(
     path: str | os.PathLike[str],
     arrays: Iterable[tuple[Sequence[int], Any, Sharding | None]],
     way_out: str = "Read fewer leaves (`partial=True`), or shard them over more processes.",
+    beside: int = 0,
 ) -> None:
     """Raises `CheckpointError` unless this process has the host memory to read arrays from `path`.
 
-    An array is given by its shape, dtype and sharding, which is `None` for host memory.
+    An array is given by its shape, dtype and sharding, which is `None` for host memory. `beside`
+    are the bytes that the reader takes meanwhile.
     """
-    needed = 0
+    needed = beside
     for shape, dtype, sharding in arrays:
         copies, part = 1, shape
         if sharding is not None:

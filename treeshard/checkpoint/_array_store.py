@@ -13,7 +13,7 @@ import json
 import math
 import re
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import groupby, product
@@ -408,7 +408,11 @@ class ArrayStore:
         here = {leaf: wanted[leaf] for leaf, parts in regions.items() if parts}
         stores, errors = self.open(here)
         opened = [here[leaf] for leaf in stores]
-        check_memory(self._path, [(x.shape, x.dtype, x.sharding) for x in opened])
+        check_memory(
+            self._path,
+            [(x.shape, x.dtype, x.sharding) for x in opened],
+            beside=_of_tensorstore([_bytes_of(store, _chunk(store)) for store in stores.values()]),
+        )
         reads = (
             _read(leaf, store, region) for leaf, store in stores.items() for region in regions[leaf]
         )
@@ -427,12 +431,10 @@ class ArrayStore:
 
     def check_memory_for_blocks(self, stores: Iterable[Any]) -> None:
         """Raises `CheckpointError` unless the blocks of each array fit in host memory."""
-        blocks = [(math.prod(_block(x)) * x.dtype.numpy_dtype.itemsize, x) for x in stores]
-        largest, total = max((n for n, _ in blocks), default=0), sum(n for n, _ in blocks)
-        at_a_time = max(largest, min(total, _IN_FLIGHT))
+        sizes = [_bytes_of(store, _block(store)) for store in stores]
         way_out = "Verify it where there is more."
-        # TensorStore has the bytes of a file and the values of a block at the same time.
-        check_memory(self._path, [((at_a_time, 2), np.uint8, None)], way_out)
+        block = ((max(sizes, default=0),), np.uint8, None)
+        check_memory(self._path, [block], way_out, _of_tensorstore(sizes))
 
     def blocks(
         self, stores: Mapping[str, Any]
@@ -493,6 +495,18 @@ def _misfit(store: Any, x: StoredArray) -> str:
 
 def _chunk(store: Any) -> Shape:
     return store.chunk_layout.read_chunk.shape or ()  # `None` for a scalar
+
+
+def _bytes_of(store: Any, shape: Shape) -> int:
+    return math.prod(shape) * store.dtype.numpy_dtype.itemsize
+
+
+def _of_tensorstore(sizes: Sequence[int]) -> int:
+    """The bytes that TensorStore takes to read chunks of these sizes, beside the arrays.
+
+    It has what it reads from the file twice, and an allocation that fails in it ends the process.
+    """
+    return 2 * max([*sizes, min(sum(sizes), _IN_FLIGHT)])
 
 
 def _block(store: Any) -> Shape:
