@@ -173,6 +173,46 @@ def check_a_new_form_on_one_process_names_the_absent(context: Context) -> None:
             step(state, batch[:8])
 
 
+def check_batches_of_known_shapes_that_differ_give_no_numbers(context: Context) -> None:
+    """In the last step each process has seen all shapes before, and its arrays are in place."""
+    state, plan = initialised()
+    step = jit_step(train_step, plan, donate=False)
+    full, specs = batches()[0], P(("data", "fsdp"))
+
+    def part(rows: int) -> jax.Array:
+        return ts.from_process_local(full[:rows], specs, plan.mesh)
+
+    rows = [8 // context.count * n for n in (1, 2, 4)]
+    losses = {n: step(state, part(n))[1] for n in rows}
+    with counted() as exchanges:
+        for n in (rows[2], rows[2], rows[0], rows[0]):
+            assert step(state, part(n))[1] == losses[n]
+        assert exchanges() == 1  # where the shape changes
+    step(state, part(rows[1]))
+
+    if context.index:  # alone
+        with mock.patch.object(_batch, "TIMEOUT", 1.0), pytest.raises(ts.ProcessError) as told:
+            step(state, part(rows[0]))
+        text = str(told.value)
+        assert f"here is the array: float32[{rows[0]},16]; on process 0," in text, text
+        assert f"float32[{rows[1]},16] since batch" in text, text
+        meetings._broken.clear()  # so that it can join the program of process 0
+    loss = step(state, part(rows[1]))[1]
+    assert loss == losses[rows[1]]  # and not of the rows of process 0 alone
+    start_again()
+    with pytest.raises(ts.ProcessError) as told:  # all of them, to different shapes
+        step(state, part(rows[0] if context.index else rows[2]))
+    text = str(told.value)
+    assert text.startswith("jit_step: the processes have passed batches of other shapes"), text
+    assert f"float32[{rows[2]},16] on process 0" in text, text
+    assert f"float32[{rows[0]},16] on process 1" in text, text
+    start_again()
+    with pytest.raises(ts.ProcessError) as told:
+        jit_step(train_step, plan, donate=False)(state, None if context.index else full)
+    assert "batch: float32[16,16]" in str(told.value), told.value
+    assert "nothing on process 1" in str(told.value), told.value
+
+
 def check_other_rules_on_one_process_raise_on_all(context: Context) -> None:
     rules = [("up", None), *RULES] if context.index else RULES
     mesh = ts.make_mesh("data=2,fsdp=-1")

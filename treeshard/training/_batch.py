@@ -39,6 +39,8 @@ class BatchPlacement:
     def __init__(self, specs: SpecTree, mesh: Mesh, processes: Sequence[int], where: str) -> None:
         self.specs, self.mesh, self.processes, self.where = specs, mesh, processes, where
         self._targets_by_form: dict[Any, tuple[Targets, str]] = {}
+        # Of the last batch on which the processes have agreed.
+        self._last_text = None if processes else ""
 
     def place(self, data: list[Any], treedef: Any) -> tuple[list[Any], str]:
         """The leaves of a batch on the mesh; those that are there already are the same objects.
@@ -48,9 +50,12 @@ class BatchPlacement:
         form = (treedef, *map(_form, data))
         known = self._targets_by_form.get(form)
         if known is None:
-            known = self._agree_on(data, treedef), self._text(data, treedef)
+            text = self._text(data, treedef)
+            known = self._agree_on(data, treedef, text), text
             self._targets_by_form[form] = known
         placed, text = known
+        if text != self._last_text:
+            self._agree_on_change(data, treedef, text)
         if self.processes:
             text = ", ".join([text, *(checksum(x) for x in data if _is_small_on_host(x))])
         away = {i: target for i, target in placed.items() if not _is_placed(data[i], target)}
@@ -62,11 +67,18 @@ class BatchPlacement:
     def _text(self, data: list[Any], treedef: Any) -> str:
         if not self.processes:
             return ""
-        paths = leaf_paths(treedef.unflatten(data))
-        pairs = zip(paths, data, strict=True)
-        arrays = [(path_under("batch", path), x) for path, x in pairs if has_shape(x)]
-        forms = ", ".join(f"{path}: {array_text(x)}" for path, x in arrays)
+        forms = ", ".join(f"{path}: {x}" for path, x in _forms(data, treedef).items())
         return f"the batch of a {self.where}: {forms}"
+
+    def _agree_on_change(self, data: list[Any], treedef: Any, text: str) -> None:
+        """Raises on all processes unless they change to batches of the same shapes together.
+
+        A process that changes alone waits here, before its program starts; so that of the others
+        cannot end, and gives no numbers.
+        """
+        with agreeing(self.where, among=self.processes, timeout=TIMEOUT) as facts:
+            facts |= _forms(data, treedef)
+        self._last_text = text
 
     def _check_readable(self, data: list[Any], treedef: Any, away: Targets) -> None:
         misfits = {i: unmovable(data[i]) for i in away}
@@ -105,7 +117,7 @@ class BatchPlacement:
         pairs = zip(specs, scalars, strict=True)
         return [PartitionSpec() if spec is not None and scalar else spec for spec, scalar in pairs]
 
-    def _agree_on(self, data: list[Any], treedef: Any) -> Targets:
+    def _agree_on(self, data: list[Any], treedef: Any, text: str) -> Targets:
         """The targets of a batch, after all processes came to the same."""
         if all(map(is_spread, data)):
             in_place = self._targets_in_place(data, treedef)
@@ -122,6 +134,8 @@ class BatchPlacement:
                     for i, target in agreed.items()
                 )
                 facts |= facts_of(rows, self.processes, SMALL_BYTES)
+        if processes:
+            self._last_text = text
         return agreed
 
     def _targets_in_place(self, data: list[Any], treedef: Any) -> Targets | None:
@@ -134,6 +148,12 @@ class BatchPlacement:
         except TreeShardError:  # which the other processes must hear of
             return None
         return there if all(_is_placed(data[i], there[i]) for i in there) else None
+
+
+def _forms(data: list[Any], treedef: Any) -> dict[str, str]:
+    """`{"batch/x": "float32[8,4]"}`"""
+    pairs = zip(leaf_paths(treedef.unflatten(data)), data, strict=True)
+    return {path_under("batch", path): array_text(x) for path, x in pairs if has_shape(x)}
 
 
 def struct_of(x: Any) -> Any:
