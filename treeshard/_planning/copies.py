@@ -32,7 +32,7 @@ _ALONE = Decision(PartitionSpec(), PartitionSpec())
 def copied_leaves(tree: PyTree, original: Original) -> list[PlannedLeaf]:
     """The plan of every array of a tree that holds copies."""
     leaves, treedef = tree_flatten(tree)
-    rows = zip(name_leaves(tree, treedef).paths, leaves, follow(tree, original), strict=True)
+    rows = zip(name_leaves(tree, treedef), leaves, follow(tree, original), strict=True)
     decisions: dict[tuple[Any, ...], Decision] = {}  # equal ones are one object, as in `plan`
     copies: list[PlannedLeaf] = []
     for path, leaf, followed in rows:

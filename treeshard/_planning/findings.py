@@ -136,18 +136,16 @@ def finding(
 
 
 def finding_of(
-    note: Adjustment,
-    rule: int | None,
-    pattern: str | None,
-    paths: Iterable[str],
-    more: str = "",
-    wasted: int = 0,
+    note: Adjustment, leaf: PlannedLeaf, paths: Iterable[str], more: str = "", wasted: int = 0
 ) -> Finding:
-    """The finding for an adjustment, whose text is a fact followed by its fix; `more` is added."""
+    """The finding for an adjustment of leaves such as this one.
+
+    The adjustment's text is a fact followed by its fix; `more` is added.
+    """
     fact, _, fix = note.why.partition(". ")
-    fact = f"{rule_text(rule, pattern)}: {fact.rstrip('.')}."
+    fact = f"{decided_by(leaf)}: {fact.rstrip('.')}."
     fix = " ".join(part for part in (fix, more) if part) or "Change the rule."
-    return Finding(note.kind, _severity(note.kind), fact, fix, tuple(paths), rule, wasted)
+    return Finding(note.kind, _severity(note.kind), fact, fix, tuple(paths), leaf.rule, wasted)
 
 
 def _severity(code: str) -> Literal["error", "warning"]:

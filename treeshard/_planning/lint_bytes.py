@@ -9,18 +9,21 @@ leaf that `fsdp` splits into 4 parts on 32 devices wastes as much as four that i
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from treeshard._core.mesh import AnyMesh, axis_sizes
 from treeshard._core.specs import all_axes, entries, entry_of, part_count
 from treeshard._core.text import human_bytes
 from treeshard._planning.axis_names import use_of
-from treeshard._planning.findings import Finding, finding, rule_text
+from treeshard._planning.findings import Finding, decided_by, finding
 from treeshard._planning.matching import PlannedLeaf, parameters
 from treeshard._planning.padding import padded_leaf
-from treeshard._planning.plan_json import kind_of
+from treeshard._planning.rules import kind_of
 from treeshard._planning.tactics import Tactic
 from treeshard.errors import counted
+
+if TYPE_CHECKING:
+    from treeshard._planning.plan import Plan
 
 # Leaves are reported if they waste at least this part of a device's bytes.
 LARGE_PART = 0.01
@@ -30,13 +33,7 @@ _NO_NAME = "\N{LATIN LETTER DENTAL CLICK}/\N{LATIN LETTER LATERAL CLICK}"
 NamesLost = Callable[[PlannedLeaf], Sequence[str]]
 
 
-def left_whole(
-    leaves: Sequence[PlannedLeaf],
-    rules: Sequence[tuple[Any, Any]],
-    mesh: AnyMesh,
-    min_size: int,
-    names_lost: NamesLost,
-) -> list[Finding]:
+def left_whole(plan: "Plan", names_lost: NamesLost) -> list[Finding]:
     """Large leaves that idle axes do not split, ordered by the bytes that an even split would save.
 
     Leaves with fewer elements than `min_size` are replicated on purpose, and so are those of a rule
@@ -44,62 +41,66 @@ def left_whole(
     them over other axes, are reported together, if they waste at least `LARGE_PART` of what a
     device holds. `names_lost` says why logical names of a leaf got no axis.
     """
-    free = _free_axes(leaves, mesh)
+    mesh, free = plan.mesh, _free_axes(plan)
     alike: dict[_Kind, list[PlannedLeaf]] = defaultdict(list)
     per_device = 0
-    for members in kinds(leaves):
+    for members in kinds(plan.leaves):
         leaf = members[0]
         if leaf.decision.errors:
             continue
         per_device += leaf.bytes_per_device(mesh) * len(members)
-        if leaf.size < max(min_size, 1) or (is_intended(leaf, rules) and not names_lost(leaf)):
+        is_small = leaf.size < max(plan.min_size, 1)
+        if is_small or (_is_intended(leaf, plan.rules) and not names_lost(leaf)):
             continue
         kind = _kind(leaf, free, mesh)
         if kind is not None:
             alike[kind] += members
     findings: list[Finding] = []
     for kind, members in alike.items():
-        now = [leaf.bytes_per_device(mesh) for leaf in members]
+        now = sum(leaf.bytes_per_device(mesh) for leaf in members)
         parts = part_count(kind.idle, axis_sizes(mesh))
-        wasted = sum(size - -(-size // parts) for size in now)
+        wasted = now - sum(-(-leaf.bytes_per_device(mesh) // parts) for leaf in members)
         if wasted == 0 or wasted < LARGE_PART * per_device:
             continue
-        values = {"idle": _with_sizes(kind.idle, mesh), "waste": human_bytes(wasted)}
-        if kind.is_split:
-            row = "left-whole, in part"
-            values |= {"now": human_bytes(sum(now)), "times": str(parts)}
-            why, fix = _why_in_part(members, rules, kind.idle, mesh, names_lost)
-        else:
-            row = "left-whole"
-            values |= {"shape": str(members[0].shape)}
-            why, fix = _why_replicated(members, mesh, names_lost)
-        paths = [member.path for member in members]
-        values |= {"why": why, "fix": fix}
-        findings.append(finding(row, paths, members[0].rule, wasted, **values))
+        why, fix = _why(members, kind, plan, names_lost)
+        findings.append(
+            finding(
+                "left-whole, in part" if kind.is_split else "left-whole",
+                [member.path for member in members],
+                members[0].rule,
+                wasted,
+                idle=_with_sizes(kind.idle, mesh),
+                waste=human_bytes(wasted),
+                now=human_bytes(now),
+                times=parts,
+                shape=members[0].shape,
+                why=why,
+                fix=fix,
+            )
+        )
     return sorted(findings, key=lambda finding: -finding.wasted)
 
 
-def all_too_small(
-    leaves: Sequence[PlannedLeaf],
-    rules: Sequence[tuple[Any, Any]],
-    mesh: AnyMesh,
-    min_size: int,
-) -> Iterator[Finding]:
+def all_too_small(plan: "Plan") -> Iterator[Finding]:
     """One finding if `fsdp` splits nothing, as all leaves have fewer elements than `min_size`."""
-    if any(leaf.size >= min_size for leaf in leaves):
+    leaves, mesh = plan.leaves, plan.mesh
+    if any(leaf.size >= plan.min_size for leaf in leaves):
         return
-    small = [leaf for leaf in leaves if any(note.kind == "too-small" for note in leaf.adjustments)]
-    actions = [rules[leaf.rule][1] for leaf in small if leaf.rule is not None]
-    by_fsdp = {axis for x in actions if isinstance(x, Tactic) for axis in x.fsdp_axes}
+    by_fsdp: set[str] = set()
+    split: set[str] = set()
+    for leaf in leaves:
+        split.update(all_axes(entries(leaf.given)))
+        action = None if leaf.rule is None else plan.rules[leaf.rule][1]
+        if isinstance(action, Tactic) and any(x.kind == "too-small" for x in leaf.adjustments):
+            by_fsdp |= action.fsdp_axes
     sizes = axis_sizes(mesh)
-    axes = [axis for axis in sizes if axis in by_fsdp and sizes[axis] > 1]
-    split = {axis for leaf in leaves for axis in all_axes(entries(leaf.given))}
-    if not axes or split & {*axes}:
+    axes = [axis for axis, size in sizes.items() if size > 1 and axis in by_fsdp]
+    if not axes or not split.isdisjoint(axes):
         return
     now = sum(leaf.bytes_per_device(mesh) for leaf in leaves)
     wasted = now - -(-now // part_count(axes, sizes))
     values = {"now": human_bytes(now), "waste": human_bytes(wasted)}
-    values |= {"leaves": counted(len(leaves), "leaf"), "min_size": f"{min_size:,}"}
+    values |= {"leaves": counted(len(leaves), "leaf"), "min_size": f"{plan.min_size:,}"}
     values |= {"axes": _with_sizes(axes, mesh)}
     yield finding("all-too-small", [], None, wasted, **values)
 
@@ -141,7 +142,7 @@ def kinds(leaves: Sequence[PlannedLeaf]) -> list[list[PlannedLeaf]]:
     return list(groups.values())
 
 
-def is_intended(leaf: PlannedLeaf, rules: Sequence[tuple[Any, Any]]) -> bool:
+def _is_intended(leaf: PlannedLeaf, rules: Sequence[tuple[Any, Any]]) -> bool:
     """Whether a leaf is replicated on purpose: by a rule that names it and replicates."""
     if leaf.rule is None or leaf.asked is None or leaf.adjustments:
         return False
@@ -156,19 +157,19 @@ def is_intended(leaf: PlannedLeaf, rules: Sequence[tuple[Any, Any]]) -> bool:
     return is_tactic or kind in ("replicate", "spec", "names", "function")
 
 
-def _free_axes(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> list[str]:
+def _free_axes(plan: "Plan") -> list[str]:
     """The axes that are idle for a leaf that they do not split.
 
     Others replicate leaves by convention: those for data and sequences split the batch, unless they
     split most of the parameters too; those for experts and pipelines split some of them alone.
     """
-    chosen = parameters(leaves)
+    chosen = parameters(plan.leaves)
     bytes_split: Counter[str] = Counter()
     for leaf in chosen:
         bytes_split.update(dict.fromkeys(all_axes(entries(leaf.given)), leaf.bytes))
     most = sum(leaf.bytes for leaf in chosen) / 2
     free: list[str] = []
-    for axis, size in axis_sizes(mesh).items():
+    for axis, size in axis_sizes(plan.mesh).items():
         use = use_of(axis)
         splits_batch = use in ("data", "sequence") and bytes_split[axis] < max(most, 1)
         splits_some = use in ("expert", "stage") and bytes_split[axis] > 0
@@ -185,59 +186,42 @@ def _with_sizes(axes: Sequence[str], mesh: AnyMesh) -> str:
 # ------------------------------------------------------------------ why, and what to do
 
 
-# What to do about a leaf that its rule left whole, by the last adjustment.
+# What to do about a leaf that its rule did not split, by its last adjustment.
 _SHARD_IT = {
     "too-small": "Lower `min_size`.",
     "no-dim": "Free a dim, or use another axis.",
-    "no-dim, padded": "Pad dim {dim} to {length}, or use another axis. {how}",
 }
-_OTHER_AXIS = "Give a name another axis, in the logical rules."
 
 
-def _why_replicated(
-    members: Sequence[PlannedLeaf], mesh: AnyMesh, names_lost: NamesLost
+def _why(
+    members: Sequence[PlannedLeaf], kind: _Kind, plan: "Plan", names_lost: NamesLost
 ) -> tuple[str, str]:
-    """Why leaves of one shape and decision are replicated, and the fix."""
-    leaf = members[0]
+    """Why leaves are not split over idle axes, and the fix."""
+    leaf, by = members[0], decided_by(members[0])
     if leaf.rule is None:
-        why = "it has no counterpart in the plan that this one follows."
+        no_counterpart = "it has no counterpart in the plan that this one follows."
+        why = f"it has {leaf.given}." if kind.is_split else no_counterpart
         return why, "Plan it by rules of its own."
-    by = rule_text(leaf.rule, leaf.pattern)
-    if lost := names_lost(leaf):
-        return f"{by}: {' '.join(lost)}", _OTHER_AXIS
-    if not leaf.adjustments:
-        fix = "Give it a spec or `fsdp`; if this is intended, a rule that names it, with None."
-        return f"{by} says so.", fix
-    note = leaf.adjustments[-1]
-    why = f"{by}, {note.why}"
-    if note.kind != "no-dim" or note.dim is None:
-        return why, _SHARD_IT.get(note.kind, "Change the rule, or the shape.")
-    length = padded_leaf(leaf, mesh).shape[note.dim]
-    how, _ = padding(members, mesh)
-    return why, _SHARD_IT["no-dim, padded"].format(dim=note.dim, length=length, how=how)
-
-
-def _why_in_part(
-    members: Sequence[PlannedLeaf],
-    rules: Sequence[tuple[Any, Any]],
-    idle: Sequence[str],
-    mesh: AnyMesh,
-    names_lost: NamesLost,
-) -> tuple[str, str]:
-    """Why leaves of one rule are not split over idle axes, and the fix."""
-    leaf = members[0]
-    if leaf.rule is None:
-        return f"it has {leaf.given}.", "Plan it by rules of its own."
-    action = rules[leaf.rule][1]
-    by, axes = rule_text(leaf.rule, leaf.pattern), entry_of(idle)
     if lost := dict.fromkeys(fact for member in members for fact in names_lost(member)):
-        return f"{by}: {' '.join(lost)}", _OTHER_AXIS
+        return f"{by}: {' '.join(lost)}", "Give a name another axis, in the logical rules."
+    split_another = f"Split another dim over {entry_of(kind.idle)!r}."
     if leaf.adjustments:
         note = leaf.adjustments[-1]
-        return f"{by}, {note.why}", _SHARD_IT.get(note.kind, f"Split another dim over {axes!r}.")
-    given = {member.given for member in members}
-    what = f"{action!r}" if isinstance(action, Tactic) else f"{leaf.given}" * (len(given) == 1)
-    return f"{by}, {what}." if what else f"{by}.", f"Split another dim over {axes!r}."
+        other = split_another if kind.is_split else "Change the rule, or the shape."
+        fix = _SHARD_IT.get(note.kind, other)
+        if note.kind == "no-dim" and note.dim is not None and not kind.is_split:
+            length = padded_leaf(leaf, plan.mesh).shape[note.dim]
+            how, _ = padding(members, plan.mesh)
+            fix = f"Pad dim {note.dim} to {length}, or use another axis. {how}"
+        return f"{by}, {note.why}", fix
+    if not kind.is_split:
+        fix = "Give it a spec or `fsdp`; if this is intended, a rule that names it, with None."
+        return f"{by} says so.", fix
+    action = plan.rules[leaf.rule][1]
+    specs = {member.given for member in members}
+    if isinstance(action, Tactic):
+        return f"{by}, {action!r}.", split_another
+    return (f"{by}, {leaf.given}." if len(specs) == 1 else f"{by}."), split_another
 
 
 def padding(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> tuple[str, int]:

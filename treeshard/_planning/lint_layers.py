@@ -6,17 +6,20 @@ the path and the shape of its parameter, and heads by shapes that only attention
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import permutations
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from treeshard._core.mesh import AnyMesh, axis_sizes
+from treeshard._core.mesh import axis_sizes
 from treeshard._core.specs import axes_of, dim_entries, entries, part_count, with_entries
 from treeshard._planning.findings import Finding, decided_by, finding
 from treeshard._planning.matching import PlannedLeaf, state_with_parameters
 from treeshard.errors import counted
+
+if TYPE_CHECKING:
+    from treeshard._planning.plan import Plan
 
 # ------------------------------------------------------------------ layers
 
@@ -28,13 +31,13 @@ _NUMBER = re.compile(r"(?:^|(?<=/))\d+(?=/)|(?<=[A-Za-z_])\d+(?=/[^/]+/)")
 _UNLIKE_PART = 1 / 4
 
 
-def unlike_siblings(leaves: Sequence[PlannedLeaf]) -> Iterator[Finding]:
+def unlike_siblings(plan: "Plan") -> Iterator[Finding]:
     """Layers that are sharded unlike most others, by a rule that is not about them alone.
 
     A rule whose pattern does not match all layers is meant for those that it matches, unless it
     stops amid a number: `layers/1` matches `layers/10` too.
     """
-    for siblings in _siblings(leaves):
+    for siblings in _siblings(plan.leaves):
         specs = Counter(map(_short_spec, siblings))
         if len(specs) == 1:
             continue
@@ -112,20 +115,16 @@ def _short_spec(leaf: PlannedLeaf) -> PartitionSpec:
 # ------------------------------------------------------------------ optimizer state
 
 
-def state_unlike_weights(
-    leaves: Sequence[PlannedLeaf],
-    mesh: AnyMesh,
-    min_size: int,
-) -> Iterator[Finding]:
+def state_unlike_weights(plan: "Plan") -> Iterator[Finding]:
     """Optimizer state that is split unlike its parameter, and not further in the same dims.
 
     State that is split further is as in ZeRO-1.
     """
-    sizes = axis_sizes(mesh)
+    sizes = axis_sizes(plan.mesh)
     alike: dict[Any, list[tuple[PlannedLeaf, PlannedLeaf]]] = defaultdict(list)
-    for leaf, parameter in state_with_parameters(leaves):
+    for leaf, parameter in state_with_parameters(plan.leaves):
         is_wrong = leaf.decision.errors or parameter.decision.errors
-        if is_wrong or leaf.size < min_size:
+        if is_wrong or leaf.size < plan.min_size:
             continue
         dims = zip(_split_by(leaf, sizes), _split_by(parameter, sizes), strict=True)
         if not all(of_parameter <= own for own, of_parameter in dims):
@@ -164,19 +163,17 @@ class _Heads(NamedTuple):
     size: int  # of a head
 
 
-def cut_heads(
-    leaves: Sequence[PlannedLeaf], mesh: AnyMesh, gathered: Collection[str]
-) -> Iterator[Finding]:
+def cut_heads(plan: "Plan") -> Iterator[Finding]:
     """Dims of attention heads that are split into parts of heads.
 
-    Weights are not split along the axes in `gathered` when they are used. Heads are recognised in
-    two ways: by projections to and from them, of shapes `(embed, heads, size)` and
+    When weights are used, they are not split along the axes over which they are gathered. Heads are
+    recognised in two ways: by projections to and from them, of shapes `(embed, heads, size)` and
     `(heads, size, embed)`; and, where heads are fused in one dim, by a norm of queries or keys,
     which has the size of a head.
     """
-    sizes = axis_sizes(mesh)
+    sizes, gathered = axis_sizes(plan.mesh), plan.fsdp_axes()
     alike: dict[object, list[PlannedLeaf]] = defaultdict(list)
-    for leaf, heads in _with_heads(leaves):
+    for leaf, heads in _with_heads(plan.leaves):
         entry = dim_entries(leaf.given, len(leaf.shape))[heads.dim]
         axes = tuple(axis for axis in axes_of(entry) if axis not in gathered)
         if heads.heads % part_count(axes, sizes):

@@ -1,14 +1,14 @@
 """Applies rules to the leaves of a tree, and records a decision for each.
 
 Nothing that a rule does to one leaf raises: it is recorded with the decision, so that all mistakes
-are known together, and a plan can show them. Every pattern is tried on every path: to match one
-layer for all, one would have to know what a pattern does with indices.
+are known together, and a plan can show them.
 """
 
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from treeshard._core.specs import (
 )
 from treeshard._planning.logical import resolve_names
 from treeshard._planning.named_dims import leaves_with_names
-from treeshard._planning.tactics import Tactic, min_size_in_force, too_small
+from treeshard._planning.tactics import Refined, Tactic, min_size_in_force, too_small
 from treeshard._planning.tree_walk import Shape, TreeDef, name_leaves, shape_of_each
 from treeshard.errors import ShardingRuleError, SpecError, listed
 
@@ -125,6 +125,8 @@ class PlannedLeaf(NamedTuple):
         return shard_size(self.shape, self.given, mesh) * self.dtype.itemsize
 
 
+Row = tuple[str, Shape | None, Decision]  # a leaf's path, its shape, and its decision
+
 # The kind of adjustment that `Plan.check` warns of, and its fix.
 SMALL = frozenset({"explicit-spec-too-small"})
 SMALL_FIX = (
@@ -145,12 +147,11 @@ class Decided(NamedTuple):
     paths: list[str]
     shapes: list[Shape | None]
     decisions: list[Decision]
-    adjusted: bool  # whether any decision has adjustments
-    boxed: bool  # whether there are boxes in the tree
 
-    def rows(self) -> Iterable[tuple[str, Shape | None, Decision]]:
-        """Every leaf as (path, shape, decision)."""
-        return zip(self.paths, self.shapes, self.decisions, strict=True)
+    def adjusted(self) -> list[Row]:
+        """The leaves whose decisions have adjustments."""
+        rows = zip(self.paths, self.shapes, self.decisions, strict=True)
+        return [row for row in rows if row[2].adjustments]
 
 
 # ------------------------------------------------------------------ the rule of each leaf
@@ -169,43 +170,140 @@ def decide(
     Raises for actions that do not return a spec, for names that do not resolve, and for
     tactics without a mesh. All other errors are recorded in the decisions.
     """
-    rules_in_use = _with_specs(read, mesh)
-    tactics = [action for _, action in read if isinstance(action, Tactic)]
-    tactic_mesh = current_or_given(mesh) if tactics else None
-    call = _Call(mesh, tactic_mesh, min_size_in_force(min_size), [])
+    rules = _Rules(read, mesh, min_size_in_force(min_size))
     leaves, treedef = tree_flatten(tree)
-    names, shapes = name_leaves(tree, treedef), shape_of_each(leaves)
-    shown = leaves_with_names(tree) if any(tactic.reads_boxes for tactic in tactics) else leaves
-    rules = [_Rule(i, pattern, action, call) for i, (pattern, action) in enumerate(rules_in_use)]
-    arrays = [path for path, shape in zip(names.paths, shapes, strict=True) if shape]
-    rule_of = _first_matches(rules, arrays, whole_paths)
+    paths, shapes = name_leaves(tree, treedef), shape_of_each(leaves)
+    shown = leaves_with_names(tree) if rules.read_boxes else leaves
+    arrays = [path for path, shape in zip(paths, shapes, strict=True) if shape]
+    rule_of = _first_matches([pattern for pattern, _ in read], arrays, whole_paths)
+    # A model has few shapes, so most leaves get a decision that was made for another one.
+    known: dict[tuple[int, Shape, int], Decision] = {}
     decisions: list[Decision] = []
-    for path, shape, leaf, in_box in zip(names.paths, shapes, leaves, shown, strict=True):
+    for path, shape, leaf, in_box in zip(paths, shapes, leaves, shown, strict=True):
         # EasyLM replicates scalars before it tries a rule, so its lists have none for counters.
         if not shape:
             decisions.append(_REPLICATED)
-        elif path not in rule_of:
+            continue
+        rule = rule_of.get(path)
+        if rule is None:
             decisions.append(_UNMATCHED)
+            continue
+        key = rule, shape, leaf.dtype.itemsize
+        decision = known.get(key)
+        if decision is None:
+            decision = rules.decide(rule, path, shape, in_box)
+            if rules.by_shape[rule]:
+                known[key] = decision
+        decisions.append(decision)
+    if rules.not_specs:
+        headline = f"The actions of rules returned no spec for {len(rules.not_specs)} leaves:"
+        raise ShardingRuleError(listed(headline, rules.not_specs))
+    return Decided(treedef, leaves, paths, shapes, decisions)
+
+
+# What makes a pattern tell one digit from another: a digit in it, also in a range, in an escape or
+# as the number of a group; a character by its name; and a named group that is to occur again.
+_TELLS_DIGITS_APART = re.compile(r"\d|\\N|\(\?P=")
+_SAME_DIGITS = "".join("0" if chr(i).isdigit() else chr(i) for i in range(128))
+
+
+def _first_matches(
+    patterns: Sequence[re.Pattern[str]], paths: Sequence[str], whole_paths: bool
+) -> dict[str, int]:
+    """The first pattern that matches each path; paths that none matches are left out.
+
+    The paths of layers differ in digits alone, so most patterns match all of them or none.
+    """
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for path in paths:
+        kinds[path.translate(_SAME_DIGITS)].append(path)
+    left = {alike[0]: alike for alike in kinds.values()}
+    first: dict[str, int] = {}
+    for index, pattern in enumerate(patterns):
+        # `filter` calls it a quarter faster than a loop does.
+        matches = pattern.fullmatch if whole_paths else pattern.search
+        if not _TELLS_DIGITS_APART.search(pattern.pattern):
+            for path in list(filter(matches, left)):
+                first |= dict.fromkeys(left.pop(path), index)
+        elif matched := dict.fromkeys(filter(matches, chain(*left.values())), index):
+            first |= matched
+            rest = [[path for path in alike if path not in matched] for alike in left.values()]
+            left = {alike[0]: alike for alike in rest if alike}
+    return first
+
+
+# ------------------------------------------------------------------ the decision of a rule
+
+
+class _Rules:
+    """Decides the leaves that rules match."""
+
+    def __init__(self, read: ReadRules, mesh: AnyMesh | None, min_size: int):
+        self.rules, self.mesh, self.min_size = _with_specs(read, mesh), mesh, min_size
+        tactics = [action for _, action in read if isinstance(action, Tactic)]
+        self.tactic_mesh = current_or_given(mesh) if tactics else None
+        self.read_boxes = any(tactic.reads_boxes for tactic in tactics)
+        # Functions may tell leaves of one shape apart, and so may tactics that read boxes.
+        self.by_shape = [
+            action.by_shape if isinstance(action, Tactic) else not callable(action)
+            for _, action in read
+        ]
+        self.not_specs: list[str] = []  # the errors of actions that did not return a spec
+
+    def decide(self, rule: int, path: str, shape: Shape, leaf: Any) -> Decision:
+        pattern, action = self.rules[rule]
+        notes: tuple[Adjustment, ...] = ()
+        memory = None
+        if isinstance(action, Tactic):
+            asked, notes = self._refined(rule, path, leaf)
+            memory = action.memory
+        elif math.prod(shape) < self.min_size:
+            asked, notes = self._too_small(action, shape)
+            return Decision(asked, PartitionSpec(), rule, pattern.pattern, notes)
         else:
-            decisions.append(rule_of[path].decide(path, shape, leaf.dtype.itemsize, in_box))
-    if call.not_specs:
-        headline = f"The actions of rules returned no spec for {len(call.not_specs)} leaves:"
-        raise ShardingRuleError(listed(headline, call.not_specs))
-    adjusted = any(decision.adjustments for decision in decisions)
-    return Decided(treedef, leaves, names.paths, shapes, decisions, adjusted, names.boxed)
+            asked = self._called(rule, path, leaf) if callable(action) else action
+        asked = PartitionSpec() if asked is None else asked
+        given, dropped = project(asked, self.mesh, shape)
+        return Decision(asked, given, rule, pattern.pattern, notes + dropped, memory)
 
+    def _refined(self, rule: int, path: str, leaf: Any) -> Refined:
+        """What a tactic gives a leaf."""
+        pattern, tactic = self.rules[rule]
+        assert self.tactic_mesh is not None  # there are tactics, so there is a mesh
+        try:
+            return tactic.refine(PartitionSpec(), self.tactic_mesh, path, leaf, self.min_size)
+        except SpecError as error:
+            self.not_specs.append(f"{path}: rule {rule}, {pattern.pattern!r}: {error}")
+            return PartitionSpec(), ()
 
-def _first_matches(rules: "list[_Rule]", paths: list[str], whole_paths: bool) -> "dict[str, _Rule]":
-    """The first rule that matches each path; paths that none matches are left out."""
-    rule_of: dict[str, _Rule] = {}
-    for rule in rules:
-        # One pattern after the other, since `filter` calls it a quarter faster than a loop does.
-        matches = rule.pattern.fullmatch if whole_paths else rule.pattern.search
-        matched = dict.fromkeys(filter(matches, paths), rule)
-        if matched:
-            rule_of |= matched
-            paths = [path for path in paths if path not in matched]
-    return rule_of
+    def _called(self, rule: int, path: str, leaf: Any) -> PartitionSpec | None:
+        """What a function returns for a leaf; `None`, and an error of the call, if no spec."""
+        pattern, function = self.rules[rule]
+        asked = function(path, leaf)
+        if asked is None or isinstance(asked, PartitionSpec):
+            return asked
+        self.not_specs.append(
+            f"{path}: the function of rule {rule}, {pattern.pattern!r}, returned"
+            f" {asked!r} ({type(asked).__name__}). Return a PartitionSpec, or None to replicate."
+        )
+        return None
+
+    def _too_small(self, action: Any, shape: Shape) -> Refined:
+        """What an action asks for a leaf that is replicated for its size, and what it loses."""
+        size = math.prod(shape)
+        note = too_small(size, self.min_size)
+        # A function is not called for small leaves, so it counts as sharding them.
+        if callable(action):
+            return PartitionSpec(), (note,)
+        asked = PartitionSpec() if action is None else action
+        if all(entry is None for entry in entries(asked)):
+            return asked, ()
+        possible, misfits = project(asked, self.mesh, shape)
+        is_split = self.mesh is None or shard_size(shape, possible, self.mesh) < size
+        if size > 1 and (is_split or misfits):
+            why = " ".join([note.why, *(misfit.why for misfit in misfits)])
+            note = Adjustment("explicit-spec-too-small", why)
+        return asked, (note,)
 
 
 def _with_specs(read: ReadRules, mesh: AnyMesh | None) -> ReadRules:
@@ -224,105 +322,6 @@ def _with_specs(read: ReadRules, mesh: AnyMesh | None) -> ReadRules:
         headline = f"{len(bad)} rules have logical names that do not resolve:"
         raise ShardingRuleError(listed(headline, bad))
     return rules
-
-
-# ------------------------------------------------------------------ the decision of a rule
-
-
-class _Call(NamedTuple):
-    """What all rules of one call share."""
-
-    mesh: AnyMesh | None
-    tactic_mesh: AnyMesh | None
-    min_size: int
-    not_specs: list[str]  # the errors of actions that did not return a spec
-
-
-class _Rule:
-    """Decides the leaves that a rule matches.
-
-    A model has few shapes, so most leaves get a decision that was made for another one. Functions
-    may tell leaves of one shape apart, and so may tactics that read boxes.
-    """
-
-    def __init__(self, index: int, pattern: re.Pattern[str], action: Any, call: _Call):
-        self.index, self.pattern, self.action, self.call = index, pattern, action, call
-        self._is_by_shape = action.by_shape if isinstance(action, Tactic) else not callable(action)
-        self._by_shape: dict[tuple[Shape, int], Decision] = {}
-
-    def decide(self, path: str, shape: Shape, itemsize: int, leaf: Any) -> Decision:
-        decision = self._by_shape.get((shape, itemsize))
-        if decision is None:
-            decision = self._decide(path, shape, leaf)
-            if self._is_by_shape:
-                self._by_shape[shape, itemsize] = decision
-        return decision
-
-    def _decide(self, path: str, shape: Shape, leaf: Any) -> Decision:
-        if isinstance(self.action, Tactic):
-            return self._by_tactic(self.action, path, shape, leaf)
-        if math.prod(shape) < self.call.min_size:
-            return self._replicated_for_its_size(shape)
-        asked = self._called(path, leaf) if callable(self.action) else self.action
-        return self._projected(PartitionSpec() if asked is None else asked, shape)
-
-    def _projected(
-        self,
-        asked: PartitionSpec,
-        shape: Shape,
-        notes: tuple[Adjustment, ...] = (),
-        memory: str | None = None,
-    ) -> Decision:
-        given, dropped = project(asked, self.call.mesh, shape)
-        return self._decision(asked, given, notes + dropped, memory)
-
-    def _decision(
-        self,
-        asked: PartitionSpec,
-        given: PartitionSpec,
-        notes: tuple[Adjustment, ...],
-        memory: str | None = None,
-    ) -> Decision:
-        return Decision(asked, given, self.index, self.pattern.pattern, notes, memory)
-
-    def _by_tactic(self, tactic: Tactic, path: str, shape: Shape, leaf: Any) -> Decision:
-        call = self.call
-        assert call.tactic_mesh is not None  # there are tactics, so there is a mesh
-        try:
-            asked, notes = tactic.refine(
-                PartitionSpec(), call.tactic_mesh, path, leaf, call.min_size
-            )
-        except SpecError as error:
-            call.not_specs.append(f"{path}: rule {self.index}, {self.pattern.pattern!r}: {error}")
-            asked, notes = PartitionSpec(), ()
-        return self._projected(asked, shape, notes, tactic.memory)
-
-    def _called(self, path: str, leaf: Any) -> PartitionSpec | None:
-        """What the function returns for a leaf; `None`, and an error of the call, if no spec."""
-        asked = self.action(path, leaf)
-        if asked is None or isinstance(asked, PartitionSpec):
-            return asked
-        self.call.not_specs.append(
-            f"{path}: the function of rule {self.index}, {self.pattern.pattern!r}, returned"
-            f" {asked!r} ({type(asked).__name__}). Return a PartitionSpec, or None to replicate."
-        )
-        return None
-
-    def _replicated_for_its_size(self, shape: Shape) -> Decision:
-        mesh, size = self.call.mesh, math.prod(shape)
-        note = too_small(size, self.call.min_size)
-        if callable(self.action):
-            # A function is not called for small leaves, so it counts as sharding them.
-            return self._decision(PartitionSpec(), PartitionSpec(), (note,))
-        asked = PartitionSpec() if self.action is None else self.action
-        if not entries(with_entries(asked, entries(asked))):
-            return self._decision(asked, PartitionSpec(), ())
-        possible, misfits = project(asked, mesh, shape)
-        is_split = mesh is None or shard_size(shape, possible, mesh) < size
-        if size > 1 and (is_split or misfits):
-            why = " ".join([note.why, *(misfit.why for misfit in misfits)])
-            note = Adjustment("explicit-spec-too-small", why)
-        return self._decision(asked, PartitionSpec(), (note,))
 
 
 # ------------------------------------------------------------------ which leaves are parameters

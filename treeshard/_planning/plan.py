@@ -5,7 +5,7 @@ made again for another mesh, explain itself, and be compared, before anything is
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,7 +33,7 @@ from treeshard._core.mesh import (
     describe_mesh,
     parse_axes,
 )
-from treeshard._core.paths import PyTree, is_wrapper, paths_of, shared_names
+from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import SpecCarrier, SpecTree
 from treeshard._core.specs import all_axes, entries, with_entries
 from treeshard._core.text import human_bytes
@@ -41,11 +41,17 @@ from treeshard._planning.adapters import following
 from treeshard._planning.axis_names import splits_rows
 from treeshard._planning.copies import copied_leaves, histories, in_memory, resized, sharded_further
 from treeshard._planning.logical import ReadLogicalRules, current_logical_rules, logical_axis_rules
-from treeshard._planning.matching import SMALL, Decision, PlannedLeaf, Shape, decide
+from treeshard._planning.matching import SMALL, PlannedLeaf, Row, decide
 from treeshard._planning.mirrors import Original
 from treeshard._planning.padding import padded_leaves, unpadded_leaf
-from treeshard._planning.plan_json import StoredAction, StoredPlan, arrange, from_json, to_json
-from treeshard._planning.rules import Rules, check_order, read_rules, rules_error, warn_of_moves
+from treeshard._planning.rules import (
+    Rules,
+    StoredAction,
+    check_order,
+    read_rules,
+    rules_error,
+    warn_of_moves,
+)
 from treeshard._planning.tactics import Tactic, min_size_in_force
 from treeshard.errors import (
     FormatError,
@@ -304,34 +310,13 @@ class Plan(SpecCarrier):
             return self._part_of[0].findings
         from treeshard._planning.lint import find  # a training loop needs none of its modules
 
-        boxes: dict[str, Any] = {}
-        if any(isinstance(action, Tactic) and action.reads_boxes for _, action in self.rules):
-            nodes, treedef = tree_flatten(self.structs, is_leaf=is_wrapper)
-            boxes = {p: x for p, x in zip(paths_of(treedef), nodes, strict=True) if is_wrapper(x)}
-        shared = self._shared_paths()
-        return find(
-            self.leaves,
-            self.rules,
-            self.mesh,
-            self.min_size,
-            self._logical,
-            shared,
-            boxes,
-            self._same_arrays,
-            self._narrowed,
-            self.fsdp_axes(),
-            mirrors=self._mirrors,
-        )
-
-    def _shared_paths(self) -> dict[str, list[str]]:
-        paths = [None if leaf is None else leaf.path for leaf in self.leaf_at_each_index()]
-        return shared_names(paths, self.specs)
+        return find(self)
 
     def _shared_path_error(self) -> ShardingRuleError | None:
         """The error if leaves share a path."""
         from treeshard._planning.lint import collisions
 
-        shared = list(map(str, collisions(self._shared_paths())))
+        shared = list(map(str, collisions(self)))
         if not shared:
             return None
         return ShardingRuleError(listed(f"{len(shared)} paths belong to several leaves:", shared))
@@ -348,7 +333,7 @@ class Plan(SpecCarrier):
             ShardingWarning: If leaves are replicated for `min_size` although their action is
                 a spec, as in `match_partition_rules`.
         """
-        errors = [rules_error(self._rows(), self.mesh), self._shared_path_error()]
+        errors = [rules_error(self._adjusted(), self.mesh), self._shared_path_error()]
         errors = [error for error in errors if error is not None]
         if errors:
             raise type(errors[0])("\n".join(map(str, errors)))
@@ -357,10 +342,10 @@ class Plan(SpecCarrier):
     def warn_of_small_leaves(self) -> None:
         """Warns once of all leaves that are replicated for `min_size` although a rule has a spec
         for them."""
-        warn_of_moves(self._rows(), SMALL)
+        warn_of_moves(self._adjusted(), SMALL)
 
-    def _rows(self) -> Iterator[tuple[str, Shape, Decision]]:
-        return ((leaf.path, leaf.shape, leaf.decision) for leaf in self.leaves)
+    def _adjusted(self) -> list[Row]:
+        return [(x.path, x.shape, x.decision) for x in self.leaves if x.decision.adjustments]
 
     # -------------------------------------------------------------- other plans
 
@@ -382,11 +367,8 @@ class Plan(SpecCarrier):
             >>> plan(tree, [("w", fsdp("fsdp"))], make_mesh("fsdp=8")).on("fsdp=1024")
             <Plan: 1 leaf on fsdp=1024, 4.0 KiB per device>
         """
-        if self._part_of is not None:
-            whole, path = self._part_of
-            return whole.on(mesh)[path]
-        if self._source is not None:
-            return self._following(self._source.on(mesh))
+        if (remade := self._by_its_origin(lambda origin: origin.on(mesh))) is not None:
+            return remade
         if any(leaf.unpadded for leaf in self.leaves):
             return self.unpadded().on(mesh).padded()
         self._check_has_rules()
@@ -403,9 +385,14 @@ class Plan(SpecCarrier):
                 " themselves. Plan again, with `plan(tree, rules, mesh)`."
             )
 
-    def _following(self, source: "Plan") -> "Plan":
-        """This plan, which follows another one, as it follows `source` instead."""
-        assert self._source is not None
+    def _by_its_origin(self, change: "Callable[[Plan], Plan]") -> "Plan | None":
+        """This plan after a change of the plan that it is a part of, or follows, if it does."""
+        if self._part_of is not None:
+            whole, path = self._part_of
+            return change(whole)[path]
+        if self._source is None:
+            return None
+        source = change(self._source)
         structs = resized(self._bare(), self._source._original(), source._original())
         tree = self._split.treedef.unflatten(structs)
         followed = source.follow(tree, extra_axis=self._extra_axis, memory=self._memory)
@@ -504,11 +491,8 @@ class Plan(SpecCarrier):
             >>> padded.leaves[0].shape, padded.leaves[0].unpadded, padded.specs
             ((50264, 64), (50257, 64), {'embed': P('tensor',)})
         """
-        if self._part_of is not None:
-            whole, path = self._part_of
-            return whole.padded()[path]
-        if self._source is not None:
-            return self._following(self._source.padded())
+        if (remade := self._by_its_origin(Plan.padded)) is not None:
+            return remade
         if any(leaf.unpadded for leaf in self.leaves):
             return self
         self._check_has_rules()
@@ -526,11 +510,8 @@ class Plan(SpecCarrier):
             >>> padded.unpadded().leaves[0].shape, padded.unpadded().specs
             ((50257, 64), {'embed': P(None, 'tensor')})
         """
-        if self._part_of is not None:
-            whole, path = self._part_of
-            return whole.unpadded()[path]
-        if self._source is not None:
-            return self._following(self._source.unpadded())
+        if (remade := self._by_its_origin(Plan.unpadded)) is not None:
+            return remade
         leaves = tuple(unpadded_leaf(leaf, self.mesh) for leaf in self.leaves)
         return replace(self, leaves=leaves)
 
@@ -559,7 +540,7 @@ class Plan(SpecCarrier):
         """
         from treeshard._planning.plan_report import diff
 
-        return diff(self.leaves, other.leaves, (self.mesh, other.mesh))
+        return diff(self, other)
 
     def __eq__(self, other: object) -> bool:
         return self._key() == other._key() if isinstance(other, Plan) else NotImplemented
@@ -587,7 +568,9 @@ class Plan(SpecCarrier):
         """
         if error := self._shared_path_error():
             raise error
-        return to_json(StoredPlan(self.mesh, self.rules, self.min_size, self.leaves, self._mirrors))
+        from treeshard._planning.plan_json import to_json
+
+        return to_json(self)
 
     @staticmethod
     def from_json(text: str, *, like: PyTree | None = None) -> "Plan":
@@ -613,21 +596,9 @@ class Plan(SpecCarrier):
             >>> Plan.from_json(text).specs, Plan.from_json(text, like=tree).specs
             ({'mlp/w': P('fsdp',)}, {'mlp': {'w': P('fsdp',)}})
         """
-        stored = from_json(text)
-        leaves = stored.leaves
-        if like is None:
-            leaves = tuple(sorted(leaves, key=lambda leaf: leaf.path))
-            like = {leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves}
-        else:
-            leaves = arrange(leaves, like)
-        return Plan(
-            stored.mesh,
-            stored.rules,
-            stored.min_size,
-            leaves,
-            StaticSplit(*tree_flatten(like), has_shape),
-            _mirrors=stored.mirrors,
-        )
+        from treeshard._planning.plan_json import from_json
+
+        return from_json(Plan, text, like)
 
     def describe(self) -> str:
         """Returns the plan as text: one line per leaf, repeated layers folded, totals last.
@@ -637,7 +608,7 @@ class Plan(SpecCarrier):
         """
         from treeshard._planning.plan_report import describe
 
-        return describe(self.leaves, self.rules, self.mesh)
+        return describe(self)
 
     def __str__(self) -> str:
         return self.describe()
@@ -646,7 +617,7 @@ class Plan(SpecCarrier):
         """The plan as a table, for notebooks."""
         from treeshard._planning.plan_report import describe_html
 
-        return describe_html(self.leaves, self.rules, self.mesh)
+        return describe_html(self)
 
     def __repr__(self) -> str:
         size = human_bytes(self.bytes_per_device())
@@ -726,7 +697,7 @@ def plan(tree: PyTree, rules: Rules, mesh: MeshLike, *, min_size: int | None = N
     check_tree(tree, "plan", call)
     mesh = as_mesh(mesh, _mesh_of_text)
     decided = decide(read_rules(rules), tree, mesh, min_size)
-    warn_of_moves(decided.rows(), frozenset())
+    warn_of_moves(decided.adjusted(), frozenset())
     columns = zip(decided.paths, decided.leaves, decided.shapes, decided.decisions, strict=True)
     leaves = [
         PlannedLeaf(path, shape, device_dtype(leaf.dtype), decision)

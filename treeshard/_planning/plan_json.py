@@ -7,80 +7,42 @@ apply some of its rules and not others.
 
 import json
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
-from jax.tree_util import tree_leaves
+from jax import ShapeDtypeStruct
+from jax.sharding import AbstractMesh, AxisType
+from jax.tree_util import tree_flatten, tree_leaves
 
-from treeshard._core.arrays import array_text, has_shape
+from treeshard._core.arrays import StaticSplit, array_text, has_shape
 from treeshard._core.mesh import AnyMesh, axis_sizes
 from treeshard._core.paths import PyTree, leaf_paths, pair
-from treeshard._core.specs import Adjustment, is_logical, project
+from treeshard._core.specs import Adjustment, project
 from treeshard._core.text import parse_dtype, parse_spec, typed
 from treeshard._planning.matching import Decision, PlannedLeaf, Shape
-from treeshard._planning.tactics import Tactic
+from treeshard._planning.rules import StoredAction, kind_of
 from treeshard.errors import FormatError, TreeShardError, counted, listed, short
+
+if TYPE_CHECKING:
+    from treeshard._planning.plan import Plan
 
 VERSION = 1
 _MORE = ("memory", "unpadded")  # what most leaves do not have
 _OF_DECISION = ("asked", "given", "rule", "adjustments", "memory")
 
 
-class StoredPlan(NamedTuple):
-    """The parts of a plan that JSON can store, as `Plan` has them."""
-
-    mesh: AnyMesh
-    rules: tuple[tuple[Any, Any], ...]  # actions are read as `StoredAction`s
-    min_size: int
-    leaves: tuple[PlannedLeaf, ...]
-    mirrors: bool
-
-
-@dataclass(frozen=True, repr=False)
-class StoredAction:
-    """The action of a rule, as JSON has it: what it was, to be shown and not to be applied.
-
-    Attributes:
-        kind: As `kind_of` says it.
-        text: How the plan shows it.
-        fsdp_axes: Those of a tactic.
-    """
-
-    kind: str
-    text: str
-    fsdp_axes: frozenset[str] = frozenset()
-
-    def __repr__(self) -> str:
-        return self.text
-
-
-def kind_of(action: Any) -> str:
-    """`"replicate"`, `"spec"`, `"names"`, `"tactic"` or `"function"`."""
-    if isinstance(action, StoredAction):
-        return action.kind
-    if action is None:
-        return "replicate"
-    if isinstance(action, PartitionSpec):
-        return "spec"
-    if isinstance(action, Tactic):
-        return "tactic"
-    return "names" if is_logical(action) else "function"
-
-
 # ------------------------------------------------------------------ writing
 
 
-def to_json(plan: StoredPlan) -> str:
+def to_json(plan: "Plan") -> str:
     """Writes a plan as JSON, one line per leaf."""
     mesh = zip(axis_sizes(plan.mesh).items(), plan.mesh.axis_types, strict=True)
     head = {
         "treeshard_plan": VERSION,
         "mesh": [{"axis": a, "size": n, "type": kind.name.lower()} for (a, n), kind in mesh],
         "min_size": plan.min_size,
-        "mirrors": plan.mirrors,
+        "mirrors": plan._mirrors,
     }
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
     rules = [json.dumps(_rule_to_json(*rule)) for rule in plan.rules]
@@ -133,8 +95,8 @@ _UNREADABLE = (
 )
 
 
-def from_json(text: str) -> StoredPlan:
-    """Reads what `to_json` wrote. Raises `FormatError`, which says where the text is wrong."""
+def from_json(plan_of: Callable[..., "Plan"], text: str, like: PyTree | None) -> "Plan":
+    """Reads what `to_json` wrote, as `Plan.from_json` says. `plan_of` is `Plan`."""
     try:
         raw = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -153,11 +115,19 @@ def from_json(text: str) -> StoredPlan:
     patterns = [re.compile(pattern).pattern for pattern, _ in rules]
     decide = cache(partial(_read_decision, mesh, patterns))  # equal decisions share one, as in plan
     leaves = _read_each(raw, "leaves", partial(_read_leaf, decide))
-    if len({leaf.path for leaf in leaves}) < len(leaves):
+    leaves = {leaf.path: leaf for leaf in leaves}
+    if len(leaves) < len(raw["leaves"]):
         raise FormatError("leaves: two have the same path. Paths must be unique.")
     min_size = typed(raw.get("min_size"), int, "min_size", "a number of elements")
     mirrors = typed(raw.get("mirrors"), bool, "mirrors", "true or false")
-    return StoredPlan(mesh, tuple(rules), min_size, tuple(leaves), mirrors)
+    if like is None:
+        like = {path: ShapeDtypeStruct(x.shape, x.dtype) for path, x in leaves.items()}
+        paths = sorted(leaves)
+    else:
+        paths = _paths_like(leaves, like)
+    split = StaticSplit(*tree_flatten(like), has_shape)
+    in_order = tuple(leaves[path] for path in paths)
+    return plan_of(mesh, tuple(rules), min_size, in_order, split, _mirrors=mirrors)
 
 
 def _read_each(raw: dict[str, Any], key: str, read: Callable[[Any], Any]) -> list[Any]:
@@ -232,18 +202,14 @@ def _read_adjustment(raw: Any) -> Adjustment:
     return Adjustment(str(raw["kind"]), str(raw["why"]), axes, raw["dim"])
 
 
-def arrange(leaves: Iterable[PlannedLeaf], like: PyTree) -> tuple[PlannedLeaf, ...]:
-    """The planned leaves in the order of the arrays of `like`.
-
-    Raises `FormatError` unless the arrays of `like` are those of the plan.
-    """
+def _paths_like(leaves: Mapping[str, PlannedLeaf], like: PyTree) -> list[str]:
+    """The paths of the arrays of `like`. Raises `FormatError` unless they are those of the plan."""
     like_leaves = zip(leaf_paths(like), tree_leaves(like), strict=True)
     arrays = [(path, x) for path, x in like_leaves if has_shape(x)]
     if len(dict(arrays)) < len(arrays):
         raise FormatError("`like` has arrays that share a path. Rename a key.")
-    planned = {leaf.path: leaf for leaf in leaves}
     facts: list[str] = []
-    for path, leaf, array in pair(planned.items(), arrays):
+    for path, leaf, array in pair(leaves.items(), arrays):
         if leaf is not None and array is not None and leaf.unpadded == tuple(array.shape):
             leaf = leaf._replace(shape=leaf.unpadded)  # `like` may have the true shapes
         in_plan, in_like = ("missing" if x is None else array_text(x) for x in (leaf, array))
@@ -251,4 +217,4 @@ def arrange(leaves: Iterable[PlannedLeaf], like: PyTree) -> tuple[PlannedLeaf, .
             facts.append(f"{path}: {in_plan} in the plan, {in_like} in `like`.")
     if facts:
         raise FormatError(listed(f"{len(facts)} leaves of `like` differ from the plan:", facts))
-    return tuple(planned[path] for path, _ in arrays)
+    return [path for path, _ in arrays]

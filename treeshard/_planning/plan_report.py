@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jax.sharding import AxisType, Mesh, NamedSharding
 
@@ -18,8 +18,11 @@ from treeshard._core.paths import pair
 from treeshard._core.specs import Adjustment, all_axes, axes_of, dim_entries, entries, part_count
 from treeshard._core.text import columns, fold, html_table, human_bytes
 from treeshard._planning.matching import SMALL, PlannedLeaf
-from treeshard._planning.plan_json import kind_of
+from treeshard._planning.rules import kind_of
 from treeshard.errors import counted
+
+if TYPE_CHECKING:
+    from treeshard._planning.plan import Plan
 
 Rules = Sequence[tuple[Any, Any]]
 
@@ -29,32 +32,31 @@ _WITH_ROLES = (*_HEADS[:-1], "in the step", "why")
 _BYTES = 3  # the right-aligned column
 
 
-def describe(leaves: Sequence[PlannedLeaf], rules: Rules, mesh: AnyMesh) -> str:
+def describe(plan: "Plan") -> str:
     """A plan as aligned columns, followed by its totals."""
-    table = columns([_heads(leaves), *_rows(leaves, rules, mesh)], right=_BYTES)
-    return f"{table}\n{_totals(leaves, mesh)}"
+    return f"{columns(_rows(plan), right=_BYTES)}\n{_totals(plan)}"
 
 
-def describe_html(leaves: Sequence[PlannedLeaf], rules: Rules, mesh: AnyMesh) -> str:
+def describe_html(plan: "Plan") -> str:
     """A plan as an HTML table, for notebooks."""
-    totals = html.escape(_totals(leaves, mesh)).replace("\n", "<br>")
-    return f"{html_table([_heads(leaves), *_rows(leaves, rules, mesh)], _BYTES)}<p>{totals}</p>"
+    totals = html.escape(_totals(plan)).replace("\n", "<br>")
+    return f"{html_table(_rows(plan), _BYTES)}<p>{totals}</p>"
 
 
-def _heads(leaves: Sequence[PlannedLeaf]) -> tuple[str, ...]:
-    return _WITH_ROLES if any(leaf.role for leaf in leaves) else _HEADS
-
-
-def _rows(leaves: Sequence[PlannedLeaf], rules: Rules, mesh: AnyMesh) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
-    alike = fold((x.path, (x.shape, x.unpadded, x.dtype, x.decision, x.role), x) for x in leaves)
+def _rows(plan: "Plan") -> list[tuple[str, ...]]:
+    has_roles = any(leaf.role for leaf in plan.leaves)
+    rows: list[tuple[str, ...]] = [_WITH_ROLES if has_roles else _HEADS]
+    alike = fold(
+        (x.path, (x.shape, x.unpadded, x.dtype, x.decision, x.role), x) for x in plan.leaves
+    )
     for path, members in alike:
         leaf = members[0]
-        size = human_bytes(leaf.bytes_per_device(mesh) * len(members))
-        array = type_text(leaf, mesh)
+        size = human_bytes(leaf.bytes_per_device(plan.mesh) * len(members))
         role = [] if leaf.role is None else [leaf.role]
-        row = (path or "(the tree)", array, _where(leaf), size, *role, _reason(leaf, rules))
-        rows.append(row)
+        array = type_text(leaf, plan.mesh)
+        rows.append(
+            (path or "(the tree)", array, _where(leaf), size, *role, _reason(leaf, plan.rules))
+        )
     return rows
 
 
@@ -98,7 +100,8 @@ def _note(adjustment: Adjustment) -> str:
     return f"{kind} {', '.join(axes)}{where}" if axes else kind
 
 
-def _totals(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> str:
+def _totals(plan: "Plan") -> str:
+    leaves, mesh = plan.leaves, plan.mesh
     devices = math.prod(axis_sizes(mesh).values())
     total = sum(leaf.bytes for leaf in leaves)
     of_memory: Counter[str | None] = Counter()
@@ -194,21 +197,18 @@ def _cells(change: LeafChange) -> tuple[str, str, str]:
     return " to ".join(dict.fromkeys(arrays)), before, after
 
 
-def diff(
-    before: Sequence[PlannedLeaf],
-    after: Sequence[PlannedLeaf],
-    meshes: tuple[AnyMesh, AnyMesh],
-) -> PlanDiff:
+def diff(before: "Plan", after: "Plan") -> PlanDiff:
     """Compares the leaves of two plans, matched by path."""
+    meshes = before.mesh, after.mesh
     changes: list[LeafChange] = []
-    pairs = pair(((leaf.path, leaf) for leaf in before), ((leaf.path, leaf) for leaf in after))
-    for path, old, new in pairs:
+    by_path = [[(leaf.path, leaf) for leaf in plan.leaves] for plan in (before, after)]
+    for path, old, new in pair(*by_path):
         cost, sent = (0, 0) if new is None else _received(old, new, meshes)
         if cost or old is None or new is None or _placement(old) != _placement(new):
             changes.append(LeafChange(path, old, new, cost, sent))
+    # Leaves in any memory count: what is on the devices alone is `Plan.bytes_per_device`.
     sizes = [
-        sum(leaf.bytes_per_device(mesh) for leaf in leaves)
-        for leaves, mesh in zip((before, after), meshes, strict=True)
+        sum(leaf.bytes_per_device(plan.mesh) for leaf in plan.leaves) for plan in (before, after)
     ]
     received = sum(change.bytes for change in changes)
     return PlanDiff(tuple(changes), received, meshes, (sizes[0], sizes[1]))

@@ -7,6 +7,7 @@ list of rules is mended in as many runs as it has mistakes.
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -16,7 +17,8 @@ from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh, describe_mesh
 from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import SpecTree
 from treeshard._core.specs import MISFITS, Adjustment, is_logical
-from treeshard._planning.matching import SMALL, SMALL_FIX, Decision, ReadRules, decide
+from treeshard._planning.matching import SMALL, SMALL_FIX, Decision, ReadRules, Row, decide
+from treeshard._planning.tactics import Tactic
 from treeshard.errors import ShardingRuleError, listed, misfit_error, warn
 
 Rules = Sequence[Any]  # of (pattern, action) pairs, checked by `read_rules`
@@ -87,26 +89,24 @@ def match_partition_rules(
     check_tree(tree, "match_partition_rules", call)
     mesh = as_mesh(mesh)
     decided = decide(read_rules(rules), tree, mesh, min_size)
-    if decided.adjusted:
-        if strict and (error := rules_error(decided.rows(), mesh)):
-            raise error
-        warn_of_moves(decided.rows(), SMALL if strict else SMALL | {"rank"})
+    rows = decided.adjusted()
+    if strict and (error := rules_error(rows, mesh)):
+        raise error
+    warn_of_moves(rows, SMALL if strict else SMALL | {"rank"})
     return decided.treedef.unflatten([decision.given for decision in decided.decisions])
 
 
 # ------------------------------------------------------------------ strictness
 
 
-def rules_error(
-    rows: Iterable[tuple[str, Any, Decision]], mesh: AnyMesh | None
-) -> ShardingRuleError | None:
-    """One error for all rows (path, shape, decision) that do not follow the rules, or `None`."""
+def rules_error(rows: Iterable[Row], mesh: AnyMesh | None) -> ShardingRuleError | None:
+    """One error for all leaves that do not follow the rules, or `None`."""
     facts: list[str] = []
     kinds: set[str] = set()
     for path, shape, decision in rows:
-        if decision.errors:
-            facts.append(_fact(path, shape, decision, decision.errors))
-            kinds.update(adjustment.kind for adjustment in decision.errors)
+        if errors := decision.errors:
+            facts.append(_fact(path, shape, decision, errors))
+            kinds.update(error.kind for error in errors)
     if not facts:
         return None
     where = f"The mesh has {describe_mesh(mesh)}." if mesh is not None else "No mesh was given."
@@ -126,7 +126,7 @@ def _fact(path: str, shape: Any, decision: Decision, adjustments: Iterable[Adjus
     return f"{path}: shape {shape}, {by}: {why}"
 
 
-def warn_of_moves(rows: Iterable[tuple[str, Any, Decision]], kinds: frozenset[str]) -> None:
+def warn_of_moves(rows: Iterable[Row], kinds: frozenset[str]) -> None:
     """Warns once of all leaves with adjustments of these kinds.
 
     With `LOG_SHARDING_MOVE` in the environment, also of trimmed specs and of leaves that are
@@ -143,6 +143,40 @@ def warn_of_moves(rows: Iterable[tuple[str, Any, Decision]], kinds: frozenset[st
     if facts:
         message = listed(f"{len(facts)} leaves are not sharded as their rules say:", facts)
         warn(f"{message}\n{SMALL_FIX}" if some_small else message)
+
+
+# ------------------------------------------------------------------ actions
+
+
+@dataclass(frozen=True, repr=False)
+class StoredAction:
+    """The action of a rule, as JSON has it: what it was, to be shown and not to be applied.
+
+    Attributes:
+        kind: As `kind_of` says it.
+        text: How the plan shows it.
+        fsdp_axes: Those of a tactic.
+    """
+
+    kind: str
+    text: str
+    fsdp_axes: frozenset[str] = frozenset()
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def kind_of(action: Any) -> str:
+    """`"replicate"`, `"spec"`, `"names"`, `"tactic"` or `"function"`."""
+    if isinstance(action, StoredAction):
+        return action.kind
+    if action is None:
+        return "replicate"
+    if isinstance(action, PartitionSpec):
+        return "spec"
+    if isinstance(action, Tactic):
+        return "tactic"
+    return "names" if is_logical(action) else "function"
 
 
 # ------------------------------------------------------------------ reading rules
@@ -200,11 +234,11 @@ def read_rules(rules: Rules, read_action: Callable[[Any], Any] = check_action) -
 
 def _is_window(pattern: Any) -> bool:
     """Whether it has a pattern for each of some neighbouring keys: `("attention", "kernel")`."""
-    return isinstance(pattern, tuple | list) and bool(pattern) and all(map(_is_text, pattern))
-
-
-def _is_text(x: Any) -> bool:
-    return isinstance(x, str)
+    return (
+        isinstance(pattern, tuple | list)
+        and bool(pattern)
+        and all(isinstance(key, str) for key in pattern)
+    )
 
 
 def _grouped(pattern: str) -> str:

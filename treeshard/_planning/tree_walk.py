@@ -5,7 +5,7 @@ a model repeats its layers, and layers of equal structure are walked once.
 """
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -16,56 +16,34 @@ Shape = tuple[int, ...]
 TreeDef = Any  # jax.tree_util.PyTreeDef, which type checkers do not accept as a type
 
 
-class LeafNames(NamedTuple):
-    """The paths of leaves, in the order in which JAX flattens their tree.
-
-    Attributes:
-        paths: The path of each leaf, as in `leaf_paths`.
-        boxed: Whether there are boxes in the tree.
-    """
-
-    paths: list[str]
-    boxed: bool
+def name_leaves(tree: Any, treedef: TreeDef) -> list[str]:
+    """The path of every leaf, as in `leaf_paths`."""
+    return [ending[1:] for ending in _endings(tree, treedef, {})]
 
 
-def name_leaves(tree: Any, treedef: TreeDef) -> LeafNames:
-    """Names every leaf."""
-    walk = _Walk()
-    paths = [ending[1:] for ending in walk.endings(tree, treedef)]
-    return LeafNames(paths, walk.boxed)
+def _endings(node: Any, treedef: TreeDef, known: dict[TreeDef, list[str]]) -> list[str]:
+    """What the paths of a node's leaves add to its own path: `/w`, `/attn/q`."""
+    if not treedef.num_leaves:
+        return []
+    if treedef.num_nodes == 1:
+        return [""]
+    try:
+        endings = known.get(treedef)
+    except Exception:  # static fields are compared, and may be anything: arrays, say
+        return _endings_of_children(node, treedef, known)
+    if endings is None:
+        endings = known[treedef] = _endings_of_children(node, treedef, known)
+    return endings
 
 
-class _Walk:
-    """Walks a tree beside its treedef."""
-
-    def __init__(self) -> None:
-        self.boxed = False
-        self._known: dict[TreeDef, list[str]] = {}
-
-    def endings(self, node: Any, treedef: TreeDef) -> list[str]:
-        """What the paths of a node's leaves add to its own path: `/w`, `/attn/q`."""
-        if not treedef.num_leaves:
-            return []
-        if treedef.num_nodes == 1:
-            return [""]
-        try:
-            endings = self._known.get(treedef)
-        except Exception:  # static fields are compared, and may be anything: arrays, say
-            return self._of_children(node, treedef)
-        if endings is None:
-            endings = self._known[treedef] = self._of_children(node, treedef)
-        return endings
-
-    def _of_children(self, node: Any, treedef: TreeDef) -> list[str]:
-        is_boxed = is_wrapper(node)  # a wrapper has no part in the paths
-        self.boxed = self.boxed or is_boxed
-        endings: list[str] = []
-        for (name, child), child_def in zip(
-            _children(node, treedef), treedef.children(), strict=True
-        ):
-            prefix = "" if is_boxed else f"/{name}"
-            endings += [prefix + ending for ending in self.endings(child, child_def)]
-        return endings
+def _endings_of_children(node: Any, treedef: TreeDef, known: dict[TreeDef, list[str]]) -> list[str]:
+    in_wrapper = is_wrapper(node)  # which has no part in the paths
+    endings: list[str] = []
+    children = zip(_children(node, treedef), treedef.children(), strict=True)
+    for (name, child), child_def in children:
+        prefix = "" if in_wrapper else f"/{name}"
+        endings += [prefix + ending for ending in _endings(child, child_def, known)]
+    return endings
 
 
 def _children(node: Any, treedef: TreeDef) -> Iterable[tuple[Any, Any]]:

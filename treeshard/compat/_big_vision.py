@@ -73,21 +73,20 @@ def infer_sharding(tree: PyTree, strategy: Strategy, mesh: MeshLike) -> SpecTree
     mesh = as_mesh(mesh, make_mesh)
     # `u.make_mask_trees` of big_vision matches with `re.fullmatch`, the first pattern first.
     decided = decide(read_rules(strategy, _read_ops), tree, mesh, 0, whole_paths=True)
-    if decided.adjusted:
-        matched = [row for row in decided.rows() if row[2].rule is not None]
-        if error := rules_error(matched, mesh):
-            raise error
-        _warn_of_unmatched(decided)
+    matched = [row for row in decided.adjusted() if row[2].rule is not None]
+    if error := rules_error(matched, mesh):
+        raise error
+    _warn_of_unmatched(decided)
     specs = [decision.given for decision in decided.decisions]
     sharding_of = {spec: NamedSharding(mesh, spec) for spec in set(specs)}
     shardings = [sharding_of[spec] for spec in specs]
-    return _unboxed(tree, shardings) if decided.boxed else decided.treedef.unflatten(shardings)
+    return _unboxed(tree, shardings)
 
 
 def _warn_of_unmatched(decided: Decided) -> None:
     unmatched = [
         f"{path}: shape {shape}"
-        for path, shape, decision in decided.rows()
+        for path, shape, decision in decided.adjusted()
         if any(note.kind == "unmatched" for note in decision.adjustments)
     ]
     if not unmatched:
