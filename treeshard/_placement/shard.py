@@ -78,9 +78,8 @@ def shard(
 
     Args:
         tree: Any pytree of numpy and JAX arrays. Other leaves pass through.
-        specs: A tree of `PartitionSpec`s or of JAX's shardings, a prefix of one, or a `Plan`. A
-            `SingleDeviceSharding` becomes `P()` on a mesh of its device. `None` leaves a leaf
-            where it is. Tuples of logical names are resolved by `logical_axis_rules`.
+        specs: A tree of `PartitionSpec`s or JAX shardings, a prefix of one, or a `Plan`. `None`
+            leaves a leaf where it is. `logical_axis_rules` resolves tuples of logical names.
         mesh: The mesh, or its axes as text; by default that of `specs`, or the current mesh.
         read: For leaves that are `jax.ShapeDtypeStruct`s: takes a leaf's path and the index of
             a shard (a slice for each dim), and returns that part in the leaf's dtype.
@@ -143,7 +142,8 @@ def reshard(
 
     Args:
         tree: Any pytree. Numpy leaves are placed as by `shard`.
-        specs: As in `shard`.
+        specs: As in `shard`. A leaf with a `SingleDeviceSharding` gets `P()` on a mesh of its
+            device.
         mesh: As in `shard`.
         timeout: As in `shard`.
         progress: As in `shard`.
