@@ -72,9 +72,9 @@ def from_process_local(
     `(8, d1)`. Along other dims each process passes the full length, with the same values.
 
     The call is cheap enough for every step: only the first tree of each structure, shapes and
-    dtypes is compared between processes at once; later shapes in the next call that exchanges a
-    message, such as `gather`, `save`, or a step of `jit_step` where the shapes of its batch change.
-    A later tree with an error raises on its process only.
+    dtypes is compared between processes at once; later shapes in the next that exchanges a
+    message: `gather`, or a step whose batch changes shape. A later tree with an error
+    raises on its process only.
 
     Values are compared only of leaves of at most 64 KiB that every process passes in full, as under
     `P()`, by checksums that go the same way. Not compared are larger ones, leaves that several but
