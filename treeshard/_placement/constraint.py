@@ -185,18 +185,16 @@ def unshard(
     Source:
         MaxText gathers a layer's weights this way; the name is PyTorch FSDP2's.
     """
-    step = current_plan()
+    step = source = current_plan()
     if isinstance(specs, Plan):
-        given = PlanInForce(specs, row_axes(default_batch(specs)))
-        axes = given.gathered_axes if axis is None else axis_tuple(axis, "unshard")
+        source = PlanInForce(specs, row_axes(default_batch(specs)))
         mesh = specs.mesh if mesh is None else mesh
-        specs = _specs_in_plan(tree, given)
-    else:
+        specs = _specs_in_plan(tree, source)
+    elif specs is None:
+        specs = _specs_here(tree, step, axis)
         if specs is None:
-            specs = _specs_here(tree, step, axis)
-            if specs is None:
-                return tree
-        axes = _axes_to_gather(axis, step)
+            return tree
+    axes = _axes_to_gather(axis, source)
     if step is not None and step.gather is not None:
         manual = [name for name in axes if name in manual_axes()]
         if manual:
@@ -211,11 +209,8 @@ def unshard(
     if is_tracing():
         if step is not None and step.waits and can_wait(context_mesh()):
             tree = _for_scatter(tree, gathered, axes, step.rows)
-        # The gradient of a leaf that is constrained to its own specs is constrained to them too.
-        # Compilers may otherwise all-reduce full gradients, where a reduce-scatter is enough.
-        pairs = zip(leaf_specs, gathered, strict=True)
-        before = [None if after is None else spec for spec, after in pairs]
-        tree = _constrain_tree("unshard", tree, treedef.unflatten(before), mesh)
+        before = treedef.unflatten(_of_gradients(leaf_specs, gathered))
+        tree = _constrain_tree("unshard", tree, before, mesh)
     return _constrain_tree("unshard", tree, treedef.unflatten(gathered), mesh)
 
 
@@ -271,6 +266,16 @@ def _axes_to_gather(axis: str | Sequence[str] | None, step: PlanInForce | None) 
     if step is None:
         raise SpecError(f"unshard: pass the axis to gather over, {_NO_PLAN}.")
     return step.gathered_axes
+
+
+def _of_gradients(leaf_specs: Sequence[Any], gathered: Sequence[Any]) -> list[Any]:
+    """The specs of the leaves that are gathered, and `None` for the others.
+
+    The gradient of a leaf that is constrained to its own specs is constrained to them too.
+    Compilers may otherwise all-reduce full gradients, where a reduce-scatter is enough.
+    """
+    pairs = zip(leaf_specs, gathered, strict=True)
+    return [None if after is None else spec for spec, after in pairs]
 
 
 def _warn_of_misspelled(axes: Sequence[str], leaf_specs: Sequence[Any]) -> None:

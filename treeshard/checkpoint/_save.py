@@ -150,9 +150,7 @@ def begin(
                     " or shard the arrays over more processes."
                 )
             facts |= _facts(path, packed.table, fingerprints)
-            if jax.process_count() > 1:
-                for leaf_path, leaf in zip(leaf_paths(tree), tree_leaves(tree), strict=True):
-                    facts |= fact_of_origin(leaf_path, leaf)
+            facts |= _origins(tree)
         if first:
             held.callback(_clean_up, path)  # after a failure, before the lock is released
         created, writes = False, list[Future[int]]()
@@ -214,6 +212,15 @@ def _facts(path: epath.Path, table: LeafTable, fingerprints: bool) -> dict[str, 
     facts = {"the path": str(path), "the options": f"fingerprints={fingerprints}"}
     facts |= {f"mesh {i}": str(axes) for i, axes in enumerate(table.meshes, 1)}
     return facts | {row.path: _fact(row) for row in table.leaves}
+
+
+def _origins(tree: PyTree) -> dict[str, str]:
+    """Which call made each array that several processes have together."""
+    origins: dict[str, str] = {}
+    if jax.process_count() > 1:
+        for path, leaf in zip(leaf_paths(tree), tree_leaves(tree), strict=True):
+            origins |= fact_of_origin(path, leaf)
+    return origins
 
 
 def _fact(row: SavedLeaf) -> str:

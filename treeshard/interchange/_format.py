@@ -21,7 +21,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from treeshard._core.text import parse_dtype
+from treeshard._core.memory import available_memory
+from treeshard._core.text import human_bytes, parse_dtype
 from treeshard._disk.untrusted import MOST_BYTES, check_size
 from treeshard.errors import CheckpointError, DamagedError, FormatError, listed
 
@@ -160,8 +161,11 @@ def _problem_by_package(path: str) -> str:
     except SafetensorError as error:
         return str(error)
     except MemoryError:  # the package maps the file
+        size, free = os.path.getsize(path), available_memory()
+        available = "" if free is None else f", and {human_bytes(max(free, 0))} are available"
         raise CheckpointError(
-            f"{path} is larger than this process may map into memory (`ulimit -v`)."
+            f"{path}: its {human_bytes(size)} are mapped into memory{available}. Raise the limit"
+            " of this process (`ulimit -v`)."
         ) from None
     return ""
 
