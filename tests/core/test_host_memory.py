@@ -116,5 +116,6 @@ def test_without_memory_each_call_says_what_it_needs_and_does_nothing(tmp_path: 
     }
     for name, _, text, need in told:
         assert f"need {needed.get(name, '128.0 MiB')} of host memory in this process" in text
+        assert ("the arrays and their reader need" in text) == (name in ("restore", "verify"))
         assert "MiB are available." in text
         assert need in (None, 2**26, 2**27)

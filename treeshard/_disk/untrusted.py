@@ -108,4 +108,5 @@ def check_memory(
             part = sharding.shard_shape(tuple(shape))
         needed += copies * math.prod(part) * np.dtype(dtype).itemsize
     if lacking := lacking_memory(needed):
-        raise CheckpointError(f"{path}: the arrays need {lacking[0]} {way_out}")
+        reader = " and their reader" if beside else ""
+        raise CheckpointError(f"{path}: the arrays{reader} need {lacking[0]} {way_out}")
