@@ -415,8 +415,10 @@ NO_TENSORSTORE = """
 import sys
 sys.modules["tensorstore"] = None
 from treeshard._cli import main
-codes = [main([*argv.split(" ")]) for argv in sys.argv[1:]]
-print(codes)
+codes = [main([*argv.split(" ")]) for argv in sys.argv[1:4]]
+import jax
+print("treeshard.checkpoint" in sys.modules, jax.config.jax_platforms)
+print(codes + [main([*argv.split(" ")]) for argv in sys.argv[4:]])
 """
 
 
@@ -424,8 +426,10 @@ def test_only_checkpoints_need_tensorstore(run, weights) -> None:
     fine = ["inspect weights.safetensors", "verify weights.safetensors"]
     fine += ["export weights.safetensors copy.safetensors"]
     needs = ["inspect run", "export run x.safetensors"]
-    code, out, err = ended(start(run.parent, "-c", NO_TENSORSTORE, *fine, *needs))
-    assert (code, out.splitlines()[-1]) == (0, "[0, 0, 0, 2, 2]"), err
+    env = {"JAX_PLATFORMS": ""}
+    code, out, err = ended(start(run.parent, "-c", NO_TENSORSTORE, *fine, *needs, env=env))
+    # Nor do they start an accelerator.
+    assert (code, out.splitlines()[-2:]) == (0, ["False cpu", "[0, 0, 0, 2, 2]"]), err
     line = (
         "treeshard: error: treeshard.checkpoint needs TensorStore and etils. Install"
         " them with `pip install 'treeshard[checkpoint]'`."
@@ -433,28 +437,15 @@ def test_only_checkpoints_need_tensorstore(run, weights) -> None:
     assert err.splitlines() == [line] * 2
 
 
-LOADED = """
-import sys, jax
-from treeshard._cli import main
-if len(sys.argv) > 2:
-    jax.config.update("jax_platforms", sys.argv[2])
-main(sys.argv[1].split(" "))
-loaded = [name for name in ("tensorstore", "treeshard.checkpoint") if name in sys.modules]
-print(loaded, jax.config.jax_platforms)
-"""
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["inspect weights.safetensors"], "[] cpu"),
-        (["inspect weights.safetensors", "tpu,cpu"], "[] tpu,cpu"),
-    ],
-)
-def test_safetensors_load_neither_tensorstore_nor_accelerators(run, weights, argv, said) -> None:
-    env = {"JAX_PLATFORMS": ""}
-    _, out, err = ended(start(run.parent, "-c", LOADED, *argv, env=env))
-    assert (out.splitlines()[-1], err) == (said, "")
+def test_a_platform_that_the_user_chose_stays(go, weights, monkeypatch) -> None:
+    updates = []
+    monkeypatch.setattr(jax.config, "update", lambda *update: updates.append(update))
+    monkeypatch.setattr(type(jax.config), "jax_platforms", "tpu,cpu")
+    assert go("inspect", weights)[0] == 0
+    assert updates == []
+    monkeypatch.setattr(type(jax.config), "jax_platforms", None)
+    assert go("inspect", weights)[0] == 0
+    assert updates == [("jax_platforms", "cpu")]
 
 
 PLAN = """
@@ -473,26 +464,22 @@ def test_ctrl_c_prints_nothing(tmp_path) -> None:
         assert ended(process) == (130, "", "")
 
 
-def test_letters_that_the_terminal_lacks_are_escaped(run, weights) -> None:
-    more = {"env": {"PYTHONIOENCODING": "ascii"}}
-    code, out, err = ended(start(run.parent, "-m", "treeshard", "inspect", str(run), **more))
-    assert (code, err) == (0, "")
-    assert "str '\\xdcbung'" in out
-    assert "l\\xe4ufe" in out
-
-
-@pytest.mark.parametrize("columns", [20, 80])
-def test_bars_fit_the_terminal(run, columns) -> None:
+def test_bars_and_letters_fit_the_terminal(run) -> None:
     ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (24, columns))
-    process = start(run.parent, "-m", "treeshard", "verify", str(run), stderr=theirs)
+    termios.tcsetwinsize(theirs, (24, 20))
+    both = "import sys; from treeshard._cli import main; [main([x, 'run']) for x in sys.argv[1:]]"
+    more = {"env": {"PYTHONIOENCODING": "ascii"}, "stderr": theirs}
+    process = start(run.parent, "-c", both, "verify", "inspect", **more)
     os.close(theirs)
     code, out, _ = ended(process)
     bar = os.read(ours, 10_000).decode()
     os.close(ours)
-    assert (code, out.endswith("All match their checksums.\n")) == (0, True)
+    assert code == 0
+    assert "All match their checksums.\n" in out
+    assert "str '\\xdcbung'" in out
+    assert "l\\xe4ufe" in out
     assert "verify: 100%" in bar
-    assert all(len(line) <= columns for line in re.split("[\r\n]+", bar))
+    assert all(len(line) <= 20 for line in re.split("[\r\n]+", bar))
 
 
 @pytest.mark.parametrize("columns", ["1", "10", "1000"])

@@ -90,8 +90,8 @@ its state and batch, as arrays or as jax.ShapeDtypeStructs. In train.py:
 Prints the plan, what the program moves, and the memory that it needs.
 
 exit code: 0 if it fits and moves what is planned, 1 if it does not fit, 3 if it fits and moves
-other than planned (1 with --strict), or 2 if the input is invalid. If the memory of a device is
-not known, as of simulated CPUs, the code is as if it fits
+other than planned, or 2 if the input is invalid. If the memory of a device is not known, as of
+simulated CPUs, the code is as if it fits
 """
 _PATH = """\
 PATH is a checkpoint, a directory of checkpoints by step (reads the latest, or --step), a
@@ -147,16 +147,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--shapes", type=Path, required=True, metavar="FILE", help="path -> shape and dtype")
     add("--rules", type=Path, required=True, metavar="FILE", help="patterns and actions")
     add("--mesh", required=True, metavar="AXES", help='such as "data=8,fsdp=64,tensor=8"')
-    add("--min-size", type=int, metavar="N", help="in elements, instead of the one in the rules")
     add("--memory", metavar="BYTES", help="of a device, such as 80GB: say whether the plan fits")
     add("--json", action="store_true", help="print the plan and its findings as JSON")
 
     what = "compile a step for devices that may be absent: does it fit, and what does it move"
     add = command("compile", "compile:run_compile", what, _COMPILE)
-    _add_step(add)
+    add("function", metavar="MODULE:FUNCTION", help="returns (step, state, batch)")
+    add("--topology", metavar="NAME", help="such as v5e-256, v5p:8x8x8 or h100:2x8")
     add("--mesh", metavar="AXES", help='such as "data=4,fsdp=64"; by default fsdp has all devices')
-    add("--strict", action="store_true", help="exit with 1 if it moves other than planned")
     add("--types", action="store_true", help="print the values that the step computes, too")
+    add("--json", action="store_true", help="print the report as JSON")
 
     what = "list the leaves of a checkpoint or safetensors"
     add = command("inspect", "files:run_inspect", what, _INSPECT)
@@ -170,23 +170,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_path(add)
     add("out", metavar="OUT", help="such as model.safetensors")
     add("--only", metavar="REGEX", help="export leaves whose path has a match")
-    _add_several(add, "--rename", "REGEX=>NEW", _RENAME)
+    several: dict[str, Any] = {"action": "append", "default": []}
+    add("--rename", **several, metavar="REGEX=>NEW", help=_RENAME)
     add("--skip", action="store_true", help="leave out leaves that safetensors cannot hold")
     add("--max-file-size", metavar="BYTES", help="such as 5GB: split what is larger into files")
-    _add_several(add, "--metadata", "KEY=TEXT", "for the header of the file")
+    add("--metadata", **several, metavar="KEY=TEXT", help="for the header of the file")
     return parser
-
-
-def _add_several(add: Callable[..., Any], option: str, metavar: str, what: str) -> None:
-    add(option, action="append", default=[], metavar=metavar, help=what)
 
 
 def _add_path(add: Callable[..., Any]) -> None:
     add("path", metavar="PATH")
     add("--step", type=int, metavar="N", help="a step of a directory of checkpoints")
-
-
-def _add_step(add: Callable[..., Any]) -> None:
-    add("function", metavar="MODULE:FUNCTION", help="returns (step, state, batch)")
-    add("--topology", metavar="NAME", help="such as v5e-256, v5p:8x8x8 or h100:2x8")
-    add("--json", action="store_true", help="print the report as JSON")

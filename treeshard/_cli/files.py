@@ -8,7 +8,6 @@ import argparse
 import json
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -39,18 +38,12 @@ def run_inspect(options: argparse.Namespace) -> tuple[str, int]:
     """Prints the leaves of a stored tree."""
     _off_accelerators()
     with open_stored(options.path, options.step) as tree:
-        return _as_json(tree) if options.json else _as_text(tree), 0
-
-
-def _as_text(tree: StoredTree) -> str:
-    steps = ", ".join(map(str, tree.steps))
-    head = f"{tree.contents.path}, of steps {steps}:\n" if steps else ""
-    return f"{head}{tree.contents}"
-
-
-def _as_json(tree: StoredTree) -> str:
-    contents = tree.contents
-    about = {
+        contents = tree.contents
+    if not options.json:
+        steps = ", ".join(map(str, tree.steps))
+        head = f"{contents.path}, of steps {steps}:\n" if steps else ""
+        return f"{head}{contents}", 0
+    facts = {
         "path": contents.path,
         "format": tree.format,
         "steps": tree.steps,
@@ -58,16 +51,14 @@ def _as_json(tree: StoredTree) -> str:
         "bytes": contents.bytes,
         "leaves": [_row(leaf) for leaf in contents.leaves],
     }
-    return json.dumps(about)
+    return json.dumps(facts), 0
 
 
 def _row(leaf: SavedLeaf) -> dict[str, Any]:
-    about: dict[str, Any] = {"path": leaf.path, "kind": leaf.kind}
+    what: dict[str, Any] = {"value": leaf.value}
     if leaf.dtype:
-        about |= {"shape": leaf.shape, "dtype": leaf.dtype, "spec": leaf.spec}
-    else:
-        about |= {"value": leaf.value}
-    return about | {"bytes": leaf.bytes, "crc32": leaf.crc}
+        what = {"shape": leaf.shape, "dtype": leaf.dtype, "spec": leaf.spec}
+    return {"path": leaf.path, "kind": leaf.kind, **what, "bytes": leaf.bytes, "crc32": leaf.crc}
 
 
 # ------------------------------------------------------------------ verify
@@ -83,30 +74,29 @@ def run_verify(options: argparse.Namespace) -> tuple[str, int]:
         return str(error), 1
 
 
-_UNVERIFIABLE = (
-    "{path}: {total}. Headers and sizes are correct. The format has no checksums, so the values"
-    " cannot be verified."
+_NO_CHECKSUMS_IN_FORMAT = (
+    "Headers and sizes are correct. The format has no checksums, so the values cannot be verified."
 )
-_NO_CHECKSUMS = "{path}: {total}. All can be read, but none has a checksum."
-_MATCH = "{path}: {total}. All match their checksums{but}."
-_DAMAGED = "{path}: {count:,} of {leaves} damaged:"
 
 
 def _verified(tree: StoredTree) -> tuple[str, int]:
-    path, leaves = tree.contents.path, tree.contents.leaves
-    total = f"{counted(len(leaves), 'leaf')}, {human_bytes(tree.contents.bytes)}"
-    if tree.format == "safetensors":
-        return _UNVERIFIABLE.format(path=path, total=total), 0
+    leaves = tree.contents.leaves
+    count = counted(len(leaves), "leaf")
+    total = f"{tree.contents.path}: {count}, {human_bytes(tree.contents.bytes)}."
+    if tree.damages is None:
+        return f"{total} {_NO_CHECKSUMS_IN_FORMAT}", 0
     read = tree.damages(with_bar(leaves, "verify", show=wants_bar()))
     damages = [f"  {short(row.path)}: {why}" for row, why in read if why]
     if damages:
-        head = _DAMAGED.format(path=path, count=len(damages), leaves=counted(len(leaves), "leaf"))
+        head = f"{tree.contents.path}: {len(damages):,} of {count} damaged:"
         return "\n".join([head, *damages]), 1
     bare = sum(leaf.crc is None for leaf in leaves)
-    if 0 < bare == len(leaves):
-        return _NO_CHECKSUMS.format(path=path, total=total), 0
-    but = f", except {bare:,} that have no checksum but can be read" if bare else ""
-    return _MATCH.format(path=path, total=total, but=but), 0
+    if not bare:
+        return f"{total} All match their checksums.", 0
+    if bare == len(leaves):
+        return f"{total} All can be read, but none has a checksum.", 0
+    but = f"except {bare:,} that have no checksum but can be read"
+    return f"{total} All match their checksums, {but}.", 0
 
 
 # ------------------------------------------------------------------ export
@@ -118,15 +108,62 @@ def run_export(options: argparse.Namespace) -> tuple[str, int]:
     most = None if options.max_file_size is None else parse_bytes(options.max_file_size)
     metadata = dict(_split("--metadata", x, "=", "'format=pt'") for x in options.metadata)
     with open_stored(options.path, options.step) as tree:
-        leaves, left_out = _select(tree, options)
-        rows = [
-            Tensor(name, code_of(parse_dtype(leaf.dtype)) or "", leaf.shape)
-            for name, leaf in leaves.items()
-        ]
+        codes, left_out = _select(tree, options)
+        leaves = _named([x for x in tree.contents.leaves if x.path in codes], options.rename)
+        rows = [Tensor(name, codes[x.path], x.shape) for name, x in leaves.items()]
         out = file_path(options.out)
         files = lay_out_files(out, rows, most, metadata)
         write_files(out, files, _values(tree, leaves), "export", TIMEOUT)
-    return _report(leaves, left_out, [file.path for file in files]), 0
+    *parts, last = [file.path for file in files]
+    names = f"{counted(len(parts), 'file')} and {last}" if parts else last
+    total = human_bytes(sum(leaf.bytes for leaf in leaves.values()))
+    lines = [f"{counted(len(leaves), 'tensor')}, {total}: {names}"]
+    if left_out:
+        lines += [f"{counted(len(left_out), 'leaf')} left out:", *(f"  {x}" for x in left_out)]
+    return "\n".join(lines), 0
+
+
+def _select(tree: StoredTree, options: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
+    """The dtype that safetensors has for each leaf to write, by path, and the leaves to leave out,
+    in words."""
+    path, only = tree.contents.path, parse_pattern(options.only or "", "--only")
+    codes: dict[str, str] = {}
+    others: list[str] = []
+    for leaf in tree.contents.leaves:
+        if leaf.kind == "none" or not only.search(leaf.path):
+            continue
+        code = code_of(parse_dtype(leaf.dtype)) if leaf.kind == "array" else None
+        if code is None:
+            others.append(f"{leaf.path}: {describe_leaf(leaf)}")
+        else:
+            codes[leaf.path] = code
+    if others and not options.skip:
+        misfits = listed("safetensors cannot hold these leaves:", others, headed=True)
+        raise LeafError(
+            f"{path}: {misfits}\n--skip leaves them out; --only selects the leaves to export."
+        )
+    if not codes:
+        which = f" with a path that {options.only!r} matches" if options.only else ""
+        paths = ", ".join([*(leaf.path for leaf in tree.contents.leaves[:5]), "..."])
+        raise CheckpointError(f"{path} has no array to export{which}. It has {paths}")
+    return codes, others
+
+
+def _named(arrays: Sequence[SavedLeaf], rules: Sequence[str]) -> dict[str, SavedLeaf]:
+    """Arrays by their new names, from rules `REGEX=>NEW` applied in order."""
+    pairs = [_split("--rename", rule, "=>", "'REGEX=>NEW', '/=>.'") for rule in rules]
+    rename = {x.path: x.path for x in arrays}
+    for old, new in pairs:
+        pattern = parse_pattern(old, "--rename")
+        try:
+            rename = {path: pattern.sub(new, name) for path, name in rename.items()}
+        except (re.error, IndexError) as error:  # IndexError: `\g<name>` of no group
+            raise FormatError(f"--rename: {new!r} is not a replacement: {error}.") from None
+    flat = {x.path: jax.ShapeDtypeStruct(x.shape, parse_dtype(x.dtype)) for x in arrays}
+    names = tensor_names(flat, rename, "export")
+    # JAX flattens a dict by its sorted keys.
+    name_of = dict(zip(sorted(flat), names.values(), strict=True))
+    return {name_of[x.path]: x for x in arrays}
 
 
 def _values(tree: StoredTree, leaves: dict[str, SavedLeaf]) -> Iterator[tuple[str, list[Piece]]]:
@@ -141,48 +178,6 @@ def _values(tree: StoredTree, leaves: dict[str, SavedLeaf]) -> Iterator[tuple[st
     raise_damages(tree.contents.path, damages)
 
 
-_MISFITS = "{path}: {listed}\n--skip leaves them out; --only selects the leaves to export."
-_NO_ARRAY = "{path} has no array to export{which}. It has {paths}"
-
-
-def _select(
-    tree: StoredTree, options: argparse.Namespace
-) -> tuple[dict[str, SavedLeaf], list[SavedLeaf]]:
-    """The leaves to write, by the names of their tensors, and the leaves to leave out."""
-    only = parse_pattern(options.only or "", "--only")
-    path = tree.contents.path
-    leaves = [x for x in tree.contents.leaves if x.kind != "none" and only.search(x.path)]
-    arrays = [leaf for leaf in leaves if _has_code(leaf)]
-    others = [leaf for leaf in leaves if not _has_code(leaf)]
-    if others and not options.skip:
-        facts = [f"{leaf.path}: {describe_leaf(leaf)}" for leaf in others]
-        misfits = listed("safetensors cannot hold these leaves:", facts, headed=True)
-        raise LeafError(_MISFITS.format(path=path, listed=misfits))
-    if not arrays:
-        which = f" with a path that {options.only!r} matches" if options.only else ""
-        paths = ", ".join([*(leaf.path for leaf in tree.contents.leaves[:5]), "..."])
-        raise CheckpointError(_NO_ARRAY.format(path=path, which=which, paths=paths))
-    names = _renamed(arrays, options.rename)
-    return {names[leaf.path]: leaf for leaf in arrays}, others
-
-
-def _has_code(leaf: SavedLeaf) -> bool:
-    return leaf.kind == "array" and code_of(parse_dtype(leaf.dtype)) is not None
-
-
-def _report(
-    leaves: dict[str, SavedLeaf], left_out: Sequence[SavedLeaf], paths: Sequence[Path]
-) -> str:
-    total = human_bytes(sum(leaf.bytes for leaf in leaves.values()))
-    *parts, last = paths
-    files = f"{counted(len(parts), 'file')} and {last}" if parts else str(last)
-    lines = [f"{counted(len(leaves), 'tensor')}, {total}: {files}"]
-    if left_out:
-        lines.append(f"{counted(len(left_out), 'leaf')} left out:")
-        lines += [f"  {leaf.path}: {describe_leaf(leaf)}" for leaf in left_out]
-    return "\n".join(lines)
-
-
 # ------------------------------------------------------------------ shared
 
 
@@ -194,26 +189,6 @@ def _off_accelerators() -> None:
     # The attribute is defined when JAX is imported.
     if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_platforms", "cpu")
-
-
-def _renamed(arrays: Sequence[SavedLeaf], rules: Sequence[str]) -> dict[str, str]:
-    """The new names of arrays by their paths, from rules `REGEX=>NEW` applied in order."""
-    pairs = [_split("--rename", rule, "=>", "'REGEX=>NEW', '/=>.'") for rule in rules]
-    pairs = [(parse_pattern(old, "--rename"), new) for old, new in pairs]
-    rename = {x.path: x.path for x in arrays}
-    for old, new in pairs:
-        rename = {path: _replaced(old, new, name) for path, name in rename.items()}
-    flat = {x.path: jax.ShapeDtypeStruct(x.shape, parse_dtype(x.dtype)) for x in arrays}
-    names = tensor_names(flat, rename, "export")
-    # JAX flattens a dict by its sorted keys.
-    return dict(zip(sorted(flat), names.values(), strict=True))
-
-
-def _replaced(old: re.Pattern[str], new: str, name: str) -> str:
-    try:
-        return old.sub(new, name)
-    except (re.error, IndexError) as error:  # IndexError: `\g<name>` of no group
-        raise FormatError(f"--rename: {new!r} is not a replacement: {error}.") from None
 
 
 def _split(option: str, text: str, mark: str, example: str) -> tuple[str, str]:

@@ -34,9 +34,8 @@ from treeshard.errors import FormatError, TreeShardError, did_you_mean, listed
 def run_plan(options: argparse.Namespace) -> tuple[str, int]:
     """Prints how a tree is sharded. Returns 1 if the plan has errors or does not fit."""
     memory = None if options.memory is None else parse_bytes(options.memory)
-    shapes = read_shapes(options.shapes)
-    rules, min_size, logical = read_rules_file(options.rules)
-    min_size = min_size if options.min_size is None else options.min_size
+    shapes = _read_shapes(options.shapes)
+    rules, min_size, logical = _read_rules(options.rules)
     with nullcontext() if logical is None else logical_axis_rules(logical):
         decided = plan(shapes, rules, abstract_mesh(options.mesh), min_size=min_size)
     too_large = memory is not None and decided.bytes_per_device() > memory
@@ -48,12 +47,12 @@ def run_plan(options: argparse.Namespace) -> tuple[str, int]:
 def _as_text(decided: Plan, memory: int | None) -> str:
     parts = [str(decided)]
     if decided.findings:
-        parts.append("\n" + "\n".join(map(str, decided.findings)))
+        parts.append("\n".join(map(str, decided.findings)))
     if memory is not None:
         needed = decided.bytes_per_device()
         verb = "It fits" if needed <= memory else "It does NOT fit"
-        parts.append(f"\n{verb}: {human_bytes(needed)} of {human_bytes(memory)} on a device.")
-    return "\n".join(parts)
+        parts.append(f"{verb}: {human_bytes(needed)} of {human_bytes(memory)} on a device.")
+    return "\n\n".join(parts)
 
 
 def _as_json(decided: Plan, memory: int | None) -> str:
@@ -77,13 +76,10 @@ _SHAPES = (
 )
 
 
-def read_shapes(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
-    """Reads the shapes of a tree from one of these:
+def _read_shapes(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
+    """Reads the shapes of a tree from JSON, safetensors or a checkpoint.
 
-    - JSON: path -> `{"shape": [8, 4], "dtype": "float32"}` or `[[8, 4], "float32"]`
-    - a file whose name ends in `.safetensors`, or the index of several. Their headers are enough:
-      a download that was cut short has them
-    - a checkpoint, or a directory of checkpoints
+    The headers of safetensors are enough: a download that was cut short has them.
     """
     if path.is_dir() or path.name.endswith((".safetensors", ".safetensors.index.json")):
         with open_stored(str(path), shapes_only=True) as tree:
@@ -96,10 +92,6 @@ def read_shapes(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
         raise FormatError(f"{path} is {error}") from None
     if not isinstance(raw, dict):
         raise FormatError(f"{path} is {type(raw).__name__}, not an object. {_SHAPES}")
-    return _structs(raw, path)
-
-
-def _structs(raw: Mapping[str, Any], path: Path) -> dict[str, jax.ShapeDtypeStruct]:
     structs: dict[str, jax.ShapeDtypeStruct] = {}
     bad: list[str] = []
     for name, value in raw.items():
@@ -113,25 +105,21 @@ def _structs(raw: Mapping[str, Any], path: Path) -> dict[str, jax.ShapeDtypeStru
 
 
 def _struct(value: Any) -> jax.ShapeDtypeStruct:
-    shape, dtype = _shape_and_dtype(value)
+    if isinstance(value, list) and len(value) == 2:  # [[8, 4], "float32"]
+        shape, dtype = value
+    elif isinstance(value, dict) and value.keys() >= {"shape", "dtype"}:
+        shape, dtype = value["shape"], value["dtype"]
+        extra = value.keys() - {"shape", "dtype"}
+        if extra:
+            raise FormatError(f"unknown key {min(extra)!r}. {_SHAPES}")
+    else:
+        raise FormatError(f"{value!r} has no shape and dtype. {_SHAPES}")
     # Python's booleans are integers, and JSON has `true`.
     if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
         raise FormatError(f"the shape is {shape!r}, not a list of lengths.")
     if not isinstance(dtype, str):
         raise FormatError(f"{dtype!r} is not a dtype.")
     return jax.ShapeDtypeStruct(shape, parse_dtype(dtype))
-
-
-def _shape_and_dtype(value: Any) -> tuple[Any, Any]:
-    if isinstance(value, list) and len(value) == 2:  # [[8, 4], "float32"]
-        return value[0], value[1]
-    # {"shape": [8, 4], "dtype": "float32"}
-    if not isinstance(value, dict) or not value.keys() >= {"shape", "dtype"}:
-        raise FormatError(f"{value!r} has no shape and dtype. {_SHAPES}")
-    extra = value.keys() - {"shape", "dtype"}
-    if extra:
-        raise FormatError(f"unknown key {min(extra)!r}. {_SHAPES}")
-    return value["shape"], value["dtype"]
 
 
 # ------------------------------------------------------------------ rules
@@ -141,15 +129,10 @@ def _shape_and_dtype(value: Any) -> tuple[Any, Any]:
 _LONGEST_RULES = 2**20
 
 
-def read_rules_file(
+def _read_rules(
     path: Path,
 ) -> tuple[list[tuple[str, Any]], int | None, list[tuple[str, Any]] | None]:
-    """Reads rules, `min_size` and logical names from a TOML file; `None` for what it lacks.
-
-    It has `[[rules]]` tables with a pattern and an action each, an optional `min_size`, and an
-    optional table `[logical]` of mesh axes by logical name. Actions are written as in Python:
-    `"None"`, `"P('fsdp', None)"`, a tuple of logical names, or tactics joined by `|`.
-    """
+    """Reads rules, `min_size` and logical names from a TOML file; `None` for what it lacks."""
     try:
         raw = tomllib.loads(read_file(path, _LONGEST_RULES, pipes=True).decode())
     except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError

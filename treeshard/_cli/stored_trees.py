@@ -4,10 +4,9 @@ What is at a path is told by its files, and not by an option: commands take what
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
+from typing import NamedTuple
 
 from treeshard._disk.files import file_path
 from treeshard._disk.leaves import Contents, ReadLeaf, SavedLeaf
@@ -16,8 +15,7 @@ from treeshard.interchange._files import Stored, open_tensors
 from treeshard.interchange._tensors import read_full
 
 
-@dataclass(frozen=True)
-class StoredTree:
+class StoredTree(NamedTuple):
     """A tree on disk. Tensors have neither specs nor checksums.
 
     `read` reads some of its leaves, a few at a time, and `damages` says how each is damaged.
@@ -27,22 +25,31 @@ class StoredTree:
     format: str
     contents: Contents
     read: Callable[[Iterable[SavedLeaf]], Iterator[ReadLeaf]]
+    damages: Callable[[Iterable[SavedLeaf]], Iterable[tuple[SavedLeaf, str]]] | None = None
     steps: tuple[int, ...] = ()
-    damages: Callable[[Iterable[SavedLeaf]], Iterable[tuple[SavedLeaf, str]]] = lambda rows: ()
 
 
+@contextmanager
 def open_stored(
     path: str, step: int | None = None, shapes_only: bool = False
-) -> AbstractContextManager[StoredTree]:
+) -> Iterator[StoredTree]:
     """Opens a checkpoint, one of a directory of them (by default the latest), or safetensors files.
 
     With `shapes_only`, the data of safetensors files may be missing.
     """
     if not _has_tensors(path):
-        return nullcontext(_checkpoint(path, step))
+        yield _checkpoint(path, step)
+        return
     if step is not None:
         raise CheckpointError(f"{path} is not a directory of checkpoints: it has no step {step}.")
-    return _open_tensors(file_path(path), shapes_only)
+    file = file_path(path)
+    with open_tensors(file, shapes_only) as stored:
+        dtypes = {name: str(x.tensor.dtype) for name, x in stored.items()}
+        rows = tuple(
+            SavedLeaf(name, "array", x.tensor.shape, dtypes[name], stored=dtypes[name])
+            for name, x in stored.items()
+        )
+        yield StoredTree("safetensors", Contents(str(file), rows, ()), partial(_read, stored))
 
 
 def _has_tensors(path: str) -> bool:
@@ -70,28 +77,12 @@ def _checkpoint(path: str, step: int | None) -> StoredTree:
     table = _restore.table_at(directory)
     contents = Contents(str(directory), table.leaves, table.meshes)
     read = partial(_restore.read_each, directory)
-    damages = partial(_restore.damages_of, directory)
-    return StoredTree("checkpoint", contents, read, steps, damages)
+    return StoredTree("checkpoint", contents, read, partial(_restore.damages_of, directory), steps)
 
 
-@contextmanager
-def _open_tensors(path: Path, shapes_only: bool) -> Iterator[StoredTree]:
-    with open_tensors(path, shapes_only) as stored:
-        rows = tuple(_row(name, x) for name, x in stored.items())
-
-        def read_each(wanted: Iterable[SavedLeaf]) -> Iterator[ReadLeaf]:
-            return (_read(row, stored[row.path]) for row in wanted)
-
-        yield StoredTree("safetensors", Contents(str(path), rows, ()), read_each)
-
-
-def _row(name: str, stored: Stored) -> SavedLeaf:
-    dtype = str(stored.tensor.dtype)
-    return SavedLeaf(name, "array", stored.tensor.shape, dtype, stored=dtype)
-
-
-def _read(row: SavedLeaf, stored: Stored) -> ReadLeaf:
-    try:
-        return ReadLeaf(row, read_full(stored), "")
-    except DamagedError as error:
-        return ReadLeaf(row, None, str(error))
+def _read(stored: dict[str, Stored], rows: Iterable[SavedLeaf]) -> Iterator[ReadLeaf]:
+    for row in rows:
+        try:
+            yield ReadLeaf(row, read_full(stored[row.path]), "")
+        except DamagedError as error:
+            yield ReadLeaf(row, None, str(error))
