@@ -8,7 +8,7 @@ import io
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from itertools import cycle, groupby, zip_longest
+from itertools import accumulate, cycle, groupby, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -100,70 +100,54 @@ def _tree(leaves: list[PlacedLeaf]) -> Any:
     """The tree, as rich prints it."""
     from rich.tree import Tree
 
-    colours = _axis_colours(leaves)
-    tree = Tree(_head(leaves, colours))
-    folded = fold((x.path, (x.shape, x.dtype, x.sharding), x) for x in leaves)
+    shardings = (leaf.sharding for leaf in leaves)
+    meshes = [*dict.fromkeys(x.mesh for x in shardings if isinstance(x, NamedSharding))]
+    axes = dict.fromkeys(axis for mesh in meshes for axis in axis_sizes(mesh))
+    colours = dict(zip(axes, cycle(_PALETTE)))  # they repeat if there are many axes
+    tree = Tree(_head(leaves, meshes, colours))
     totals: Counter[str] = Counter()
     branches: dict[str, Any] = {}
-    for path, members in folded:
+    for path, members in fold((x.path, (x.shape, x.dtype, x.sharding), x) for x in leaves):
+        *keys, name = path.split("/")
         branch = tree
-        for inside in _branches_of(path):
+        for inside in accumulate(keys, "{}/{}".format):  # `layers`, then `layers/{0..2}`
             if inside not in branches:
                 branches[inside] = branch.add("")
             branch = branches[inside]
             totals[inside] += sum(map(largest_part, members))
-        branch.add(_leaf_line(_last_key(path), members, colours))
+        branch.add(_leaf_line(name, members, colours))
     for path, branch in branches.items():
-        branch.label = _branch_line(path, totals[path])
+        name = _painted(path.rpartition("/")[2], "bold")
+        branch.label = f"{name}  [dim]{human_bytes(totals[path])}[/]"
     return tree
 
 
-def _branches_of(path: str) -> list[str]:
-    """The branches that a leaf is in, the outermost first: `["layers", "layers/{0..2}"]`."""
-    keys = path.split("/")
-    return ["/".join(keys[:count]) for count in range(1, len(keys))]
-
-
-def _head(leaves: list[PlacedLeaf], colours: Mapping[str, str]) -> str:
+def _head(leaves: list[PlacedLeaf], meshes: list[AnyMesh], colours: Mapping[str, str]) -> str:
     """`mesh data=2, fsdp=4; 8 arrays, 1.9 KiB on the fullest of 8 devices`"""
-    meshes = ""
-    for mesh in _meshes(leaves):
-        axes = [
-            f"{_painted(f'{axis}=', colours[axis])}{size}"
-            for axis, size in axis_sizes(mesh).items()
-        ]
-        meshes += f"mesh {', '.join(axes) or 'no axes'}; "
+    shown = ""
+    for mesh in meshes:
+        sizes = axis_sizes(mesh).items()
+        axes = [f"{_painted(f'{axis}=', colours[axis])}{size}" for axis, size in sizes]
+        shown += f"mesh {', '.join(axes) or 'no axes'}; "
     on_devices = bytes_by_device(leaves).values()
     most = human_bytes(max(on_devices, default=0))
     devices = counted(len(on_devices), "device")
-    return f"{meshes}{counted(len(leaves), 'array')}, {most} on the fullest of {devices}"
-
-
-def _branch_line(path: str, size: int) -> str:
-    """`layers  1.7 KiB`"""
-    return f"{_painted(_last_key(path), 'bold')}  [dim]{human_bytes(size)}[/]"
+    return f"{shown}{counted(len(leaves), 'array')}, {most} on the fullest of {devices}"
 
 
 def _leaf_line(name: str, members: list[PlacedLeaf], colours: Mapping[str, str]) -> str:
     """`w  float32[16,64]  P('data', 'fsdp')  1.5 KiB (3 of them)`"""
     leaf = members[0]
-    shown = [_painted(name or "(the array)")]
-    shown.append(f"{leaf.dtype}[{_dims(leaf, colours)}]")
-    shown.append(_place(leaf, colours))
-    size = human_bytes(sum(map(largest_part, members)))
-    times = f" ({len(members)} of them)" if len(members) > 1 else ""
-    shown.append(f"[dim]{size}{times}[/]")
-    return "  ".join(shown)
-
-
-def _dims(leaf: PlacedLeaf, colours: Mapping[str, str]) -> str:
-    """`16,64`, each in the colour of the first axis that splits it."""
     spec = entries(leaf.sharding) if isinstance(leaf.sharding, NamedSharding) else ()
     dims: list[str] = []
-    for length, entry in zip_longest(leaf.shape, spec):
+    for length, entry in zip_longest(leaf.shape, spec):  # in the colour of the first axis
         axes = axes_of(entry)
         dims.append(_painted(str(length), colours[axes[0]]) if axes else str(length))
-    return ",".join(dims)
+    array = f"{leaf.dtype}[{','.join(dims)}]"
+    size = human_bytes(sum(map(largest_part, members)))
+    times = f" ({len(members)} of them)" if len(members) > 1 else ""
+    name = _painted(name or "(the array)")
+    return "  ".join([name, array, _place(leaf, colours), f"[dim]{size}{times}[/]"])
 
 
 def _place(leaf: PlacedLeaf, colours: Mapping[str, str]) -> str:
@@ -181,26 +165,11 @@ def _place(leaf: PlacedLeaf, colours: Mapping[str, str]) -> str:
     return f"[italic]{type(leaf.sharding).__name__} on {len(ids)} devices[/]"
 
 
-def _last_key(path: str) -> str:
-    return path.rpartition("/")[2]
-
-
 def _painted(text: str, style: str = "none") -> str:
     """Text in a style, whatever brackets it has."""
     from rich.markup import escape
 
     return f"[{style}]{escape(text)}[/]"
-
-
-def _meshes(leaves: Iterable[PlacedLeaf]) -> list[AnyMesh]:
-    shardings = (leaf.sharding for leaf in leaves)
-    return list(dict.fromkeys(x.mesh for x in shardings if isinstance(x, NamedSharding)))
-
-
-def _axis_colours(leaves: Iterable[PlacedLeaf]) -> dict[str, str]:
-    """A colour for each axis, in the order of the meshes; they repeat if there are many axes."""
-    axes = dict.fromkeys(axis for mesh in _meshes(leaves) for axis in axis_sizes(mesh))
-    return dict(zip(axes, cycle(_PALETTE)))
 
 
 # ------------------------------------------------------------------ one array

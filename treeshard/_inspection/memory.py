@@ -45,11 +45,6 @@ class PlacedLeaf(NamedTuple):
         return with_entries(self.sharding.spec, entries(self.sharding))
 
     @property
-    def is_split(self) -> bool:
-        """Whether it has more than one distinct shard."""
-        return self.sharding is not None and not self.sharding.is_fully_replicated
-
-    @property
     def takes_device_memory(self) -> bool:
         """Whether it is in device memory, rather than in the host memory of its devices."""
         # `memory_kind` is `None` where a sharding on an abstract mesh leaves it open.
@@ -66,7 +61,8 @@ def placed_leaves(x: Any) -> list[PlacedLeaf]:
         pairs = zip(x.leaves, x.sharding_of_each(), strict=True)
         return [PlacedLeaf(leaf.path, leaf.shape, leaf.dtype, place) for leaf, place in pairs]
     return [
-        PlacedLeaf(path, tuple(leaf.shape), leaf.dtype, live_sharding(leaf))
+        # Neither numpy arrays nor bare structs have a sharding.
+        PlacedLeaf(path, tuple(leaf.shape), leaf.dtype, getattr(leaf, "sharding", None))
         for path, leaf in named_leaves(x)
         if has_shape(leaf)
     ]
@@ -80,11 +76,6 @@ def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
         facts = [f"{path or 'the array'}: {why}" for path in traced]
         raise SpecError(listed(f"{len(facts)} leaves have no sharding:", facts))
     return named
-
-
-def live_sharding(leaf: Any) -> Sharding | None:
-    """The sharding of a leaf; `None` for numpy arrays, and for structs without one."""
-    return getattr(leaf, "sharding", None)
 
 
 # ------------------------------------------------------------------ bytes
@@ -107,14 +98,11 @@ def bytes_by_device(leaves: Iterable[PlacedLeaf]) -> dict[int, int]:
             part = size * math.prod(sharding.shard_shape(shape))
             by_device.update({device.id: part for device in sharding.device_set})
     for mesh, sizes in by_mesh.items():
-        by_device.update(dict(zip(_ids(mesh), sizes.ravel().tolist(), strict=True)))
+        ids: Iterable[int] = range(mesh.size)
+        if isinstance(mesh, Mesh):
+            ids = (device.id for device in mesh.devices.flat)
+        by_device.update(dict(zip(ids, sizes.ravel().tolist(), strict=True)))
     return dict(sorted(by_device.items()))
-
-
-def _ids(mesh: AnyMesh) -> list[int]:
-    if isinstance(mesh, Mesh):
-        return [device.id for device in mesh.devices.flat]
-    return list(range(mesh.size))
 
 
 def largest_part(leaf: PlacedLeaf) -> int:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.tree_util import tree_structure
 
 from treeshard._core.arrays import has_shape
-from treeshard._core.mesh import AnyMesh, describe_mesh
+from treeshard._core.mesh import describe_mesh
 from treeshard._core.paths import PyTree, pair
 from treeshard._core.specs import entries, with_entries
 from treeshard._core.text import fold
@@ -118,7 +118,10 @@ def assert_stable_step(step: Callable[..., Any], state: PyTree, *args: Any) -> A
     if isinstance(out, tuple) and tree_structure(out) != treedef:
         new_state = out[0] if out else None
     differences = _diff(before, _facts_by_path(new_state))
-    facts = _sentences(differences)
+    by_leaf: dict[str, list[str]] = {}
+    for path, what, old, new in differences:
+        by_leaf.setdefault(path, []).append(f"{what} {old} -> {new}")
+    facts = [f"{path or 'the state'}: {'; '.join(changes)}" for path, changes in by_leaf.items()]
     if not facts and tree_structure(new_state) != treedef:
         facts = ["the tree: the type of a container, or a static field, changed."]
     if facts:
@@ -147,14 +150,7 @@ _FIXES = {
 # ------------------------------------------------------------------ comparing
 
 
-class _Fact(NamedTuple):
-    """A fact about a leaf: the value to compare, and the value in words."""
-
-    value: Any
-    words: str
-
-
-_Facts = dict[str, _Fact]
+_Facts = dict[str, Any]  # what of a leaf -> its state, to compare and to show
 
 
 def _facts_by_path(tree: PyTree) -> list[tuple[str, _Facts]]:
@@ -170,28 +166,16 @@ def _diff(a: list[tuple[str, _Facts]], b: list[tuple[str, _Facts]]) -> ShardingD
             differences.append(LeafDifference(path, "leaf", "absent", "new"))
         elif new is None:
             differences.append(LeafDifference(path, "leaf", "present", "gone"))
+        elif (old.keys() == {"value"}) != (new.keys() == {"value"}):
+            shown = (repr(x["value"]) if "value" in x else "an array" for x in (old, new))
+            differences.append(LeafDifference(path, "value", *shown))
         else:
-            differences += [LeafDifference(path, *change) for change in _changes(old, new)]
+            differences += [
+                LeafDifference(path, what, _shown(what, before), _shown(what, new[what]))
+                for what, before in old.items()
+                if what in new and not _equal(before, new[what])
+            ]
     return ShardingDiff(differences)
-
-
-def _changes(old: _Facts, new: _Facts) -> list[tuple[str, str, str]]:
-    """What differs, with its state before and after."""
-    if _is_only_a_value(old) != _is_only_a_value(new):
-        return [("value", _as_value(old), _as_value(new))]
-    return [
-        (what, fact.words, new[what].words)
-        for what, fact in old.items()
-        if what in new and not _equal(fact.value, new[what].value)
-    ]
-
-
-def _is_only_a_value(facts: _Facts) -> bool:
-    return list(facts) == ["value"]
-
-
-def _as_value(facts: _Facts) -> str:
-    return facts["value"].words if "value" in facts else "an array"
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -203,19 +187,26 @@ def _equal(a: Any, b: Any) -> bool:
         return False
 
 
+def _shown(what: str, fact: Any) -> str:
+    if what == "value":
+        return repr(fact)
+    if what == "devices":
+        return ",".join([*map(str, fact[:16]), *(["..."] if len(fact) > 16 else [])])
+    return str(fact)
+
+
 def _facts(leaf: Any) -> _Facts:
     if isinstance(leaf, Sharding):
         return _facts_of_sharding(leaf)
     is_number = isinstance(leaf, bool | int | float | complex)
     if not is_number and not has_shape(leaf):
-        return {"value": _Fact(leaf, repr(leaf))}
+        return {"value": leaf}
     facts = _facts_of_place(leaf)
     aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
-    facts["shape"] = _Fact(aval.shape, str(aval.shape))
-    facts["dtype"] = _Fact(aval.dtype, str(aval.dtype))
-    facts["weak type"] = _Fact(aval.weak_type, "yes" if aval.weak_type else "no")
+    facts |= {"shape": aval.shape, "dtype": aval.dtype}
+    facts["weak type"] = "yes" if aval.weak_type else "no"
     if is_number:
-        facts["value"] = _Fact(leaf, repr(leaf))
+        facts["value"] = leaf
     return facts
 
 
@@ -224,46 +215,23 @@ def _facts_of_place(leaf: Any) -> _Facts:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return {} if leaf.sharding is None else _facts_of_sharding(leaf.sharding)
     if isinstance(leaf, jax.Array) and leaf.committed:
-        return _facts_of_sharding(leaf.sharding) | {"committed": _Fact(True, "yes")}
+        return _facts_of_sharding(leaf.sharding) | {"committed": "yes"}
     # jit places host values as it places uncommitted arrays.
-    return {
-        "sharding": _Fact(None, "one device (uncommitted)"),
-        "committed": _Fact(False, "no"),
-    }
+    return {"sharding": "one device (uncommitted)", "committed": "no"}
 
 
 def _facts_of_sharding(sharding: Sharding) -> _Facts:
-    facts: _Facts = {}
+    facts: _Facts = {"sharding": str(sharding)}
+    if isinstance(sharding, SingleDeviceSharding):
+        facts["sharding"] = f"only {next(iter(sharding.device_set))}"
     if isinstance(sharding, NamedSharding):
+        mesh = sharding.mesh
         # P("data", None) and P("data") are the same placement, and compile to the same program.
-        spec = with_entries(sharding.spec, entries(sharding))
-        facts["sharding"] = _Fact(spec, str(spec))
-        facts |= _facts_of_mesh(sharding.mesh)
-    elif isinstance(sharding, SingleDeviceSharding):
-        facts["sharding"] = _Fact(sharding, f"only {next(iter(sharding.device_set))}")
-    else:
-        facts["sharding"] = _Fact(sharding, str(sharding))
+        facts["sharding"] = with_entries(sharding.spec, entries(sharding))
+        facts["mesh"] = describe_mesh(mesh)
+        facts["axis types"] = ", ".join(map(str, mesh.axis_types))
+        if isinstance(mesh, Mesh):
+            facts["devices"] = tuple(device.id for device in mesh.devices.flat)
     if sharding.memory_kind is not None:
-        facts["memory kind"] = _Fact(sharding.memory_kind, sharding.memory_kind)
+        facts["memory kind"] = sharding.memory_kind
     return facts
-
-
-def _facts_of_mesh(mesh: AnyMesh) -> _Facts:
-    types = tuple(map(str, mesh.axis_types))
-    facts = {
-        "mesh": _Fact(tuple(mesh.shape.items()), describe_mesh(mesh)),
-        "axis types": _Fact(types, ", ".join(types)),
-    }
-    if isinstance(mesh, Mesh):
-        ids = tuple(device.id for device in mesh.devices.flat)
-        words = [*map(str, ids[:16]), "..."] if len(ids) > 16 else map(str, ids)
-        facts["devices"] = _Fact(ids, ",".join(words))
-    return facts
-
-
-def _sentences(differences: ShardingDiff) -> list[str]:
-    """A line for each leaf: `step: sharding P() -> P('data',); committed no -> yes`."""
-    by_leaf: dict[str, list[str]] = {}
-    for path, what, before, after in differences:
-        by_leaf.setdefault(path, []).append(f"{what} {before} -> {after}")
-    return [f"{path or 'the state'}: {'; '.join(changes)}" for path, changes in by_leaf.items()]

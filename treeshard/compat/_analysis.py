@@ -10,7 +10,7 @@ from treeshard._core.mesh import AnyMesh, MeshLike
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.spec_trees import SpecTree, lay, raise_misfits
 from treeshard._core.specs import MISFITS
-from treeshard._inspection.memory import PlacedLeaf, bytes_by_device, live_sharding
+from treeshard._inspection.memory import PlacedLeaf, bytes_by_device
 
 
 def analyze_sharding_strategy(
@@ -62,7 +62,7 @@ def analyze_sharding_strategy(
     leaves = _placed_leaves(tree, specs, mesh)
     memory = bytes_by_device(leaves)
     total = sum(leaf.size for leaf in leaves)
-    sharded = sum(leaf.size for leaf in leaves if leaf.is_split)
+    sharded = sum(x.size for x in leaves if x.sharding and not x.sharding.is_fully_replicated)
     return {
         "total_parameters": total,
         "sharded_parameters": sharded,
@@ -104,7 +104,7 @@ def _placed_leaves(tree: Any, specs: Any, mesh: MeshLike | None) -> list[PlacedL
     for path, leaf, spec in zip(leaf_paths(tree), tree_leaves(tree), laid, strict=True):
         if not has_shape(leaf):
             continue
-        sharding = live_sharding(leaf)
+        sharding = getattr(leaf, "sharding", None)
         if spec is not None:  # as requested: the compiler can split uneven dims
             mesh_of_spec = cast(AnyMesh, spec.mesh)
             sharding = NamedSharding(mesh_of_spec, spec.requested, memory_kind=spec.memory_kind)
