@@ -1,22 +1,16 @@
 """Messages between real processes."""
 
-import jax
 import pytest
 
 import treeshard as ts
 from tests.multiprocess import exchange_checks, hanging_checks, launcher
 from treeshard._core.meetings import _absent, _client, exchange
-from treeshard._core.processes import processes_of
 
 two, test_two_processes = launcher.tests_of(hanging_checks, exchange_checks, devices=1)
 
 
 def test_a_single_process_gets_its_own_message() -> None:
     assert exchange("talking to itself", b"yes", timeout=0.01) == [b"yes"]
-
-
-def test_processes_of() -> None:
-    assert processes_of(jax.devices()) == [0]
 
 
 def test_without_the_service_the_error_names_the_fix() -> None:

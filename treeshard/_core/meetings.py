@@ -30,10 +30,10 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from itertools import count
-from types import FrameType
+from itertools import count, islice
+from traceback import walk_stack
 from typing import Any, NamedTuple
 
 import jax
@@ -86,7 +86,7 @@ def exchange(
         return [mine]
     if timeout < AS_LONG_AS_IT_TAKES:  # others wait for what goes on, and would never end
         check_in_step(what, participants)
-    if not (moves or threading.current_thread() is threading.main_thread()):
+    if not (moves or _is_main_thread()):
         lane = lane or "background"
     return _sequence(participants, lane).meet(what, mine, timeout, moves=moves)
 
@@ -105,11 +105,16 @@ def check_in_step(what: str, among: Sequence[int]) -> None:
         )
 
 
-def get_out_of_step(call: str, among: Sequence[int] | None) -> None:
-    """From now on every call of this process raises, and names the first that failed."""
-    key = _sequence(indices(among)).out_of_step_key
+def get_out_of_step(what: str, among: Sequence[int] | None) -> None:
+    """From now on every call of this process raises, and names the first that failed.
+
+    `what` is the call of the last meeting of this thread.
+    """
+    line = _first_line(_last.place)
+    call = f"{what}, {line}" if line else what
     client = coordination_client()
     # The first process to say so decides what all of them name. Without the service: this one.
+    key = _sequence(indices(among)).key("out-of-step")
     with suppress(jax.errors.JaxRuntimeError):
         client.key_value_set(key, call)
     with suppress(jax.errors.JaxRuntimeError):
@@ -118,9 +123,7 @@ def get_out_of_step(call: str, among: Sequence[int] | None) -> None:
         _broken.append(call)
 
 
-def last_call(what: str) -> str:
-    """Names a call by its line, which is that of the last meeting of this thread."""
-    return _at(what, _last.place)
+# ------------------------------------------------------------------ between meetings
 
 
 def count_step(among: Sequence[int]) -> str:
@@ -135,37 +138,30 @@ def count_batch(among: Sequence[int]) -> None:
 
     Threads that make batches in advance are at another batch on each process.
     """
-    if among and threading.current_thread() is threading.main_thread():
+    if among and _is_main_thread():
         _sequence(among).batches += 1
 
 
 def note(among: Sequence[int], entry: str) -> None:
     """Adds what all processes must have done alike to what they compare at each later meeting."""
-    if among and threading.current_thread() is threading.main_thread():
-        _sequence(among).history.add(entry)
+    if among and _is_main_thread():
+        _sequence(among).note(entry)
 
 
 def tell_batch(among: Sequence[int], number: int, form: str) -> None:
     """Tells the others the form of a batch, if it is another one than before, for their errors."""
     sequence = _sequence(among)
-    if sequence.batch is not None and sequence.batch[1] == form:
-        return
-    sequence.batch = number, form
-    text = json.dumps(sequence.batch)
-    _client().key_value_set(sequence.own_batch_key, text, allow_overwrite=True)
+    if sequence.batch is None or sequence.batch[1] != form:
+        sequence.batch = number, form
+        key = sequence.key(f"batch/{jax.process_index()}")
+        _client().key_value_set(key, json.dumps(sequence.batch), allow_overwrite=True)
 
 
-def lines_differ(among: Sequence[int] | None) -> str:
-    """The lines at which the processes made the last call, if they are new ones and differ."""
-    return _sequence(indices(among)).new_lines(_last.places)
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
-def last_meeting() -> str:
-    """Names the last meeting of this thread."""
-    return _last.meeting
-
-
-# Set on global arrays: the participants, and the call that made them.
+# Set on global arrays: the participants, the call that made them, and the leaf that they were.
 _ORIGIN = "_treeshard_made_in"
 
 
@@ -186,7 +182,29 @@ def origin(x: Any, among: Sequence[int]) -> str:
     return f"{call} as leaf {name}" if participants == tuple(among) else ""
 
 
+# ------------------------------------------------------------------ the last meeting
+
+# Of the last meeting of this thread: its name, the place of this process, and those of all of them
+# if data moved after it.
 _last = threading.local()
+
+
+def last_meeting() -> str:
+    """Names the last meeting of this thread."""
+    return _last.meeting
+
+
+def lines_differ(among: Sequence[int] | None) -> str:
+    """The lines at which the processes made the last call, if they are new ones and differ."""
+    places = frozenset(_last.places.values())
+    seen = _sequence(indices(among)).apart
+    if len(places) < 2 or "" in places or places in seen:
+        return ""
+    seen.add(places)
+    return in_groups(_last.places)
+
+
+# ------------------------------------------------------------------ a meeting
 
 
 class _Call(NamedTuple):
@@ -203,61 +221,53 @@ class _Call(NamedTuple):
     history: str
     place: str
 
-    @property
-    def compared(self) -> tuple[Any, ...]:
-        return self[:-1]
-
 
 _NAMES = "treeshard/"  # of all keys of meetings in the service
 
 
-class _History:
-    """What this process has done: a hash of all, and the last entries."""
-
-    def __init__(self) -> None:
-        self.digest = ""
-        self.entries: deque[str] = deque(maxlen=500)
-
-    def add(self, entry: str) -> None:
-        self.digest = hashlib.sha256(f"{self.digest}{entry}".encode()).hexdigest()[:16]
-        self.entries.append(entry)
-
-
 class _Sequence:
-    """The meetings of some processes, and how many programs this one has started without a
-    meeting."""
+    """The meetings of some processes, and what this one has done between them.
+
+    Attributes:
+        lock: Of the thread whose turn it is.
+        steps, batches: How many this process has made without a meeting.
+        batch: The number and form of the last batch that had another form than the one before.
+        apart: Places at which the processes were in one meeting, and were allowed to be.
+    """
 
     def __init__(self, participants: tuple[int, ...], lane: str) -> None:
         self._participants, self._lane = participants, lane
-        named = "." + hashlib.sha256(lane.encode()).hexdigest()[:16] if lane else ""
-        self._name = f"{_NAMES}{'-'.join(map(str, participants))}{named}"
-        self.out_of_step_key = f"{self._name}-out-of-step"
-        self._own_keys: list[str] = []  # to be deleted, once all have read them
-        self._me = jax.process_index()
+        self._name = _NAMES + "-".join(map(str, participants))
+        if lane:
+            self._name += "." + _hash(lane)
         self.lock = threading.RLock()
         self.number, self.steps, self.batches = 0, 0, 0
-        self.history = _History()
-        self.batch: tuple[int, str] | None = None  # the last that had another form than before
-        self._batch_keys = f"{self._name}-batch/"
-        self.own_batch_key = f"{self._batch_keys}{self._me}"
+        self._history, self._noted = "", deque[str](maxlen=500)
+        self.batch: tuple[int, str] | None = None
         self._place = ""  # of the last call that the user's code made
         self._have_one_version = False
         self._common: set[str] = set()  # places of calls that all processes have made together
-        # Places of calls that some made while others were at another: of these alone, and together.
-        self._apart: set[str] = set()
-        self._warned: set[frozenset[str]] = set()
+        self.apart: set[frozenset[str]] = set()
+
+    def key(self, of: str) -> str:
+        """A key in the service."""
+        return f"{self._name}-{of}"
+
+    def note(self, entry: str) -> None:
+        self._history = _hash(self._history + entry)
+        self._noted.append(entry)
 
     def meet(self, what: str, mine: bytes, timeout: float, *, moves: bool) -> list[bytes]:
-        client = _client()
-        _last.places = {}
+        self._client = _client()
         thread = "" if self._lane else threading.current_thread().name
         # A thread in the background goes on with a call that the user's code has made.
-        self._place = _last.place = _user_place(sys._getframe()) or self._place
+        self._place = _user_place() or self._place
+        _last.place, _last.places = self._place, {}
         with self.lock:
-            done = (self.steps, self.batches, self.history.digest) if moves else (0, 0, "")
+            done = (self.steps, self.batches, self._history) if moves else (0, 0, "")
             call = _Call(what, thread, *done, self._place)
             try:
-                messages = self._attend(client, call, mine, timeout)
+                messages = self._attend(call, mine, timeout)
                 calls = {i: call for i, (call, _) in messages.items()}
                 if _differ(calls):
                     raise ProcessError(_different(what, calls) + self._first_other(calls, timeout))
@@ -265,101 +275,46 @@ class _Sequence:
                     _last.places = {i: call.place for i, call in calls.items()}
                     self._check_places(what, _last.places)
             except ProcessError:
-                get_out_of_step(_at(what, self._place), self._participants)
+                get_out_of_step(what, self._participants)
                 raise
         return [messages[i][1] for i in self._participants]
 
-    def _check_places(self, what: str, places: dict[int, str]) -> None:
-        """Raises if the processes are at other lines, each of which all had made together before.
-
-        Other lines alone are no mistake: `if process_index() == 0:` has one in each branch.
-        """
-        together = set(places.values())
-        if len(together) == 1 and together <= self._apart:
-            raise ProcessError(
-                f"{what}: all processes make this call at {together.pop()}, and nothing was done."
-                " Before, some of them had made it at another line while others made it here. A"
-                " process skipped a call, or made one more. All of them must make the same calls in"
-                " the same order."
-            )
-        if len(together) == 1:
-            self._common |= together
-        elif set(places.values()) <= self._common:
-            raise ProcessError(
-                f"{what}: the processes make this call at other lines, and nothing was done:"
-                f" {in_groups(places)}. Before, all of them had made it at one line together, and"
-                " then at the other. A process skipped a call, or made one more. All of them must"
-                " make the same calls in the same order."
-            )
-
-    def new_lines(self, places: Mapping[int, str]) -> str:
-        """The places of the last call, if they differ and were not told before."""
-        lines = frozenset(places.values())
-        if len(lines) < 2 or "" in lines:
-            return ""
-        self._apart |= lines
-        is_new = lines not in self._warned
-        self._warned.add(lines)
-        return in_groups(places) if is_new else ""
-
-    def _first_other(self, calls: Mapping[int, _Call], timeout: float) -> str:
-        """Names the first batch of another form, if that is all in which the processes differ."""
-        if len({call.compared[:-1] for call in calls.values()}) > 1:
-            return ""
-        call = _Call("comparing batches", *next(iter(calls.values()))[1:-2], "", "")
-        mine = zlib.compress(json.dumps(list(self.history.entries)).encode())
-        messages = self._attend(_client(), call, mine, timeout)
-        entries = {i: json.loads(zlib.decompress(text)) for i, (_, text) in messages.items()}
-        for entry in zip(*entries.values(), strict=False):
-            if len(set(entry)) > 1:
-                return f" The first: {in_groups(dict(zip(entries, entry, strict=True)))}."
-        return ""
-
-    def _batches_of(self, client: Any, absent: Sequence[int]) -> str:
-        """Names the last batch of this process and of absent ones, if they differ."""
-        if self.batch is None:
-            return ""
-        number, form = self.batch
-        told = {int(k.rpartition("/")[2]): v for k, v in client.key_value_dir_get(self._batch_keys)}
-        rows = {i: json.loads(told[i]) for i in absent if i in told}
-        others = [
-            f" on process {i}, {other} since batch {since}"
-            for i, (since, other) in rows.items()
-            if other != form
-        ]
-        if not others:
-            return ""
-        return f" Batch {number} here is {form};{';'.join(others[:4])}."
-
-    def _attend(
-        self, client: Any, call: _Call, mine: bytes, timeout: float
-    ) -> dict[int, tuple[_Call, bytes]]:
+    def _attend(self, call: _Call, mine: bytes, timeout: float) -> dict[int, tuple[_Call, bytes]]:
         """The calls and messages of one meeting, by process."""
-        meeting = f"{self._name}/{self.number}"
-        key = f"{meeting}/{self._me}"
-        self.number += 1
-        client.key_value_set_bytes(key, json.dumps(call).encode() + b"\n" + mine)
-        self._own_keys.append(key)
+        number, self.number = self.number, self.number + 1
+        me = jax.process_index()
+        self._client.key_value_set_bytes(
+            f"{self._name}/{number}/{me}", json.dumps(call).encode() + b"\n" + mine
+        )
         began = time.monotonic()
         try:
-            self._check_versions(client, call.what, began + timeout)
+            self._check_versions(call.what, began + timeout)
             left = began + timeout - time.monotonic()
             # The service decides once how a barrier ends. A process that comes to one that has
             # failed gets the same error at once, so all processes count the same meetings.
-            client.wait_at_barrier(meeting, max(1, round(1000 * left)), self._participants)
-            messages = self._messages(client, meeting)
+            self._client.wait_at_barrier(
+                f"{self._name}/{number}", max(1, round(1000 * left)), self._participants
+            )
+            messages = self._messages(number)
         except jax.errors.JaxRuntimeError as error:
-            calls = {i: made for i, (made, _) in self._messages(client, meeting).items()}
-            raise ProcessError(self._failure(client, call, calls, error, began, timeout)) from None
-        _last.meeting = f"meeting {self.number - 1}{self._lane and f' ({self._lane})'}"
+            calls = {i: made for i, (made, _) in self._messages(number).items()}
+            waited = time.monotonic() - began
+            raise ProcessError(self._failure(call, calls, error, waited, timeout)) from None
+        _last.meeting = f"meeting {number}{self._lane and f' ({self._lane})'}"
         # The service keeps values until they are deleted. All have come to this meeting, so they
-        # have read the messages of those before.
-        for old in self._own_keys[:-1]:
-            client.key_value_delete(old)
-        self._own_keys = [key]
+        # have read the messages of the one before.
+        if number:
+            self._client.key_value_delete(f"{self._name}/{number - 1}/{me}")
         return messages
 
-    def _check_versions(self, client: Any, what: str, until: float) -> None:
+    def _messages(self, number: int) -> dict[int, tuple[_Call, bytes]]:
+        messages = {}
+        for key, value in self._client.key_value_dir_get_bytes(f"{self._name}/{number}/"):
+            call, _, message = value.partition(b"\n")
+            messages[_process_of(key)] = _Call(*json.loads(call)), message
+        return messages
+
+    def _check_versions(self, what: str, until: float) -> None:
         """Raises, at the first meeting, if the processes have other versions of treeshard.
 
         Meetings of other versions may have other names, so that the processes would wait for each
@@ -369,11 +324,12 @@ class _Sequence:
             return
         # `treeshard-version/3` is `0.4.0`
         own = sys.modules["treeshard"].__version__
-        client.key_value_set(f"treeshard-version/{self._me}", own, allow_overwrite=True)
+        key = f"treeshard-version/{jax.process_index()}"
+        self._client.key_value_set(key, own, allow_overwrite=True)
         pause, longest = 0.005, max(0.2, len(self._participants) / 500)
         while time.monotonic() < until:
-            pairs = client.key_value_dir_get("treeshard-version/")
-            versions = {int(key.rpartition("/")[2]): version for key, version in pairs}
+            pairs = self._client.key_value_dir_get("treeshard-version/")
+            versions = {_process_of(key): version for key, version in pairs}
             told = {i: versions[i] for i in self._participants if i in versions}
             if len(set(told.values())) > 1:
                 raise ProcessError(
@@ -386,31 +342,64 @@ class _Sequence:
             time.sleep(pause)
             pause = min(2 * pause, longest)
 
-    def _messages(self, client: Any, meeting: str) -> dict[int, tuple[_Call, bytes]]:
-        messages = {}
-        for key, value in client.key_value_dir_get_bytes(f"{meeting}/"):
-            call, _, message = value.partition(b"\n")
-            messages[int(key.rpartition("/")[2])] = _Call(*json.loads(call)), message
-        return messages
+    def _check_places(self, what: str, places: Mapping[int, str]) -> None:
+        """Raises if the processes are at other lines, each of which all had made together before.
+
+        Other lines alone are no mistake: `if process_index() == 0:` has one in each branch.
+        """
+        here = frozenset(places.values())
+        if len(here) == 1 and here <= frozenset().union(*self.apart):
+            raise ProcessError(_AT_ONE_LINE.format(what=what, line=places[self._participants[0]]))
+        if len(here) == 1:
+            self._common |= here
+        elif here <= self._common:
+            raise ProcessError(_AT_OTHER_LINES.format(what=what, lines=in_groups(places)))
+
+    # -------------------------------------------------------------- for errors
+
+    def _first_other(self, calls: Mapping[int, _Call], timeout: float) -> str:
+        """Names the first batch of another form, if that is all in which the processes differ."""
+        if not _differ_in_history_alone(calls):
+            return ""
+        call = _Call("comparing batches", *calls[self._participants[0]][1:-2], "", "")
+        mine = zlib.compress(json.dumps(list(self._noted)).encode())
+        messages = self._attend(call, mine, timeout)
+        noted = {i: json.loads(zlib.decompress(text)) for i, (_, text) in messages.items()}
+        for entry in zip(*noted.values(), strict=False):
+            if len(set(entry)) > 1:
+                return f" The first: {in_groups(dict(zip(noted, entry, strict=True)))}."
+        return ""
 
     def _failure(
         self,
-        client: Any,
         call: _Call,
         calls: Mapping[int, _Call],
         error: Exception,
-        began: float,
+        waited: float,
         timeout: float,
     ) -> str:
+        """Why not all processes came to a meeting; `calls` has those that did."""
         if _differ(calls):
             return _different(call.what, calls)
         absent = [i for i in self._participants if i not in calls]
         # The status of a barrier whose time is over; any other is of a process or service lost.
         lost = "DEADLINE_EXCEEDED" not in str(error)
-        after = time.monotonic() - began if lost else timeout
-        where = f" This process called it at {call.place}." if call.place and absent else ""
-        batches = "" if lost else self._batches_of(client, absent)
-        return _absent(call.what, absent, after, error, lost=lost) + where + batches
+        text = _absent(call.what, absent, waited if lost else timeout, error, lost=lost)
+        if absent and call.place:
+            text += f" This process called it at {call.place}."
+        return text if lost else text + self._other_batches(absent)
+
+    def _other_batches(self, absent: Sequence[int]) -> str:
+        """Names the last batch of this process and of absent ones, if they differ."""
+        if self.batch is None:
+            return ""
+        number, form = self.batch
+        others: list[str] = []
+        for key, text in self._client.key_value_dir_get(self.key("batch/")):
+            since, other = json.loads(text)
+            if _process_of(key) in absent and other != form:
+                others.append(f" on process {_process_of(key)}, {other} since batch {since}")
+        return f" Batch {number} here is {form};{';'.join(others[:4])}." if others else ""
 
 
 _sequences: dict[Any, _Sequence] = {}
@@ -433,44 +422,41 @@ def _client() -> Any:
     return client
 
 
+def _process_of(key: str) -> int:
+    return int(key.rpartition("/")[2])
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 # ------------------------------------------------------------------ lines of the user's code
 
 _STANDARD = tuple(os.path.join(sysconfig.get_path(x), "") for x in ("stdlib", "platstdlib"))
+_NOT_OF_USER = ("<frozen", *HIDDEN, *_STANDARD)
 _SHOWN = 3  # lines of one place, from the innermost
 
 
-def _user_place(frame: FrameType | None) -> str:
-    """The lines of the user's code that lead to a frame: `train.py:41 (log) < train.py:60 (main)`.
+def _user_place() -> str:
+    """The lines of the user's code that led here: `train.py:41 (log) < train.py:60 (main)`.
 
     Empty if there are none, as in a thread of treeshard.
     """
-    lines: list[str] = []
-    while frame is not None and len(lines) < _SHOWN:
-        if _is_of_user(frame.f_code.co_filename):
-            name = frame.f_code.co_name
-            where = f"{_from_here(frame.f_code.co_filename)}:{frame.f_lineno}"
-            lines.append(where if name == "<module>" else f"{where} ({name})")
-        frame = frame.f_back
-    return " < ".join(lines)
+    return " < ".join(islice(_user_lines(), _SHOWN))
 
 
-def _from_here(file: str) -> str:
-    """The path of a file, relative if it is in the current directory."""
-    with suppress(OSError):  # the current directory was removed
-        return file.removeprefix(os.path.join(os.getcwd(), ""))
-    return file
+def _user_lines() -> Iterator[str]:
+    for frame, number in walk_stack(sys._getframe()):
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if "/site-packages/" in file or file.startswith(_NOT_OF_USER):
+            continue
+        with suppress(OSError):  # the current directory was removed
+            file = file.removeprefix(os.path.join(os.getcwd(), ""))
+        yield f"{file}:{number}" if name == "<module>" else f"{file}:{number} ({name})"
 
 
-def _is_of_user(file: str) -> bool:
-    if "/site-packages/" in file or file.startswith(("<frozen", *HIDDEN)):
-        return False
-    return not file.startswith(_STANDARD)
-
-
-def _at(what: str, place: str) -> str:
-    """`gather, train.py:31 (evaluate)`"""
-    line = place.partition(" < ")[0]
-    return f"{what}, {line}" if line else what
+def _first_line(place: str) -> str:
+    return place.partition(" < ")[0]
 
 
 # ------------------------------------------------------------------ messages
@@ -496,33 +482,36 @@ def _absent(what: str, absent: Sequence[int], after: float, error: Exception, *,
     )
 
 
-def _differ(calls: Mapping[int, _Call]) -> bool:
-    return len({call.compared for call in calls.values()}) > 1
-
-
-def _lines(calls: Mapping[int, _Call]) -> str:
-    """Says at which line each process makes its call, if they are at different ones."""
-    lines = {i: call.place.partition(" < ")[0] for i, call in calls.items()}
-    if len(set(lines.values())) == 1 or "" in lines.values():
-        return ""
-    return f" Their lines: {in_groups(lines)}."
-
-
-_THREADS = (
-    "Calls from several threads may come in another order on each process: make them from one"
-    " thread."
+_SKIPPED_A_CALL = "A process skipped a call, or made one more."
+_THE_SAME_CALLS = "All of them must make the same calls in the same order."
+_AT_ONE_LINE = (
+    "{what}: all processes make this call at {line}, and nothing was done. Before, some of them had"
+    f" made it at another line while others made it here. {_SKIPPED_A_CALL} {_THE_SAME_CALLS}"
+)
+_AT_OTHER_LINES = (
+    "{what}: the processes make this call at other lines, and nothing was done: {lines}. Before,"
+    " all of them had made it at one line together, and then at the other."
+    f" {_SKIPPED_A_CALL} {_THE_SAME_CALLS}"
 )
 
 
+def _differ(calls: Mapping[int, _Call]) -> bool:
+    return len({call[:-1] for call in calls.values()}) > 1
+
+
+def _differ_in_history_alone(calls: Mapping[int, _Call]) -> bool:
+    return _differ(calls) and len({call[:-2] for call in calls.values()}) == 1
+
+
 def _different(what: str, calls: Mapping[int, _Call]) -> str:
-    columns = zip(*calls.values(), strict=True)
-    several = [len(set(column)) > 1 for column in columns]
-    whats, threads, steps, batches, *_ = several
-    if several[:-1] == [False, False, False, False, True]:
+    """What processes say that make different calls."""
+    if _differ_in_history_alone(calls):
         return (
             f"{what}: the processes have passed batches of other shapes or of other small values,"
             " and nothing was done."
         )
+    columns = zip(*calls.values(), strict=True)
+    whats, threads, steps, batches, *_ = (len(set(column)) > 1 for column in columns)
     rows: dict[int, str] = {}
     for i, call in calls.items():
         rows[i] = call.what
@@ -532,13 +521,19 @@ def _different(what: str, calls: Mapping[int, _Call]) -> str:
             rows[i] += f" after {counted(call.steps, 'step')}"
         elif batches and not whats:
             rows[i] += f" after {call.batches:,} calls of from_process_local"
-    why = "A process skipped a call, or made one more."
+    why = _SKIPPED_A_CALL
     if threads:
-        why = _THREADS
+        why = (
+            "Calls from several threads may come in another order on each process: make them from"
+            " one thread."
+        )
     elif steps and not whats:
         why = "A process skipped a step, or made one more."
-    return (
+    text = (
         f"{what}: the processes do not make the same call, and nothing was done: {in_groups(rows)}."
-        f" {why} All of them must make the same calls in the same order."
-        f"{_lines(calls)}"
+        f" {why} {_THE_SAME_CALLS}"
     )
+    lines = {i: _first_line(call.place) for i, call in calls.items()}
+    if "" in lines.values() or len(set(lines.values())) == 1:
+        return text
+    return f"{text} Their lines: {in_groups(lines)}."

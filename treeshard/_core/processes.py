@@ -31,7 +31,6 @@ from treeshard._core.meetings import (
     exchange,
     get_out_of_step,
     indices,
-    last_call,
     lines_differ,
     origin,
 )
@@ -114,7 +113,7 @@ def agreeing(
         f"{what}: the processes do not agree, and nothing was done. All of them must make the"
         " same call. The differences:"
     )
-    get_out_of_step(last_call(what), among)
+    get_out_of_step(what, among)
     raise ProcessError(listed(headline, differences, headed=True))
 
 
@@ -153,9 +152,10 @@ _VALUES = " (values)"  # in the names of facts
 UNKNOWN = "made by another program"  # the fact about an array that no call of treeshard made
 
 
-def processes_of(devices: Iterable[Any]) -> list[int]:
-    """The indices of the processes that own some devices, ascending."""
-    return sorted({device.process_index for device in devices})
+@lru_cache(maxsize=1024)
+def processes_of(sharding: Sharding) -> frozenset[int]:
+    """The indices of the processes that own devices of a sharding."""
+    return frozenset(device.process_index for device in sharding.device_set)
 
 
 def is_spread(x: Any) -> bool:
@@ -172,14 +172,12 @@ def participating_processes(
     """
     if jax.process_count() == 1:
         return []
-    me = jax.process_index()
     shardings = {x.sharding for x in leaves if is_spread(x)}
-    devices = {device for sharding in shardings for device in sharding.device_set}
-    devices |= {d for mesh in meshes if isinstance(mesh, Mesh) for d in mesh.devices.flat}
-    if not devices:
-        return []
-    participants = sorted({*processes_of(devices), *more})
-    return participants if participants != [me] and me in participants else []
+    owners = frozenset[int]().union(*map(processes_of, shardings))
+    owners |= {d.process_index for m in meshes if isinstance(m, Mesh) for d in m.devices.flat}
+    participants = sorted({*owners, *more}) if owners else []
+    me = jax.process_index()
+    return participants if me in participants and participants != [me] else []
 
 
 def facts_of(
@@ -224,18 +222,12 @@ def fact_of_origin(name: str, x: Any, among: Sequence[int] | None = None) -> dic
 
     Empty if there are none, or if the array is on one process alone.
     """
-    participants = indices(None) if among is None else among
+    participants = indices(among)
     if len(participants) < 2 or not isinstance(x, jax.Array):
         return {}
-    made_in = origin(x, participants)
-    if made_in:
+    if made_in := origin(x, participants):
         return {name + _VALUES: f"made in {made_in}"}
-    return {name + _VALUES: UNKNOWN} if _is_on_several(x.sharding) else {}
-
-
-@lru_cache(maxsize=1024)
-def _is_on_several(sharding: Sharding) -> bool:
-    return len(processes_of(sharding.device_set)) > 1
+    return {name + _VALUES: UNKNOWN} if len(processes_of(x.sharding)) > 1 else {}
 
 
 def checksum(x: Any) -> str:

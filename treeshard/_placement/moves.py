@@ -188,7 +188,7 @@ def transfer_across_processes(
     data = list(map(data_of, arrays))
     wanted = [_wanted(x.shape, target) for x, target in zip(data, targets, strict=True)]
     shardings = [*(x.sharding for x in data), *targets]
-    among = processes_of({device for sharding in shardings for device in sharding.device_set})
+    among = sorted(frozenset[int]().union(*map(processes_of, shardings)))
     participates = jax.process_index() in among
     received = deliver(data, wanted, among) if participates else repeat(dict[Region, Any]())
     placed = []

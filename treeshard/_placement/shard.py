@@ -312,7 +312,7 @@ def move_leaves(
 
 def _is_at_one_process(x: Any) -> bool:
     is_live = isinstance(x, jax.Array) and not isinstance(x, Tracer)
-    return is_live and len(processes_of(x.sharding.device_set)) == 1
+    return is_live and len(processes_of(x.sharding)) == 1
 
 
 def _sent_by_one(leaves: Sequence[Any], group: _Group, call: Call) -> set[int]:
