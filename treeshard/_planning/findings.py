@@ -4,12 +4,15 @@ The checks in `lint` choose a row and fill it in. One table has the words, so th
 all findings can be read, and compared, in one place.
 """
 
-from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from treeshard._core.specs import MISFITS, Adjustment
 from treeshard._core.text import fold_paths
 from treeshard._planning.matching import SMALL_FIX, PlannedLeaf
+
+T = TypeVar("T")
 
 
 class Finding(NamedTuple):
@@ -135,17 +138,35 @@ def finding(
     return Finding(code, _severity(code), fact, fix, tuple(paths), rule, wasted)
 
 
-def finding_of(
-    note: Adjustment, leaf: PlannedLeaf, paths: Iterable[str], more: str = "", wasted: int = 0
+def finding_about(
+    row: str, leaves: Sequence[PlannedLeaf], wasted: int = 0, **values: Any
 ) -> Finding:
-    """The finding for an adjustment of leaves such as this one.
+    """The finding of a row about leaves that one rule decided alike."""
+    leaf = leaves[0]
+    facts = {"by": decided_by(leaf), "shape": leaf.shape, "asked": leaf.asked, "given": leaf.given}
+    return finding(row, [x.path for x in leaves], leaf.rule, wasted, **facts, **values)
+
+
+def finding_of(
+    note: Adjustment, leaves: Sequence[PlannedLeaf], more: str = "", wasted: int = 0
+) -> Finding:
+    """The finding for an adjustment of leaves that one rule decided alike.
 
     The adjustment's text is a fact followed by its fix; `more` is added.
     """
     fact, _, fix = note.why.partition(". ")
-    fact = f"{decided_by(leaf)}: {fact.rstrip('.')}."
+    fact = f"{decided_by(leaves[0])}: {fact.rstrip('.')}."
     fix = " ".join(part for part in (fix, more) if part) or "Change the rule."
-    return Finding(note.kind, _severity(note.kind), fact, fix, tuple(paths), leaf.rule, wasted)
+    paths = tuple(leaf.path for leaf in leaves)
+    return Finding(note.kind, _severity(note.kind), fact, fix, paths, leaves[0].rule, wasted)
+
+
+def grouped(items: Iterable[T], key: Callable[[T], Any]) -> list[list[T]]:
+    """The items with equal keys together, in the order in which they appear."""
+    groups: dict[Any, list[T]] = defaultdict(list)
+    for item in items:
+        groups[key(item)].append(item)
+    return list(groups.values())
 
 
 def _severity(code: str) -> Literal["error", "warning"]:

@@ -15,7 +15,15 @@ from treeshard._core.mesh import axis_sizes
 from treeshard._core.paths import is_wrapper, paths_of, shared_names
 from treeshard._core.specs import is_logical
 from treeshard._core.text import fold_paths, human_bytes
-from treeshard._planning.findings import Finding, decided_by, finding, finding_of, rule_text
+from treeshard._planning.findings import (
+    Finding,
+    decided_by,
+    finding,
+    finding_about,
+    finding_of,
+    grouped,
+    rule_text,
+)
 from treeshard._planning.lint_bytes import NamesLost, all_too_small, kinds, left_whole, padding
 from treeshard._planning.lint_layers import cut_heads, state_unlike_weights, unlike_siblings
 from treeshard._planning.logical import lost_axes, read_logical_rules
@@ -67,15 +75,14 @@ def _misfits(plan: "Plan") -> Iterator[Finding]:
         for note in leaf.decision.errors:
             shape = leaf.shape if note.kind == "unmatched" else None
             alike[note, leaf.rule, shape] += members
-    for (note, _, shape), members in alike.items():
-        paths = [leaf.path for leaf in members]
+    for (note, *_), members in alike.items():
         if note.kind == "unmatched":
-            key = re.escape(paths[0].rpartition("/")[2])
-            yield finding("unmatched", paths, shape=shape, key=key)
+            key = re.escape(members[0].path.rpartition("/")[2])
+            yield finding_about("unmatched", members, key=key)
         elif note.kind == "indivisible":
-            yield finding_of(note, members[0], paths, *padding(members, plan.mesh))
+            yield finding_of(note, members, *padding(members, plan.mesh))
         else:
-            yield finding_of(note, members[0], paths)
+            yield finding_of(note, members)
 
 
 def collisions(plan: "Plan") -> Iterator[Finding]:
@@ -155,9 +162,9 @@ def _meant(pattern: str, leaves: Iterable[PlannedLeaf]) -> str:
     """A hint at the part of a path that a pattern may mean."""
     word = pattern.strip("^$/")
     count = word.count("/") + 1
-    kinds = {re.sub("[0-9]+", "0", leaf.path) for leaf in leaves}
+    alike = {re.sub("[0-9]+", "0", leaf.path) for leaf in leaves}
     known: set[str] = set()
-    for kind in sorted(kinds)[:MOST_NAMES]:
+    for kind in sorted(alike)[:MOST_NAMES]:
         keys = kind.split("/")
         known.update("/".join(keys[i : i + count]) for i in range(len(keys) - count + 1))
     return did_you_mean(word, known)
@@ -165,14 +172,9 @@ def _meant(pattern: str, leaves: Iterable[PlannedLeaf]) -> str:
 
 def _unused_specs(plan: "Plan") -> Iterator[Finding]:
     """Specs that are not used because their leaves have fewer elements than `min_size`."""
-    alike: dict[Any, list[PlannedLeaf]] = defaultdict(list)
-    for leaf in plan.leaves:
-        if any(note.kind in SMALL for note in leaf.adjustments):
-            alike[leaf.rule, leaf.asked].append(leaf)
-    for (rule, asked), members in alike.items():
-        paths, by = [leaf.path for leaf in members], decided_by(members[0])
-        values = {"by": by, "asked": asked, "min_size": plan.min_size}
-        yield finding("explicit-spec-too-small", paths, rule, **values)
+    small = [x for x in plan.leaves if any(note.kind in SMALL for note in x.adjustments)]
+    for members in grouped(small, lambda leaf: (leaf.rule, leaf.asked)):
+        yield finding_about("explicit-spec-too-small", members, min_size=plan.min_size)
 
 
 def _related(plan: "Plan") -> Iterator[Finding]:
@@ -180,7 +182,7 @@ def _related(plan: "Plan") -> Iterator[Finding]:
     for leaf in plan.leaves:
         for note in leaf.adjustments:
             if note.kind in RELATED:
-                yield finding_of(note, leaf, [leaf.path])
+                yield finding_of(note, [leaf])
 
 
 def _same_arrays(plan: "Plan") -> Iterator[Finding]:
@@ -189,30 +191,22 @@ def _same_arrays(plan: "Plan") -> Iterator[Finding]:
     Trees of JAX have value semantics: a function returns, and a device holds, an array for each
     path.
     """
-    if not plan._same_arrays:
-        return
-    by_path = {leaf.path: leaf for leaf in plan.leaves}
-    of_branches: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
-    for later, first in plan._same_arrays:
-        if later in by_path:  # numpy arrays of text are leaves that nothing places
-            of_branches[_where_they_differ(later, first)].append((later, first))
-    for members in of_branches.values():
-        paths = [later for later, _ in members]
-        firsts = ", ".join(fold_paths([first for _, first in members]))
-        cost = human_bytes(sum(by_path[path].bytes_per_device(plan.mesh) for path in paths))
-        yield finding("same-array", paths, by_path[paths[0]].rule, firsts=firsts, cost=cost)
+    first_of = dict(plan._same_arrays)
+    # numpy arrays of text are leaves that nothing places.
+    later = [leaf for leaf in plan.leaves if leaf.path in first_of]
+    for members in grouped(later, lambda x: _where_they_differ(x.path, first_of[x.path])):
+        firsts = ", ".join(fold_paths([first_of[leaf.path] for leaf in members]))
+        cost = human_bytes(sum(leaf.bytes_per_device(plan.mesh) for leaf in members))
+        yield finding_about("same-array", members, firsts=firsts, cost=cost)
 
 
 def _narrowed(plan: "Plan") -> Iterator[Finding]:
     """Arrays that devices hold in a narrower dtype, one finding for each pair of dtypes."""
-    if not plan._narrowed:
-        return
-    on_devices = {leaf.path: leaf.dtype for leaf in plan.leaves}
-    alike: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for path, dtype in plan._narrowed:
-        alike[dtype, str(on_devices[path])].append(path)
-    for (wide, narrow), paths in alike.items():
-        yield finding("narrowed", paths, wide=wide, narrow=narrow)
+    wide = dict(plan._narrowed)
+    narrowed = [leaf for leaf in plan.leaves if leaf.path in wide]
+    for members in grouped(narrowed, lambda leaf: (wide[leaf.path], leaf.dtype)):
+        paths = [leaf.path for leaf in members]
+        yield finding("narrowed", paths, wide=wide[paths[0]], narrow=members[0].dtype)
 
 
 def _where_they_differ(path: str, other: str) -> tuple[str, str]:

@@ -15,7 +15,7 @@ from treeshard._core.mesh import AnyMesh, axis_sizes
 from treeshard._core.specs import all_axes, entries, entry_of, part_count
 from treeshard._core.text import human_bytes
 from treeshard._planning.axis_names import use_of
-from treeshard._planning.findings import Finding, decided_by, finding
+from treeshard._planning.findings import Finding, decided_by, finding, finding_about, grouped
 from treeshard._planning.matching import PlannedLeaf, parameters
 from treeshard._planning.padding import padded_leaf
 from treeshard._planning.rules import kind_of
@@ -63,21 +63,10 @@ def left_whole(plan: "Plan", names_lost: NamesLost) -> list[Finding]:
         if wasted == 0 or wasted < LARGE_PART * per_device:
             continue
         why, fix = _why(members, kind, plan, names_lost)
-        findings.append(
-            finding(
-                "left-whole, in part" if kind.is_split else "left-whole",
-                [member.path for member in members],
-                members[0].rule,
-                wasted,
-                idle=_with_sizes(kind.idle, mesh),
-                waste=human_bytes(wasted),
-                now=human_bytes(now),
-                times=parts,
-                shape=members[0].shape,
-                why=why,
-                fix=fix,
-            )
-        )
+        values = {"idle": _with_sizes(kind.idle, mesh), "times": parts, "why": why, "fix": fix}
+        values |= {"waste": human_bytes(wasted), "now": human_bytes(now)}
+        row = "left-whole, in part" if kind.is_split else "left-whole"
+        findings.append(finding_about(row, members, wasted, **values))
     return sorted(findings, key=lambda finding: -finding.wasted)
 
 
@@ -136,10 +125,7 @@ def _kind(leaf: PlannedLeaf, free: Sequence[str], mesh: AnyMesh) -> _Kind | None
 
 def kinds(leaves: Sequence[PlannedLeaf]) -> list[list[PlannedLeaf]]:
     """Groups leaves by shape, dtype and decision. Most models have few groups."""
-    groups: dict[Any, list[PlannedLeaf]] = defaultdict(list)
-    for leaf in leaves:
-        groups[leaf.shape, leaf.dtype, id(leaf.decision)].append(leaf)
-    return list(groups.values())
+    return grouped(leaves, lambda leaf: (leaf.shape, leaf.dtype, id(leaf.decision)))
 
 
 def _is_intended(leaf: PlannedLeaf, rules: Sequence[tuple[Any, Any]]) -> bool:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from treeshard._core.mesh import axis_sizes
 from treeshard._core.specs import axes_of, dim_entries, entries, part_count, with_entries
-from treeshard._planning.findings import Finding, decided_by, finding
+from treeshard._planning.findings import Finding, decided_by, finding_about, grouped
 from treeshard._planning.matching import PlannedLeaf, state_with_parameters
 from treeshard.errors import counted
 
@@ -37,59 +37,38 @@ def unlike_siblings(plan: "Plan") -> Iterator[Finding]:
     A rule whose pattern does not match all layers is meant for those that it matches, unless it
     stops amid a number: `layers/1` matches `layers/10` too.
     """
-    for siblings in _siblings(plan.leaves):
+    numbered = [(_NUMBER.sub("*", x.path), x) for x in plan.leaves]
+    layers = [
+        (name, x) for name, x in numbered if name != x.path and x.shape and not x.decision.errors
+    ]
+    for pairs in grouped(layers, lambda pair: (pair[0], pair[1].shape, pair[1].dtype)):
+        siblings = [leaf for _, leaf in pairs]  # the leaves of one name and shape
         specs = Counter(map(_short_spec, siblings))
-        if len(specs) == 1:
-            continue
         common, count = specs.most_common(1)[0]
+        if count == len(siblings):
+            continue
         typical = next(leaf for leaf in siblings if _short_spec(leaf) == common)
-        groups: dict[object, list[PlannedLeaf]] = defaultdict(list)
-        for leaf in siblings:
-            groups[leaf.rule, _short_spec(leaf)].append(leaf)
-        for members in groups.values():
-            pattern = members[0].pattern
-            if pattern is not None and not _matches_all(pattern, siblings):
+        for members in grouped(siblings, lambda leaf: (leaf.rule, _short_spec(leaf))):
+            leaf, pattern = members[0], members[0].pattern
+            if pattern is not None and not all(re.search(pattern, x.path) for x in siblings):
                 yield from _with_cut_numbers(members, pattern)
-            elif _short_spec(members[0]) != common and len(members) <= _UNLIKE_PART * len(siblings):
-                yield _unlike(members, typical, count)
-
-
-def _matches_all(pattern: str, leaves: Sequence[PlannedLeaf]) -> bool:
-    return all(re.search(pattern, leaf.path) for leaf in leaves)
-
-
-def _siblings(leaves: Sequence[PlannedLeaf]) -> list[list[PlannedLeaf]]:
-    """The leaves of one name and shape in several layers."""
-    alike: dict[object, list[PlannedLeaf]] = defaultdict(list)
-    for leaf in leaves:
-        name = _NUMBER.sub("*", leaf.path)
-        if name != leaf.path and leaf.shape and not leaf.decision.errors:
-            alike[name, leaf.shape, leaf.dtype].append(leaf)
-    return list(alike.values())
-
-
-def _unlike(members: Sequence[PlannedLeaf], typical: PlannedLeaf, count: int) -> Finding:
-    """The finding about layers that a rule shards unlike `count` others."""
-    leaf = members[0]
-    paths = [member.path for member in members]
-    of_others = "" if leaf.rule == typical.rule else f" by {decided_by(typical)}"
-    values = {"given": leaf.given, "by": decided_by(leaf), "count": count}
-    values |= {"common": typical.given, "common_by": of_others}
-    return finding("unlike-siblings", paths, leaf.rule, **values)
+            elif _short_spec(leaf) != common and len(members) <= _UNLIKE_PART * len(siblings):
+                by = "" if leaf.rule == typical.rule else f" by {decided_by(typical)}"
+                values = {"count": count, "common": typical.given, "common_by": by}
+                yield finding_about("unlike-siblings", members, **values)
 
 
 def _with_cut_numbers(members: Sequence[PlannedLeaf], pattern: str) -> Iterator[Finding]:
     """The finding about layers that a rule takes for another one, whose number theirs contain."""
-    of_key: dict[str, dict[str, None]] = defaultdict(dict)
-    for meant, other in permutations([member.path for member in members], 2):
-        key = _cut_number(pattern, meant, other)
+    of_key: dict[str, dict[str, PlannedLeaf]] = defaultdict(dict)
+    for meant, other in permutations(members, 2):
+        key = _cut_number(pattern, meant.path, other.path)
         if key is not None:
-            of_key[key][other] = None
+            of_key[key][other.path] = other
     for key, others in of_key.items():
         # A pattern for every other layer matches several numbers that contain no other.
         if len(others) == len(members) - 1:
-            values = {"given": members[0].given, "by": decided_by(members[0]), "key": key}
-            yield finding("unlike-siblings, number", others, members[0].rule, **values)
+            yield finding_about("unlike-siblings, number", [*others.values()], key=key)
 
 
 def _cut_number(pattern: str, meant: str, other: str) -> str | None:
@@ -121,27 +100,19 @@ def state_unlike_weights(plan: "Plan") -> Iterator[Finding]:
     State that is split further is as in ZeRO-1.
     """
     sizes = axis_sizes(plan.mesh)
-    alike: dict[Any, list[tuple[PlannedLeaf, PlannedLeaf]]] = defaultdict(list)
+    unlike: list[tuple[PlannedLeaf, PlannedLeaf]] = []
     for leaf, parameter in state_with_parameters(plan.leaves):
         is_wrong = leaf.decision.errors or parameter.decision.errors
         if is_wrong or leaf.size < plan.min_size:
             continue
         dims = zip(_split_by(leaf, sizes), _split_by(parameter, sizes), strict=True)
         if not all(of_parameter <= own for own, of_parameter in dims):
-            key = leaf.rule, leaf.given, parameter.rule, parameter.given
-            alike[key].append((leaf, parameter))
-    for pairs in alike.values():
-        leaf, parameter = pairs[0]
-        yield finding(
-            "state-unlike-weight",
-            [each.path for each, _ in pairs],
-            leaf.rule,
-            given=leaf.given,
-            by=decided_by(leaf),
-            parameter=parameter.path,
-            of_parameter=parameter.given,
-            parameter_by=decided_by(parameter),
-        )
+            unlike.append((leaf, parameter))
+    for pairs in grouped(unlike, lambda pair: tuple((x.rule, x.given) for x in pair)):
+        parameter = pairs[0][1]
+        values = {"parameter": parameter.path, "of_parameter": parameter.given}
+        values |= {"parameter_by": decided_by(parameter)}
+        yield finding_about("state-unlike-weight", [leaf for leaf, _ in pairs], **values)
 
 
 def _split_by(leaf: PlannedLeaf, sizes: Mapping[str, int]) -> list[set[str]]:
@@ -172,45 +143,33 @@ def cut_heads(plan: "Plan") -> Iterator[Finding]:
     which has the size of a head.
     """
     sizes, gathered = axis_sizes(plan.mesh), plan.fsdp_axes()
-    alike: dict[object, list[PlannedLeaf]] = defaultdict(list)
+    alike: dict[Any, list[PlannedLeaf]] = defaultdict(list)
     for leaf, heads in _with_heads(plan.leaves):
         entry = dim_entries(leaf.given, len(leaf.shape))[heads.dim]
         axes = tuple(axis for axis in axes_of(entry) if axis not in gathered)
         if heads.heads % part_count(axes, sizes):
             alike[leaf.rule, leaf.given, heads, axes].append(leaf)
-    for (rule, given, heads, axes), members in alike.items():  # pyright: ignore
-        yield finding(
-            "cuts-head",
-            [member.path for member in members],
-            rule,
-            given=given,
-            by=decided_by(members[0]),
-            dim=heads.dim,
-            heads=f"{counted(heads.heads, 'head')} of {heads.size}",
-            axes=" and ".join(map(repr, axes)),
-            parts=part_count(axes, sizes),
-        )
+    for (*_, heads, axes), members in alike.items():
+        values = {"dim": heads.dim, "heads": f"{counted(heads.heads, 'head')} of {heads.size}"}
+        values |= {"axes": " and ".join(map(repr, axes)), "parts": part_count(axes, sizes)}
+        yield finding_about("cuts-head", members, **values)
 
 
 def _with_heads(leaves: Sequence[PlannedLeaf]) -> Iterator[tuple[PlannedLeaf, _Heads]]:
     """The leaves with a dim of attention heads, and that dim."""
-    seen: set[str] = set()
-    for members in _blocks(leaves).values():
-        for leaf, heads in (*_separate_heads(members), *_fused_heads(members)):
-            if leaf.path not in seen:
-                seen.add(leaf.path)
-                yield leaf, heads
-
-
-def _blocks(leaves: Sequence[PlannedLeaf]) -> dict[str, list[PlannedLeaf]]:
-    """The leaves of each subtree that may be an attention module: `attn/q` or `attn/q/kernel`."""
+    # The leaves of each subtree that may be an attention module: `attn/q` or `attn/q/kernel`.
     blocks: dict[str, list[PlannedLeaf]] = defaultdict(list)
     for leaf in leaves:
         keys = leaf.path.split("/")
         for depth in (1, 2):
             if len(keys) > depth:
                 blocks["/".join(keys[:-depth])].append(leaf)
-    return blocks
+    seen: set[str] = set()
+    for members in blocks.values():
+        for leaf, heads in (*_separate_heads(members), *_fused_heads(members)):
+            if leaf.path not in seen:
+                seen.add(leaf.path)
+                yield leaf, heads
 
 
 def _separate_heads(block: Sequence[PlannedLeaf]) -> Iterator[tuple[PlannedLeaf, _Heads]]:
@@ -232,19 +191,16 @@ def _fused_heads(block: Sequence[PlannedLeaf]) -> Iterator[tuple[PlannedLeaf, _H
     norms = [leaf for leaf in block if leaf.shape and _HEAD_NORM.search(leaf.path)]
     matrices = [leaf for leaf in block if len(leaf.shape) >= 2 and leaf not in norms]
     head_sizes = {leaf.shape[-1] for leaf in norms}
-    common = set.intersection(*(set(leaf.shape[-2:]) for leaf in matrices)) if matrices else set()
-    if len(head_sizes) != 1 or len(common) != 1:
+    if not matrices or len(head_sizes) != 1:
+        return
+    common = set.intersection(*({*leaf.shape[-2:]} for leaf in matrices))
+    if len(common) != 1:
         return
     [size], [embed] = head_sizes, common
-    fused = [each for leaf in matrices for each in _dims_unlike(leaf, embed)]
+    dims = [(leaf, len(leaf.shape) + back) for leaf in matrices for back in (-2, -1)]
+    fused = [(leaf, dim, leaf.shape[dim]) for leaf, dim in dims if leaf.shape[dim] != embed]
     # A norm over all heads, as in OLMo 2, has the length of the queries.
-    longest = max((leaf.shape[dim] for leaf, dim in fused), default=0)
-    for leaf, dim in fused:
-        if leaf.shape[dim] % size == 0 and size < longest:
-            yield leaf, _Heads(dim, leaf.shape[dim] // size, size)
-
-
-def _dims_unlike(leaf: PlannedLeaf, length: int) -> list[tuple[PlannedLeaf, int]]:
-    """Of the last two dims of a leaf, those of another length."""
-    rank = len(leaf.shape)
-    return [(leaf, dim) for dim in (rank - 2, rank - 1) if leaf.shape[dim] != length]
+    longest = max((length for _, _, length in fused), default=0)
+    for leaf, dim, length in fused:
+        if length % size == 0 and size < longest:
+            yield leaf, _Heads(dim, length // size, size)
