@@ -51,7 +51,7 @@ FUSED = {  # 8 heads of queries, 2 of keys and values, of size 8
 NORM_OF_ALL = {  # as in OLMo 2
     "attn": {
         **{name: struct(48, 64) for name in "qkv"},
-        **{"o": struct(64, 48), "q_norm": struct(64), "k_norm": struct(64)},
+        **{"gate": struct(48, 48), "o": struct(64, 48), "q_norm": struct(64), "k_norm": struct(64)},
     }
 }
 
@@ -401,7 +401,11 @@ SOUND = {
         "tensor=4",
     ),
     "fused, by fsdp": (FUSED, [("norm", None), ("", ts.fsdp("fsdp"))], "fsdp=2"),
-    "a norm of all heads": (NORM_OF_ALL, [("norm", None), ("", P(None, "tensor"))], "tensor=4"),
+    "a norm of all heads": (
+        NORM_OF_ALL,
+        [("norm|gate", None), ("", P(None, "tensor"))],
+        "tensor=4",
+    ),
     "convolutions": ({"conv": {"a": struct(3, 3, 8), "b": struct(3, 8, 3)}}, [("", P())], "data=2"),
     "experts by hand": (
         {"experts": {"up": struct(4, 8, 16), "down": struct(4, 16, 8)}},

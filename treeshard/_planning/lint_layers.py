@@ -197,10 +197,15 @@ def _fused_heads(block: Sequence[PlannedLeaf]) -> Iterator[tuple[PlannedLeaf, _H
     if len(common) != 1:
         return
     [size], [embed] = head_sizes, common
-    dims = [(leaf, len(leaf.shape) + back) for leaf in matrices for back in (-2, -1)]
-    fused = [(leaf, dim, leaf.shape[dim]) for leaf, dim in dims if leaf.shape[dim] != embed]
+    fused = [each for leaf in matrices for each in _dims_unlike(leaf, embed)]
     # A norm over all heads, as in OLMo 2, has the length of the queries.
-    longest = max((length for _, _, length in fused), default=0)
+    longest = max((length for *_, length in fused), default=0)
     for leaf, dim, length in fused:
         if length % size == 0 and size < longest:
             yield leaf, _Heads(dim, length // size, size)
+
+
+def _dims_unlike(leaf: PlannedLeaf, length: int) -> list[tuple[PlannedLeaf, int, int]]:
+    """Of the last two dims of a leaf, those of another length, and their lengths."""
+    dims = [*enumerate(leaf.shape)][-2:]
+    return [(leaf, dim, of_dim) for dim, of_dim in dims if of_dim != length]
