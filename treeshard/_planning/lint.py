@@ -141,9 +141,9 @@ def _unused_rules(plan: "Plan") -> Iterator[Finding]:
 
 
 def _shadowed(index: int, by: str, taken: Sequence[PlannedLeaf]) -> Finding:
-    taker_of = {leaf.rule: decided_by(leaf) for leaf in taken if leaf.rule is not None}
+    taker_of = {leaf.rule: leaf for leaf in taken if leaf.rule is not None}
     takers = sorted(taker_of)
-    names = [taker_of[taker] for taker in takers[:3]]
+    names = [decided_by(taker_of[taker]) for taker in takers[:3]]
     if len(takers) > 3:
         names.append(f"{len(takers) - 3} more")
     verb = "takes" if len(takers) == 1 else "take"

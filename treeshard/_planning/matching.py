@@ -377,10 +377,8 @@ def _mirrors(floats: Sequence[PlannedLeaf]) -> set[str]:
             having[tail].add(branch)
     mirrors: set[str] = set()
     for branch, paths in branches.items():
-        sources = branches.keys() - {branch}
-        for path in paths:
-            sources &= set().union(*(having.get(tail, ()) for tail in tails(path)))
-        if sources:
+        having_all = [set().union(*(having.get(x, ()) for x in tails(path))) for path in paths]
+        if set.intersection(*having_all) - {branch}:
             mirrors.add(branch)
     return mirrors
 
