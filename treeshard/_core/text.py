@@ -214,15 +214,10 @@ def html_table(rows: Sequence[Sequence[str]], right: int = 3) -> str:
 
 def in_groups(row: Mapping[int, str]) -> str:
     """Facts by process: `P('fsdp',) on processes 0, 1; P() on process 2`."""
-    return "; ".join(f"{fact} on {processes}" for processes, fact in grouped(row))
-
-
-def grouped(row: Mapping[int, str]) -> list[tuple[str, str]]:
-    """The processes that have each fact, named, and the fact."""
     by_fact: dict[str, list[int]] = {}
     for i, fact in row.items():
         by_fact.setdefault(fact, []).append(i)
-    return [(named_processes(on), fact) for fact, on in by_fact.items()]
+    return "; ".join(f"{fact} on {named_processes(on)}" for fact, on in by_fact.items())
 
 
 def named_processes(processes: Sequence[int]) -> str:

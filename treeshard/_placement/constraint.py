@@ -53,7 +53,7 @@ from treeshard._core.specs import (
     without_axes,
 )
 from treeshard._placement.shard import shard
-from treeshard._placement.targets import meshes_of
+from treeshard._placement.targets import on_meshes
 from treeshard._planning.logical import resolve_names
 from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import (
@@ -474,8 +474,10 @@ def _constrain_tree(
     where: str, tree: PyTree, shardings: SpecTree, mesh: AnyMesh | None, uneven: Uneven = "warn"
 ) -> Any:
     targets = _targets(tree, shardings, mesh, uneven == "keep")
-    has_mesh = bool(meshes_of(shardings, mesh)) or any(target is not None for target in targets)
-    if not has_mesh and _misses_a_mesh(tree) and get_names_from_partition_spec(shardings):
+    is_missing = (
+        not any(targets) and _misses_a_mesh(tree) and not on_meshes(shardings, mesh, where)[1]
+    )
+    if is_missing and get_names_from_partition_spec(shardings):
         warn(
             f"{where}: there is no mesh here, so nothing is constrained. Pass the plan or the mesh,"
             " or call it in `with jax.set_mesh(mesh):`."

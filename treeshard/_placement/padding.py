@@ -6,17 +6,17 @@ for each shape, and place the results as it likes.
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
-from jax.tree_util import tree_flatten, tree_map, tree_structure
+from jax.tree_util import tree_flatten, tree_leaves, tree_map, tree_structure
 
 from treeshard._core.arrays import has_shape
-from treeshard._core.paths import PyTree, leaf_paths
+from treeshard._core.paths import PyTree
 from treeshard._placement.moves import replicate_then_split
 from treeshard._placement.shard import Call, place
 from treeshard._planning.matching import Shape
@@ -94,9 +94,8 @@ def _resized(tree: PyTree, before: Plan, after: Plan, where: str) -> PyTree:
     leaves, treedef = tree_flatten(tree)
     arrays = [i for i, x in enumerate(leaves) if has_shape(x)]
     start = _start(tree, [tuple(leaves[i].shape) for i in arrays], before, after, where)
-    paths = leaf_paths(tree)
     old, new = before.sharding_of_each(), after.sharding_of_each()
-    on_devices: dict[int, _Change] = {}
+    on_devices: dict[int, int] = {}  # the index in the plan, by that in the tree
     for k, i in enumerate(arrays, start):
         x, shape = leaves[i], after.leaves[k].shape
         if shape == before.leaves[k].shape:
@@ -104,36 +103,27 @@ def _resized(tree: PyTree, before: Plan, after: Plan, where: str) -> PyTree:
         if isinstance(x, jax.ShapeDtypeStruct):
             leaves[i] = jax.ShapeDtypeStruct(shape, x.dtype, sharding=new[k])
         elif isinstance(x, jax.Array) and not isinstance(x, Tracer):
-            on_devices[i] = _Change(paths[i], x, old[k], shape, new[k])
+            on_devices[i] = k
         else:
             leaves[i] = resize(x, shape)
-    resized = _resized_on_devices(list(on_devices.values()), where) if on_devices else []
-    for i, x in zip(on_devices, resized, strict=True):
-        leaves[i] = x
+    if on_devices:
+        # An array may be on a single device, or sharded in another way; then it moves first.
+        sources = [x if i in on_devices else None for i, x in enumerate(leaves)]
+        shardings = [old[on_devices[i]] if i in on_devices else None for i in range(len(leaves))]
+        placed = place(
+            treedef.unflatten(sources),
+            treedef.unflatten(shardings),
+            None,
+            Call(where, replicate_then_split),
+        )
+        placed = tree_leaves(placed)
+        program = _program(
+            tuple(after.leaves[k].shape for k in on_devices.values()),
+            tuple(new[k] for k in on_devices.values()),
+        )
+        for i, x in zip(on_devices, program(placed), strict=True):
+            leaves[i] = x
     return treedef.unflatten(leaves)
-
-
-class _Change(NamedTuple):
-    """An array on devices, how it is sharded with the shape that it has, and what it becomes."""
-
-    path: str
-    array: jax.Array
-    sharding: NamedSharding
-    new_shape: Shape
-    new_sharding: NamedSharding
-
-
-def _resized_on_devices(changes: Sequence[_Change], where: str) -> list[jax.Array]:
-    # It may be on a single device, or sharded in another way; then it moves first.
-    names = [x.path for x in changes]
-    if len(set(names)) < len(names):  # one path of two leaves: {"a/b": x, "a": {"b": y}}
-        names = [f"{name} ({i})" for i, name in enumerate(names)]
-    sources = {name: x.array for name, x in zip(names, changes, strict=True)}
-    shardings = {name: x.sharding for name, x in zip(names, changes, strict=True)}
-    placed = place(sources, shardings, None, Call(where, replicate_then_split))
-    shapes = tuple(x.new_shape for x in changes)
-    program = _program(shapes, tuple(x.new_sharding for x in changes))
-    return program([placed[name] for name in names])
 
 
 @lru_cache(64)

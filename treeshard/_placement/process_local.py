@@ -36,7 +36,7 @@ from treeshard._placement.shard import Call, place
 from treeshard._placement.targets import (
     UNPLACEABLE,
     lay_on_devices,
-    meshes_of,
+    on_meshes,
     raise_unmovable,
     unmovable,
 )
@@ -115,7 +115,8 @@ def from_process_local(
         return treedef.unflatten(leaves)
     if jax.process_count() == 1:
         return place(tree, specs, mesh, Call(WHERE, through_host))
-    processes = tuple(participating_processes((), meshes_of(specs, mesh)))
+    specs, meshes = on_meshes(specs, mesh, WHERE)
+    processes = tuple(participating_processes((), meshes))
     check_in_step(WHERE, processes)
     count_batch(processes)
     call = next(_calls[processes]) + 1  # counted before anything can fail on one process

@@ -15,7 +15,7 @@ from jax.numpy import inexact, issubdtype
 from jax.sharding import AxisType, PartitionSpec
 
 from treeshard._core.mesh import AnyMesh, axes_of_type, context_mesh
-from treeshard._core.specs import axes_of, dim_entries, entries, with_types, without_axes
+from treeshard._core.specs import all_axes, axes_of, dims_over, entries, with_types, without_axes
 from treeshard._core.torus import covers_torus, gather_along, scatter_along
 
 # The ranks of weights that are used in products: matrices, and one for each expert. JAX does not
@@ -97,16 +97,12 @@ def gathered_for_scatter(x: Any, axes: Collection[str]) -> Any:
     Over axes that `x` is `reduced` over, its gradient waits further.
     """
     spec = jax.typeof(x).sharding.spec
-    gathered = {axis for entry in dim_entries(spec, x.ndim) for axis in axes_of(entry)} & {*axes}
+    gathered = {*all_axes(entries(spec))} & {*axes}
     result = without_axes(spec, gathered).update(reduced=spec.reduced | gathered)
-    if not all(_is_minor(entry, gathered) for entry in dim_entries(spec, x.ndim)):
+    if not all(_is_minor(entry, gathered) for entry in entries(spec)):
         return jax.sharding.reshard(x, result)
 
-    by_dim = [
-        (dim, tuple(axis for axis in axes_of(entry) if axis in gathered))
-        for dim, entry in enumerate(dim_entries(spec, x.ndim))
-    ]
-    over = [(dim, axes) for dim, axes in by_dim if axes]
+    over = dims_over(spec, tuple(gathered))
     mesh = context_mesh()
     if covers_torus(mesh, gathered):
         return _gathered_by_torus(x, over, spec, result, mesh)

@@ -42,7 +42,7 @@ from treeshard._placement.moves import (
     through_host,
     transfer_across_processes,
 )
-from treeshard._placement.targets import meshes_of, on_meshes, targets
+from treeshard._placement.targets import on_meshes, targets
 
 Check = Literal["form", "small", "values"]
 _COMPARED_BYTES = {"form": 0, "small": SMALL_BYTES, "values": sys.maxsize}
@@ -205,9 +205,9 @@ class _Group(NamedTuple):
 def place(tree: PyTree, specs: SpecTree, mesh: MeshLike | None, call: Call) -> PyTree:
     """Checks every leaf, on all processes, and only then moves the first."""
     mesh = as_mesh(mesh, make_mesh)
-    specs = on_meshes(specs, mesh, call.name)
+    specs, meshes = on_meshes(specs, mesh, call.name)
     leaves, treedef = tree_flatten(tree)
-    group = _group_of(leaves, meshes_of(specs, mesh), call)
+    group = _group_of(leaves, meshes, call)
     paths = leaf_paths(tree) if group.processes or call.read else []
     with in_turn(group.processes if group.moves else ()):
         sent = _sent_by_one(leaves, group, call)

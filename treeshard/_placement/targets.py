@@ -25,7 +25,7 @@ from treeshard._core.spec_trees import (
     lay,
     raise_misfits,
 )
-from treeshard._core.specs import MISFITS, is_logical, is_spec, with_types
+from treeshard._core.specs import MISFITS, is_logical, with_types
 from treeshard._planning.logical import resolve_names
 from treeshard.errors import DeletedLeafError, LeafError, SpecError
 
@@ -79,20 +79,29 @@ def lay_on_devices(
     return {i: laid for i, laid in enumerate(laid_specs) if laid is not None}
 
 
-def on_meshes(specs: SpecTree, mesh: AnyMesh | None, where: str) -> SpecTree:
-    """The specs, with each `SingleDeviceSharding` as a sharding on a mesh of that device.
+def on_meshes(specs: SpecTree, mesh: AnyMesh | None, where: str) -> tuple[SpecTree, list[AnyMesh]]:
+    """The specs, and every mesh on which `targets` may place leaves by them.
 
-    Raises `SpecError` if there is one, and a mesh for all leaves too.
+    A `SingleDeviceSharding` becomes a sharding on a mesh of its device. Raises `SpecError` if there
+    is one, and a mesh for all leaves too.
     """
+    if isinstance(specs, SpecCarrier):
+        return specs, [mesh or specs.mesh]
     leaf_specs, treedef = tree_flatten(specs, is_leaf=is_spec_entry)
-    if not any(isinstance(spec, SingleDeviceSharding) for spec in leaf_specs):
-        return specs
+    if any(isinstance(spec, SingleDeviceSharding) for spec in leaf_specs):
+        if mesh is not None:
+            raise SpecError(
+                f"{where}: a SingleDeviceSharding has its own device, and `mesh` is for all leaves."
+                " Leave `mesh` out, and give the other leaves `NamedSharding(mesh, spec)`."
+            )
+        leaf_specs = [_on_mesh(spec) for spec in leaf_specs]
+        specs = treedef.unflatten(leaf_specs)
     if mesh is not None:
-        raise SpecError(
-            f"{where}: a SingleDeviceSharding has its own device, and `mesh` is for all leaves."
-            " Leave `mesh` out, and give the other leaves `NamedSharding(mesh, spec)`."
-        )
-    return treedef.unflatten(map(_on_mesh, leaf_specs))
+        return specs, [mesh]
+    current = get_incontext_mesh(raise_error=False)
+    given = [spec for spec in leaf_specs if spec is not None]
+    meshes = {spec.mesh if isinstance(spec, NamedSharding) else current for spec in given}
+    return specs, [mesh for mesh in meshes if mesh is not None]
 
 
 def _on_mesh(spec: Any) -> Any:
@@ -108,18 +117,6 @@ def raise_unmovable(
     """Raises one error for all leaves that cannot be moved; `None` stands for one that can."""
     unmoved = {i: misfit for i, misfit in misfits.items() if misfit is not None}
     raise_misfits(tree, unmoved, where, "leaves cannot be moved, and none was:", prefix=prefix)
-
-
-def meshes_of(specs: SpecTree, mesh: AnyMesh | None) -> list[AnyMesh]:
-    """Returns every mesh on which `targets` may place leaves."""
-    if isinstance(specs, SpecCarrier):
-        specs, mesh = specs.specs, mesh or specs.mesh
-    if mesh is not None:
-        return [mesh]
-    current = get_incontext_mesh(raise_error=False)
-    leaf_specs = tree_leaves(specs, is_leaf=lambda x: is_spec(x) or is_logical(x))
-    meshes = {spec.mesh if isinstance(spec, NamedSharding) else current for spec in leaf_specs}
-    return [mesh for mesh in meshes if mesh is not None]
 
 
 def resolver(mesh: AnyMesh | None) -> Callable[[Any], PartitionSpec]:
