@@ -20,19 +20,22 @@ from tests.multiprocess.worker import Context, start_again
 from treeshard.checkpoint import restore, save
 from treeshard.interchange import save_safetensors
 
-LARGE = (8, 2**15)  # too large for a comparison of values
+ROWS = 12  # which 2, 3 and 4 processes can split
+LARGE = (ROWS, ROWS * 2**10)  # too large for a comparison of values
 
 
 def mesh() -> Mesh:
-    return ts.make_mesh("data=-1")
+    """One device of each process."""
+    devices = [jax.local_devices(process_index=i)[0] for i in range(jax.process_count())]
+    return ts.make_mesh("data=-1", devices=devices)
 
 
-def full(step: int, shape: tuple[int, ...] = (8,)) -> np.ndarray:
+def full(step: int, shape: tuple[int, ...] = (ROWS,)) -> np.ndarray:
     return np.full(shape, step, np.float32)
 
 
 def global_of(context: Context, step: int) -> jax.Array:
-    part = full(step, (8 // context.count,))
+    part = full(step, (ROWS // context.count,))
     return ts.from_process_local(part, P("data"), mesh())
 
 
@@ -179,7 +182,7 @@ def check_other_values_of_a_full_leaf_are_told(context: Context) -> None:
     text = told(lambda: ts.from_process_local({"rate": rate}, P(), mesh(), timeout=20))
     assert text.startswith("from_process_local: the processes do not agree, and nothing was"), text
     assert "\n  rate (values): CRC-32 " in text, text
-    batch = {"rate": np.float32(0.1), "x": full(context.index, (8 // context.count,))}
+    batch = {"rate": np.float32(0.1), "x": full(context.index, (ROWS // context.count,))}
     specs = {"rate": P(), "x": P("data")}
     for later in (np.float32(0.1), rate):
         ts.from_process_local({**batch, "rate": later}, specs, mesh(), timeout=20)
@@ -246,7 +249,7 @@ def check_other_calls_are_both_named(context: Context) -> None:
         "save": lambda: save(context.directory / "other", {"w": x}, timeout=20),
         "restore": lambda: restore(path, {"w": x}, timeout=20),
         "init_sharded": lambda: ts.init_sharded(
-            lambda: jnp.ones(8), rules=[(".*", P("data"))], mesh=mesh()
+            lambda: jnp.ones(ROWS), rules=[(".*", P("data"))], mesh=mesh()
         ),
     }
     names = list(mine)
@@ -259,7 +262,7 @@ def check_other_calls_are_both_named(context: Context) -> None:
 
 
 def check_an_iteration_that_one_process_leaves_is_told(context: Context) -> None:
-    shape = (8, 2**20)  # more than a packet of each
+    shape = (ROWS, 2**20)  # more than a packet of each
     tree = {f"{i}": ts.shard(full(i, shape), P("data"), mesh()) for i in range(2)}
     read = ts.iter_gather(tree, to=0, timeout=20)
     assert next(read)[0] == "0"

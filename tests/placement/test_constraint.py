@@ -1,9 +1,8 @@
 """`with_sharding_constraint` and `unshard`: contexts, axis types, leaves, messages, laws."""
 
 import contextlib
+import os
 import re
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from treeshard._core.mesh import context_mesh
 from treeshard._core.spec_trees import SpecCarrier
 
 BOTH = P("data", "fsdp")
+SOAK = "TREESHARD_SOAK" in os.environ
 SQUARE = np.arange(64, dtype=np.float32).reshape(8, 8)
 
 
@@ -161,13 +161,12 @@ def reference(case: str) -> np.ndarray:
     return np.asarray(CASES[case].run(lambda y, _: y, jnp.asarray(SQUARE), mesh))
 
 
-# All code in two contexts; in the others what differs in how it is traced.
+# All code in one context; in the others what differs in how the mesh is found.
 PLACES = [
     (case, context)
     for case in CASES
     for context in CONTEXTS
-    if context in ("mesh-argument", "set_mesh")
-    or case in ("jit", "jit-of-grad", "vmap-spmd", "shard_map-partial")
+    if context == "set_mesh" or case in ("jit", "vmap-spmd", "shard_map-partial")
 ]
 
 
@@ -204,17 +203,19 @@ UNJITTED = {
 }
 # Elsewhere JAX itself cannot run a gradient of values on Explicit axes.
 UNJITTED_PLACES = [
-    *((context, "auto") for context in CONTEXTS),
-    ("set_mesh", "explicit"),
-    ("set_mesh", "mixed"),
-    ("set_mesh-and-argument", "explicit"),
-    ("set_mesh-and-argument", "mixed"),
+    *(("eager", context, "auto") for context in CONTEXTS),
+    *((case, "mesh-argument", "auto") for case in UNJITTED if case != "eager"),
+    *((case, "set_mesh", kind) for case in UNJITTED for kind in AXIS_TYPES if case != "eager"),
+    *(
+        ("eager", context, kind)
+        for context in ("set_mesh", "set_mesh-and-argument")
+        for kind in ("explicit", "mixed")
+    ),
 ]
 
 
 @pytest.mark.usefixtures("quick_compiles")
-@pytest.mark.parametrize(("context", "kind"), UNJITTED_PLACES)
-@pytest.mark.parametrize("case", UNJITTED)
+@pytest.mark.parametrize(("case", "context", "kind"), UNJITTED_PLACES)
 def test_executed_at_once(case: str, context: str, kind: str):
     mesh, (enter, constrain) = mesh_of(kind), CONTEXTS[context]
     run, specs, start = UNJITTED[case]
@@ -242,9 +243,14 @@ MIXED = {
 
 @pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize("execute", [jax.jit, lambda f: f], ids=["jit", "at-once"])
-@pytest.mark.parametrize("start", [P(), P("data")], ids=["full", "sharded"])
-@pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("axes", MIXED)
+@pytest.mark.parametrize(
+    ("axes", "context", "start"),
+    [
+        *(("one-of-each", "set_mesh", start) for start in (P(), P("data"))),
+        *(("two-explicit", context, P("data")) for context in CONTEXTS),
+    ],
+    ids=str,
+)
 def test_under_vmap_on_a_mixed_mesh_as_in_plain_jax(
     axes: str, context: str, start: P, execute: Any
 ):
@@ -295,25 +301,12 @@ def test_manual_explicit_and_auto_axes_at_once(named: str, check: bool):
     np.testing.assert_array_equal(np.asarray(got), SQUARE * 2)
 
 
-def test_an_intermediate_is_constrained_too(mesh: Mesh):
-    def f(x: Any) -> Any:
-        return ts.with_sharding_constraint(x * 2, BOTH, mesh).sum()
-
-    assert "sharding_constraint" in jax.jit(f).lower(SQUARE).as_text()
-
-
 def test_outside_a_trace_one_process_exchanges_nothing(mesh: Mesh, monkeypatch: pytest.MonkeyPatch):
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("something was exchanged")
 
     monkeypatch.setattr("treeshard._core.meetings._client", refuse)
     assert same_spec(ts.with_sharding_constraint(SQUARE, BOTH, mesh), BOTH, mesh)
-
-
-def test_single_device_input_goes_to_the_mesh(mesh: Mesh):
-    with jax.set_mesh(mesh):
-        got = jax.jit(lambda x: ts.with_sharding_constraint(x * 2, BOTH))(jnp.asarray(SQUARE))
-    assert same_spec(got, BOTH, mesh)
 
 
 def test_an_abstract_mesh_in_a_trace_uses_the_devices_of_the_inputs(mesh: Mesh):
@@ -332,55 +325,46 @@ def test_an_abstract_mesh_in_a_trace_uses_the_devices_of_the_inputs(mesh: Mesh):
 # ------------------------------------------------------------------ kinds of leaves
 
 LEAVES = {
-    "numpy": lambda: SQUARE,
-    "jax": lambda: jnp.asarray(SQUARE),
-    "bfloat16": lambda: jnp.asarray(SQUARE, jnp.bfloat16),
-    "bool": lambda: SQUARE > 3,
-    "typed-keys": lambda: jax.random.split(jax.random.key(0), (8, 8)),
+    "numpy": SQUARE,
+    "jax": jnp.asarray(SQUARE),  # on one device
+    "bfloat16": jnp.asarray(SQUARE, jnp.bfloat16),
+    "bool": SQUARE > 3,
+    "typed keys": jax.random.split(jax.random.key(0), (8, 8)),
+    "no elements": np.zeros((0, 8), np.float32),
 }
 
 
 @pytest.mark.parametrize("kind", AXIS_TYPES)
-@pytest.mark.parametrize("leaf", LEAVES)
-def test_kinds_of_arrays(leaf: str, kind: str):
-    mesh, x = mesh_of(kind), LEAVES[leaf]()
+def test_kinds_of_arrays(kind: str):
+    mesh = mesh_of(kind)
     with jax.set_mesh(mesh):
-        placed = ts.with_sharding_constraint(x, BOTH)
-        traced = jax.jit(lambda y: ts.with_sharding_constraint(y, BOTH))(x)
-        constant = jax.jit(lambda: ts.with_sharding_constraint(x, BOTH))()
-    for got in (placed, traced, constant):
-        assert same_spec(got, BOTH, mesh)
-        assert got.dtype == x.dtype
-        assert bits(got) == bits(x)
+        placed = ts.with_sharding_constraint(LEAVES, BOTH)
+        traced = jax.jit(lambda tree: ts.with_sharding_constraint(tree, BOTH))(LEAVES)
+        constant = jax.jit(lambda: ts.with_sharding_constraint(LEAVES, BOTH))()
+    assert placed["no elements"].sharding.spec == BOTH
+    for name, x in LEAVES.items():
+        for got in (placed[name], traced[name], constant[name]):
+            assert (got.shape, got.dtype, bits(got)) == (x.shape, x.dtype, bits(x)), name
+            assert x.size == 0 or same_spec(got, BOTH, mesh), name
 
 
 @pytest.mark.parametrize("kind", AXIS_TYPES)
 def test_typed_keys_inside_shard_map_and_vmap(kind: str):
     mesh = mesh_of(kind)
-    keys = jax.device_put(LEAVES["typed-keys"](), NamedSharding(mesh, P("data")))
+    keys = jax.device_put(LEAVES["typed keys"], NamedSharding(mesh, P("data")))
+    by_hand = jax.shard_map(
+        lambda part: ts.with_sharding_constraint(part, BOTH),
+        mesh=mesh,
+        in_specs=P("data"),
+        out_specs=P("data"),
+        axis_names={"data"},
+    )
+    mapped = jax.vmap(lambda k: ts.with_sharding_constraint(k, P("fsdp")))
     with jax.set_mesh(mesh):
-        by_hand = jax.shard_map(
-            lambda part: ts.with_sharding_constraint(part, BOTH),
-            in_specs=P("data"),
-            out_specs=P("data"),
-            axis_names={"data"},
-        )
-        for got in (
-            jax.jit(by_hand)(keys),
-            jax.jit(jax.vmap(lambda k: ts.with_sharding_constraint(k, P("fsdp"))))(keys),
-        ):
-            assert got.sharding.shard_shape(got.shape)[1] == 2
-            assert bits(got) == bits(keys)
-
-
-@pytest.mark.parametrize("kind", AXIS_TYPES)
-def test_arrays_without_elements(kind: str):
-    empty = np.zeros((0, 8), np.float32)
-    with jax.set_mesh(mesh_of(kind)):
-        assert ts.with_sharding_constraint(empty, BOTH).sharding.spec == BOTH
-        assert (
-            jax.jit(lambda x: ts.with_sharding_constraint(x, BOTH)).lower(empty).out_info.size == 0
-        )
+        both = jax.jit(lambda keys: (by_hand(keys), mapped(keys)))(keys)
+    for got in both:
+        assert got.sharding.shard_shape(got.shape)[1] == 2
+        assert bits(got) == bits(keys)
 
 
 class Layer(eqx.Module):
@@ -633,24 +617,34 @@ PROJECTED = {
 }
 
 
-@pytest.mark.parametrize(("asked", "given"), PROJECTED.values(), ids=PROJECTED)
-def test_axes_dropped_silently(asked: P, given: P, mesh: Mesh):
-    assert same_spec(ts.with_sharding_constraint(SQUARE, asked, mesh), given, mesh)
-    with jax.set_mesh(mesh):
-        assert same_spec(jax.jit(lambda x: by_context(mesh, x, asked))(SQUARE), given, mesh)
+def test_axes_dropped_silently(mesh: Mesh):
+    def constrained(x: Any) -> dict[str, Any]:
+        return {
+            name: ts.with_sharding_constraint(x, asked, mesh)
+            for name, (asked, _) in PROJECTED.items()
+        }
+
+    for got in (constrained(SQUARE), jax.jit(constrained)(SQUARE)):
+        wrong = {
+            name for name, (_, spec) in PROJECTED.items() if not same_spec(got[name], spec, mesh)
+        }
+        assert not wrong
 
 
 @pytest.mark.parametrize("kind", AXIS_TYPES)
-@pytest.mark.parametrize("where", ["eager", "jit"])
-def test_unconstrained_keeps_the_current_axes(where: str, kind: str):
+def test_unconstrained_keeps_the_current_axes(kind: str):
     mesh = mesh_of(kind)
+
+    def constrained(x: Any) -> Any:
+        kept = ts.with_sharding_constraint(x, P(P.UNCONSTRAINED, "fsdp"))
+        return kept, ts.with_sharding_constraint(x, P(P.UNCONSTRAINED, "data"))
+
     x = jax.device_put(SQUARE, NamedSharding(mesh, P("data")))
-    run = jax.jit if where == "jit" else lambda f: f
-    with jax.set_mesh(mesh):
-        kept = run(lambda y: ts.with_sharding_constraint(y, P(P.UNCONSTRAINED, "fsdp")))(x)
-        taken = run(lambda y: ts.with_sharding_constraint(y, P(P.UNCONSTRAINED, "data")))(x)
-    assert same_spec(kept, BOTH, mesh)
-    assert taken.sharding.shard_shape(taken.shape)[1] == 4
+    for run in (constrained, jax.jit(constrained)):
+        with jax.set_mesh(mesh):
+            kept, taken = run(x)
+        assert same_spec(kept, BOTH, mesh)
+        assert taken.sharding.shard_shape(taken.shape)[1] == 4
 
 
 WARNED = {
@@ -812,20 +806,6 @@ def test_an_unknown_value_of_uneven():
         ts.with_sharding_constraint(SQUARE, P(), uneven="eror")  # pyright: ignore
 
 
-def test_warns_once_per_place_at_the_users_line(tmp_path: Any):
-    script = tmp_path / "model.py"
-    script.write_text(
-        "import jax, numpy as np, treeshard as ts\n"
-        "ts.simulate_devices(2)\n"
-        "mesh = ts.make_mesh('data=2')\n"
-        "for _ in range(3):\n"
-        "    ts.with_sharding_constraint(np.ones(3), jax.P('data'), mesh)\n"
-    )
-    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
-    assert run.stderr.count("ShardingWarning") == 1
-    assert f"{script}:5: ShardingWarning: with_sharding_constraint: the array: P('d" in run.stderr
-
-
 # ------------------------------------------------------------------ unshard
 
 
@@ -848,12 +828,8 @@ def test_unshard_over_several_axes_and_by_named_shardings(mesh: Mesh):
     x = jax.device_put(SQUARE, NamedSharding(mesh, BOTH))
     assert same_spec(ts.unshard(x, BOTH, "fsdp"), P("data"), mesh) is False  # no mesh: as it is
     assert same_spec(ts.unshard(x, x.sharding, "fsdp"), P("data"), mesh)
-    assert same_spec(ts.unshard(x, x.sharding, ["data", "fsdp"]), P(), mesh)
-
-
-def test_unshard_on_a_given_mesh(mesh: Mesh):
-    x = jax.device_put(SQUARE, NamedSharding(mesh, BOTH))
     assert same_spec(ts.unshard(x, BOTH, "fsdp", mesh), P("data"), mesh)
+    assert same_spec(ts.unshard(x, x.sharding, ["data", "fsdp"]), P(), mesh)
 
 
 def test_unshard_of_an_axis_that_no_spec_names(mesh: Mesh):
@@ -913,7 +889,7 @@ def unwarned(f: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize("kind", AXIS_TYPES)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=60 if SOAK else 20)
 @given(case=constraints(), uneven=st.sampled_from(["warn", "drop"]))
 def test_a_constraint_changes_no_value(case: tuple[np.ndarray, P], uneven: Any, kind: str):
     x, spec = case
@@ -927,7 +903,7 @@ def test_a_constraint_changes_no_value(case: tuple[np.ndarray, P], uneven: Any, 
 
 
 @pytest.mark.parametrize("kind", AXIS_TYPES)
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=12 if SOAK else 6)
 @given(case=constraints())
 def test_a_traced_constraint_changes_no_value(case: tuple[np.ndarray, P], kind: str):
     x, spec = case

@@ -1,14 +1,21 @@
-"""Placing and gathering among real processes: the same checks on 1 x 8, 2 x 4 and 4 x 2.
+"""Placing and gathering among real processes, and calls of theirs that differ.
 
-Between a trainer's mesh and a sampler's too.
+Moves are the same checks on 1 x 8 and 4 x 2 devices, between a trainer's mesh and a sampler's too.
 """
 
 import math
+import os
 import sys
 
 import pytest
 
-from tests.multiprocess import disagreeing_checks, disjoint_checks, launcher, moving_checks
+from tests.multiprocess import (
+    disagreeing_checks,
+    disjoint_checks,
+    launcher,
+    moving_checks,
+    skipping_checks,
+)
 from tests.multiprocess.worker import Context
 from treeshard._core.arrays import lengths
 from treeshard._core.processes import _differences
@@ -24,7 +31,6 @@ def test_one_process(check, tmp_path) -> None:
 
 # Those that measure memory come first.
 CHECKS = [disjoint_checks, moving_checks] if sys.platform == "linux" else [moving_checks]
-two, test_two_processes = launcher.tests_of(*CHECKS, env=launcher.EXACT_MEMORY)
 four, test_four_processes = launcher.tests_of(
     *CHECKS, processes=4, devices=2, env=launcher.EXACT_MEMORY
 )
@@ -32,8 +38,14 @@ one, test_one_process_with_exact_memory = launcher.tests_of(
     *CHECKS[:-1], processes=1, devices=8, env=launcher.EXACT_MEMORY
 )
 three, test_three_processes_that_disagree = launcher.tests_of(
-    disagreeing_checks, processes=3, devices=2
+    disagreeing_checks, skipping_checks, processes=3, devices=2
 )
+if os.environ.get("TREESHARD_SOAK"):
+    two, test_two_processes = launcher.tests_of(*CHECKS, env=launcher.EXACT_MEMORY)
+    two_skip, test_two_processes_that_skip = launcher.tests_of(skipping_checks, devices=1)
+    four_skip, test_four_processes_that_skip = launcher.tests_of(
+        skipping_checks, processes=4, devices=1
+    )
 
 
 # ------------------------------------------------------------------ what needs no processes
