@@ -15,7 +15,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from functools import partial
+from functools import lru_cache, partial
 from itertools import groupby, product
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -137,6 +137,64 @@ def _index(region: Region) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in region)
 
 
+# ------------------------------------------------------------------ the values of the database
+
+# An array is some values of the database: its description, and one for each chunk, its bytes in C
+# order. TensorStore takes ten times as long to open an array as to write or read such a value, so
+# small arrays, of which a tree may have 100,000, are written and read as values.
+
+_DESCRIPTION = "zarr.json"
+
+
+def _zarr(kvstore: Any, shape: Shape, dtype: str, chunk: Shape) -> dict[str, Any]:
+    """TensorStore's specification of an array."""
+    return {
+        "driver": "zarr3",
+        "kvstore": kvstore,
+        "metadata": {
+            "shape": shape,
+            "data_type": dtype,
+            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
+        },
+        # By default a chunk of zeros is left out, and looks like one that was lost.
+        "store_data_equal_to_fill_value": True,
+    }
+
+
+@lru_cache(maxsize=1024)
+def _description(shape: Shape, dtype: str, chunk: Shape) -> bytes:
+    """What TensorStore writes to describe an array."""
+    spec = _zarr("memory://", shape, dtype, chunk)
+    array = tensorstore.open(spec, create=True, context=tensorstore.Context()).result()
+    return array.kvstore[_DESCRIPTION]
+
+
+def _chunk_key(region: Region, chunk: Shape) -> str:
+    """Where zarr 3 puts a chunk: `c/0/2` is the third of the first row, `c` that of a scalar."""
+    numbers = (start // step for (start, _), step in zip(region, chunk, strict=True))
+    return "/".join(["c", *map(str, numbers)])
+
+
+class _ReadValue:
+    """An array of one chunk that is being read as a value; like a future of TensorStore."""
+
+    def __init__(self, future: Any, x: StoredArray, region: Region, array: Callable[[], Any]):
+        self._future, self._x, self._region, self._array = future, x, region, array
+
+    def exception(self) -> Any:
+        return self._future.exception()
+
+    def result(self) -> np.ndarray:
+        """The values in the region. Raises as TensorStore does for arrays."""
+        found = None if self._future.exception() else self._future.result().value
+        if found is None or len(found) != self._x.nbytes:
+            # It is missing or damaged: TensorStore says how.
+            return self._array()[_index(self._region)].read().result()
+        values = np.frombuffer(found, self._x.dtype).reshape(self._x.shape)
+        return np.array(values[_index(self._region)])
+
+
 # ------------------------------------------------------------------ transfers
 
 
@@ -174,8 +232,6 @@ def _in_turn(transfers: Iterable[_Transfer], most: int) -> Generator[tuple[_Tran
 # ------------------------------------------------------------------ writing
 
 _BEING_WRITTEN = 2**27  # bytes of large arrays that are being written at a time
-
-_ADD = {"open": True, "assume_metadata": True}  # to an array that process 0 creates
 
 Parts = list[tuple[Region, np.ndarray]]
 
@@ -254,47 +310,34 @@ def write_arrays(path: epath.Path, copied: Mapping[str, Copy]) -> int:
     written by process 0, even of arrays that it has no part of.
     """
     context = _context()
-    count = sum(len(x.parts) for x in copied.values())
-    if jax.process_index() == 0:
-        count += len(copied)
+    first = jax.process_index() == 0
+    database = {**_database(path, jax.process_index()), "config": _NEW_DATABASE}
     # The writes of a transaction are one, and are held in memory until it is committed.
     transaction = tensorstore.Transaction()
-    how = {"create": True} if jax.process_index() == 0 else _ADD
-    how = {**how, "transaction": transaction}
-    database = {**_database(path, jax.process_index()), "config": _NEW_DATABASE}
-    created = {leaf: _begin(database, leaf, x, context, how) for leaf, x in copied.items()}
-    small: list[Any] = []
+    values = tensorstore.KvStore.open(database, context=context).result()
+    values = values.with_transaction(transaction)
+    written: list[Any] = []
     large: dict[str, Copy] = {}
+    count = 0
     for leaf, x in copied.items():
-        store = created[leaf].result()
-        if sum(data.nbytes for _, data in x.parts) < _SMALL:
-            small += [_write(store, region, data)() for region, data in x.parts]
-        else:
+        key = store_key(leaf)
+        count += first + len(x.parts)
+        if first:
+            described = _description(x.shape, dtype_name(x.dtype), x.chunk)
+            written.append(values.write(f"{key}/{_DESCRIPTION}", described))
+        if sum(data.nbytes for _, data in x.parts) >= _SMALL:
             large[leaf] = x
+            continue
+        while x.parts:
+            region, data = x.parts.pop()
+            written.append(values.write(f"{key}/{_chunk_key(region, x.chunk)}", data.tobytes()))
     with closing(_in_turn(_writes(database, large, context), _BEING_WRITTEN)) as writes:
         for _, future in writes:
             future.result()
-    for future in small:
-        future.copy.result()
     transaction.commit_async().result()
+    for future in written:
+        future.result()
     return count
-
-
-def _begin(database: dict[str, Any], leaf: str, x: Copy, context: Any, how: dict[str, Any]) -> Any:
-    """Begins to create an array, or to open one that another process creates."""
-    spec = {
-        "driver": "zarr3",
-        "kvstore": {**database, "path": f"{store_key(leaf)}/"},
-        "metadata": {
-            "shape": x.shape,
-            "data_type": dtype_name(x.dtype),
-            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": x.chunk}},
-        },
-        # By default a chunk of zeros is left out, and looks like one that was lost.
-        "store_data_equal_to_fill_value": True,
-    }
-    return tensorstore.open(spec, context=context, **how)
 
 
 def _writes(
@@ -302,15 +345,17 @@ def _writes(
 ) -> Iterator[_Transfer]:
     """The writes of large arrays. Takes the parts out of the copies, to free them once written."""
     for leaf, x in large.items():
-        store = _begin(database, leaf, x, context, _ADD).result()
+        spec = _zarr({**database, "path": f"{store_key(leaf)}/"}, x.shape, x.dtype.name, x.chunk)
+        # Process 0 describes the array in its own database.
+        store = tensorstore.open(spec, context=context, open=True, assume_metadata=True).result()
         while x.parts:
             region, data = x.parts.pop()
-            yield _Transfer(leaf, region, data.nbytes, _write(store, region, data))
-
-
-def _write(store: Any, region: Region, data: np.ndarray) -> Callable[[], Any]:
-    # By default TensorStore copies `data` first.
-    return partial(store[_index(region)].write, data, can_reference_source_data_indefinitely=True)
+            write = partial(
+                store[_index(region)].write,
+                data,
+                can_reference_source_data_indefinitely=True,  # by default TensorStore copies it
+            )
+            yield _Transfer(leaf, region, data.nbytes, write)
 
 
 def merge(path: epath.Path, writers: Iterable[int], leaves: Iterable[str]) -> None:
@@ -349,10 +394,12 @@ def _for_orbax(keys: Iterable[str]) -> dict[str, Any]:
 
 _IN_FLIGHT = 2**26  # bytes that are being read at a time, if no single array has more
 _LEAST_PART = 2**16  # what a part counts at least
+_TOGETHER = 64  # small arrays that are moved to devices together
 _UNREAD = "it cannot be read: "
 
 Wanted = Mapping[str, StoredArray]
 Values = dict[Region, np.ndarray]
+Reader = Callable[[Region], Any]  # begins to read a region; returns a future of it
 
 
 class ArrayStore:
@@ -363,20 +410,33 @@ class ArrayStore:
         self._database = _database(path)
         self._context = _context()
 
-    def open(self, wanted: Wanted) -> tuple[dict[str, Any], dict[str, str]]:
+    def open(self, wanted: Wanted) -> tuple[dict[str, Reader], dict[str, str]]:
         """Opens arrays: returns those that are as the table says, and why others are not.
 
         Raises `CheckpointError` if this process may not read one.
         """
-        stores: dict[str, Any] = {}
+        values = tensorstore.KvStore.open(self._database, context=self._context).result()
+        small = {
+            leaf: values.read(f"{store_key(leaf)}/{_DESCRIPTION}")
+            for leaf, x in wanted.items()
+            if x.chunk == x.shape and x.nbytes < _SMALL
+        }
+        whole = {leaf for leaf, found in small.items() if _describes(found, wanted[leaf])}
+        openings = {leaf: self._begin(leaf) for leaf in wanted if leaf not in whole}
+        readers: dict[str, Reader] = {}
         errors: dict[str, str] = {}
-        for leaf, opening in {leaf: self._begin(leaf) for leaf in wanted}.items():
-            why = self._why_closed(opening) or _misfit(opening.result(), wanted[leaf])
-            if why:
+        for leaf, x in wanted.items():
+            if leaf in whole:
+                readers[leaf] = partial(self._read_whole, values, leaf, x)
+            elif why := self._why_closed(openings[leaf]) or _misfit(openings[leaf].result(), x):
                 errors[leaf] = f"{_UNREAD}{why}"
             else:
-                stores[leaf] = opening.result()
-        return stores, errors
+                readers[leaf] = partial(_read_regions, openings[leaf].result())
+        return readers, errors
+
+    def _read_whole(self, values: Any, leaf: str, x: StoredArray, region: Region) -> _ReadValue:
+        future = values.read(f"{store_key(leaf)}/{_chunk_key(_full(x.shape), x.chunk)}")
+        return _ReadValue(future, x, region, lambda: self._begin(leaf).result())
 
     def _begin(self, leaf: str) -> Any:
         spec = {
@@ -406,38 +466,49 @@ class ArrayStore:
         """
         regions = {leaf: _regions(x) for leaf, x in wanted.items()}
         here = {leaf: wanted[leaf] for leaf, parts in regions.items() if parts}
-        stores, errors = self.open(here)
-        opened = [here[leaf] for leaf in stores]
+        readers, errors = self.open(here)
+        opened = [here[leaf] for leaf in readers]
         check_memory(
             self._path,
             [(x.shape, x.dtype, x.sharding) for x in opened],
-            beside=_of_tensorstore([_bytes_of(store, _chunk(store)) for store in stores.values()]),
+            beside=_of_tensorstore([_bytes_of(x, x.chunk) for x in opened]),
         )
         reads = (
-            _read(leaf, store, region) for leaf, store in stores.items() for region in regions[leaf]
+            _transfer(leaf, here[leaf], region, reader)
+            for leaf, reader in readers.items()
+            for region in regions[leaf]
         )
         by_leaf = groupby(_in_turn(reads, _IN_FLIGHT), lambda pair: pair[0].leaf)
-        bar = with_bar(list(stores), "restore", show=progress)
+        bar = with_bar(list(readers), "restore", show=progress)
         # Arrays without a shard on this process have no values to read.
         arrays = {leaf: _placed(x, {}) for leaf, x in wanted.items() if leaf not in here}
+        waiting: dict[str, np.ndarray] = {}  # small arrays, to be moved to devices together
         for leaf, (_, started) in zip(bar, by_leaf, strict=True):
             try:
                 values = {read.region: future.result() for read, future in started}
             except Exception as error:  # TensorStore raises types of Python's own, by status
                 errors[leaf] = f"{_UNREAD}{self._why(error)}"
-            else:
+                continue
+            if not _is_one_part(wanted[leaf]):
                 arrays[leaf] = _placed(wanted[leaf], values)
-        return arrays, errors
+                continue
+            [arrays[leaf]] = values.values()
+            if wanted[leaf].sharding is not None:
+                waiting[leaf] = arrays[leaf]
+            if len(waiting) == _TOGETHER:
+                arrays |= _moved(waiting, wanted)
+                waiting.clear()
+        return arrays | _moved(waiting, wanted), errors
 
-    def check_memory_for_blocks(self, stores: Iterable[Any]) -> None:
+    def check_memory_for_blocks(self, arrays: Iterable[StoredArray]) -> None:
         """Raises `CheckpointError` unless the blocks of each array fit in host memory."""
-        sizes = [_bytes_of(store, _block(store)) for store in stores]
+        sizes = [_bytes_of(x, _block(x)) for x in arrays]
         way_out = "Verify it where there is more."
         block = ((max(sizes, default=0),), np.uint8, None)
         check_memory(self._path, [block], way_out, _of_tensorstore(sizes))
 
     def blocks(
-        self, stores: Mapping[str, Any]
+        self, wanted: Wanted, readers: Mapping[str, Reader]
     ) -> Iterator[tuple[str, Iterator[tuple[Region, np.ndarray]]]]:
         """Reads arrays that `open` has returned in blocks, a few at a time, in their order.
 
@@ -445,9 +516,9 @@ class ArrayStore:
         be read, and `CheckpointError` if this process may not read a file.
         """
         reads = (
-            _read(leaf, store, region)
-            for leaf, store in stores.items()
-            for region in _tiles(tuple(store.shape), _block(store))
+            _transfer(leaf, wanted[leaf], region, reader)
+            for leaf, reader in readers.items()
+            for region in _tiles(wanted[leaf].shape, _block(wanted[leaf]))
         )
         by_leaf = groupby(_in_turn(reads, _IN_FLIGHT), lambda pair: pair[0].leaf)
         return ((leaf, self._values(started)) for leaf, started in by_leaf)
@@ -483,9 +554,17 @@ _DETAILS = re.compile(r" \[(tensorstore_spec|source locations)=.*")
 _OPENING = re.compile('^[A-Z_]+: (Error opening "zarr3" driver: )?')
 
 
+def _describes(found: Any, x: StoredArray) -> bool:
+    """Whether a description that is being read is that of the table. If not, `_misfit` says why."""
+    if found.exception():
+        return False
+    return found.result().value == _description(x.shape, dtype_name(x.dtype), x.chunk)
+
+
 def _misfit(store: Any, x: StoredArray) -> str:
     """How a stored array differs from what the table says; empty if it does not."""
-    shape, dtype, chunk = tuple(store.shape), store.dtype.numpy_dtype, _chunk(store)
+    shape, dtype = tuple(store.shape), store.dtype.numpy_dtype
+    chunk = store.chunk_layout.read_chunk.shape or ()  # `None` for a scalar
     if (shape, dtype) != (x.shape, x.dtype):
         return f"stored as {dtype}{list(shape)}, expected {x.dtype}{list(x.shape)}."
     if chunk != x.chunk:
@@ -493,12 +572,8 @@ def _misfit(store: Any, x: StoredArray) -> str:
     return ""
 
 
-def _chunk(store: Any) -> Shape:
-    return store.chunk_layout.read_chunk.shape or ()  # `None` for a scalar
-
-
-def _bytes_of(store: Any, shape: Shape) -> int:
-    return math.prod(shape) * store.dtype.numpy_dtype.itemsize
+def _bytes_of(x: StoredArray, shape: Shape) -> int:
+    return math.prod(shape) * x.dtype.itemsize
 
 
 def _of_tensorstore(sizes: Sequence[int]) -> int:
@@ -509,11 +584,9 @@ def _of_tensorstore(sizes: Sequence[int]) -> int:
     return 2 * max([*sizes, min(sum(sizes), _IN_FLIGHT)])
 
 
-def _block(store: Any) -> Shape:
+def _block(x: StoredArray) -> Shape:
     """The shape of the blocks in which `blocks` reads an array."""
-    shape: Shape = tuple(store.shape)
-    is_large = math.prod(shape) * store.dtype.numpy_dtype.itemsize > _IN_FLIGHT
-    return _chunk(store) if is_large else shape
+    return x.chunk if x.nbytes > _IN_FLIGHT else x.shape
 
 
 def _tiles(shape: Shape, chunk: Shape) -> Iterator[Region]:
@@ -532,19 +605,24 @@ def _regions(x: StoredArray) -> list[Region]:
     return list(dict.fromkeys(regions_here(x.sharding, x.shape).values()))
 
 
-def _read(leaf: str, store: Any, region: Region) -> _Transfer:
-    nbytes = math.prod(lengths(region)) * store.dtype.numpy_dtype.itemsize
-    return _Transfer(leaf, region, max(_LEAST_PART, nbytes), store[_index(region)].read)
+def _read_regions(store: Any, region: Region) -> Any:
+    return store[_index(region)].read()
 
 
-def _placed(x: StoredArray, values: Values) -> Any:
-    """An array from the values of its regions, on the host or on its devices."""
-    if x.sharding is None:
-        [full] = values.values()
-        return full
-    if _is_one_part(x):
-        [full] = values.values()
-        return _on_devices(full, x.sharding)
+def _transfer(leaf: str, x: StoredArray, region: Region, reader: Reader) -> _Transfer:
+    nbytes = _bytes_of(x, lengths(region))
+    return _Transfer(leaf, region, max(_LEAST_PART, nbytes), partial(reader, region))
+
+
+def _moved(arrays: Mapping[str, np.ndarray], wanted: Wanted) -> dict[str, jax.Array]:
+    """Arrays of one part on their devices."""
+    shardings = [wanted[leaf].sharding for leaf in arrays]
+    return dict(zip(arrays, _on_devices(list(arrays.values()), shardings), strict=True))
+
+
+def _placed(x: StoredArray, values: Values) -> jax.Array:
+    """An array on its devices, from the values of its regions."""
+    assert x.sharding is not None
     regions = regions_here(x.sharding, x.shape)
     kind = x.sharding.memory_kind
     shards = _on_devices(
@@ -555,7 +633,7 @@ def _placed(x: StoredArray, values: Values) -> Any:
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards, dtype=x.dtype)
 
 
-def _on_devices(values: Any, shardings: Any) -> Any:
+def _on_devices(values: list[np.ndarray], shardings: Any) -> list[jax.Array]:
     # Arrays that share memory with numpy's could not be donated.
     placed = jax.device_put(values, shardings, may_alias=False)
     return jax.block_until_ready(placed)  # so that host memory can be freed

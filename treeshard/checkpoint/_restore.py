@@ -210,7 +210,8 @@ def _read_together(
 ) -> dict[str, Any]:
     """Reads the stored arrays of leaves, by path; all processes do, or all raise."""
     stored = [(row, requested) for row, requested in leaves if row.stored]
-    wanted = {row.path: _stored_array(row, requested) for row, requested in stored}
+    default = _default_sharding()
+    wanted = {row.path: _stored_array(row, requested, default) for row, requested in stored}
     verified = [row for row, _ in stored if verify and row.crc is not None]
     with together(WHERE, among=among, timeout=AS_LONG_AS_IT_TAKES) as messages:
         arrays, unread = ArrayStore(path).read(wanted, progress=progress)
@@ -255,32 +256,35 @@ def damages_of(path: epath.Path, rows: Iterable[SavedLeaf]) -> Iterator[tuple[Sa
     """Reads leaves block by block, and says how each is damaged; empty if it is as saved."""
     store = ArrayStore(path)
     for batch in _batches(rows):
-        opened, damages = store.open(_on_host(batch))
-        store.check_memory_for_blocks(opened.values())
-        read = store.blocks(opened)
+        wanted = _on_host(batch)
+        readers, damages = store.open(wanted)
+        store.check_memory_for_blocks(wanted[leaf] for leaf in readers)
+        read = store.blocks(wanted, readers)
         for row in batch:
-            if row.path in opened:
+            if row.path in readers:
                 _, blocks = next(read)
-                damages[row.path] = _damage_of_blocks(opened[row.path], blocks, row)
+                damages[row.path] = _damage_of_blocks(wanted[row.path], blocks, row)
             yield row, damages.get(row.path, "")
 
 
-def _damage_of_blocks(x: Any, blocks: Iterator[tuple[Region, np.ndarray]], row: SavedLeaf) -> str:
+def _damage_of_blocks(
+    x: StoredArray, blocks: Iterator[tuple[Region, np.ndarray]], row: SavedLeaf
+) -> str:
     try:
-        crc = checksum_of_blocks(x.shape, x.dtype.numpy_dtype.itemsize, blocks)
+        crc = checksum_of_blocks(x.shape, x.dtype.itemsize, blocks)
     except ValueError as error:
         return str(error)
     return _damage(row, crc)
 
 
-def _stored_array(row: SavedLeaf, requested: RequestedLeaf) -> StoredArray:
-    """What to read from the array store for a leaf."""
+def _stored_array(row: SavedLeaf, requested: RequestedLeaf, default: Sharding) -> StoredArray:
+    """What to read from the array store for a leaf, with a default for where to place it."""
     on_host = _array_on_host(row)
     # A dtype that is too wide for devices is read to the host, and converted there.
     is_too_wide = jax.dtypes.canonicalize_dtype(on_host.dtype) != on_host.dtype
     if is_too_wide or not requested.type.on_devices:
         return on_host
-    return on_host._replace(sharding=requested.sharding or _default_sharding())
+    return on_host._replace(sharding=requested.sharding or default)
 
 
 def _array_on_host(row: SavedLeaf) -> StoredArray:
