@@ -115,12 +115,27 @@ def test_a_damaged_index_is_named_for_each_leaf(saved: Path, tmp_path: Path) -> 
         verify(tmp_path / "x")
 
 
-def test_many_leaves_are_in_a_few_files(mesh, tmp_path: Path) -> None:
+def test_many_leaves_are_in_a_few_files_and_open_no_array_each(
+    mesh, tmp_path: Path, monkeypatch
+) -> None:
     values = {f"layers/{i}": np.full((8, 2), i, np.float32) for i in range(300)}
-    tree = ts.shard(values, P("fsdp"), mesh)
+    tree = ts.shard(values, P("fsdp"), mesh) | {"large": ts.shard(LARGE, P("fsdp"), mesh)}
+    opened: list[Any] = []
+    open_array = tensorstore.open
+    _array_store._description.cache_clear()
+
+    def counted(spec: Any, **options: Any) -> Any:
+        opened.append(spec)
+        return open_array(spec, **options)
+
+    monkeypatch.setattr(tensorstore, "open", counted)
     save(tmp_path / "x", tree)
-    assert len([x for x in (tmp_path / "x").rglob("*") if x.is_file()]) < 15
+    assert len(opened) == 3, "one to write, and two that say how TensorStore describes arrays"
+    opened.clear()
     assert_same(restore(tmp_path / "x", tree), tree)
+    verify(tmp_path / "x")
+    assert len(opened) == 2, "the large one, twice"
+    assert len([x for x in (tmp_path / "x").rglob("*") if x.is_file()]) < 30
 
 
 @pytest.mark.parametrize("in_flight", [1, 600, 2**26])

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import lru_cache, partial
-from itertools import groupby, product
+from itertools import chain, groupby, product
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -231,7 +231,7 @@ def _in_turn(transfers: Iterable[_Transfer], most: int) -> Generator[tuple[_Tran
 
 # ------------------------------------------------------------------ writing
 
-_BEING_WRITTEN = 2**27  # bytes of large arrays that are being written at a time
+_BEING_WRITTEN = 2**27  # bytes that are being written at a time
 
 Parts = list[tuple[Region, np.ndarray]]
 
@@ -309,35 +309,56 @@ def write_arrays(path: epath.Path, copied: Mapping[str, Copy]) -> int:
     Returns how many parts of arrays this process has written, and descriptions of arrays: those are
     written by process 0, even of arrays that it has no part of.
     """
-    context = _context()
-    first = jax.process_index() == 0
-    database = {**_database(path, jax.process_index()), "config": _NEW_DATABASE}
-    # The writes of a transaction are one, and are held in memory until it is committed.
-    transaction = tensorstore.Transaction()
-    values = tensorstore.KvStore.open(database, context=context).result()
-    values = values.with_transaction(transaction)
-    written: list[Any] = []
+    context, database = (
+        _context(),
+        {**_database(path, jax.process_index()), "config": _NEW_DATABASE},
+    )
+    count = sum(len(x.parts) for x in copied.values())
+    if jax.process_index() == 0:
+        count += len(copied)
+    small: dict[str, Copy] = {}
     large: dict[str, Copy] = {}
-    count = 0
     for leaf, x in copied.items():
-        key = store_key(leaf)
-        count += first + len(x.parts)
-        if first:
-            described = _description(x.shape, dtype_name(x.dtype), x.chunk)
-            written.append(values.write(f"{key}/{_DESCRIPTION}", described))
-        if sum(data.nbytes for _, data in x.parts) >= _SMALL:
-            large[leaf] = x
-            continue
-        while x.parts:
-            region, data = x.parts.pop()
-            written.append(values.write(f"{key}/{_chunk_key(region, x.chunk)}", data.tobytes()))
+        is_small = sum(data.nbytes for _, data in x.parts) < _SMALL
+        (small if is_small else large)[leaf] = x
+    _write_values(database, _values(small, large), context)
     with closing(_in_turn(_writes(database, large, context), _BEING_WRITTEN)) as writes:
         for _, future in writes:
             future.result()
-    transaction.commit_async().result()
-    for future in written:
-        future.result()
     return count
+
+
+def _values(small: Mapping[str, Copy], large: Mapping[str, Copy]) -> Iterator[tuple[str, bytes]]:
+    """The keys and values of small arrays, and of descriptions. Takes the parts as `_writes`."""
+    if jax.process_index() == 0:
+        for leaf, x in chain(small.items(), large.items()):
+            described = _description(x.shape, dtype_name(x.dtype), x.chunk)
+            yield f"{store_key(leaf)}/{_DESCRIPTION}", described
+    for leaf, x in small.items():
+        while x.parts:
+            region, data = x.parts.pop()
+            yield f"{store_key(leaf)}/{_chunk_key(region, x.chunk)}", data.tobytes()
+
+
+def _write_values(
+    database: dict[str, Any], values: Iterable[tuple[str, bytes]], context: Any
+) -> None:
+    """Writes values in few transactions: each writes the index anew, and is held in memory."""
+    store = tensorstore.KvStore.open(database, context=context).result()
+    transaction, writes, held = tensorstore.Transaction(), [], 0
+    for key, value in values:
+        writes.append(store.with_transaction(transaction).write(key, value))
+        held += len(value)
+        if held > _BEING_WRITTEN:
+            _commit(transaction, writes)
+            transaction, writes, held = tensorstore.Transaction(), [], 0
+    _commit(transaction, writes)
+
+
+def _commit(transaction: Any, writes: Iterable[Any]) -> None:
+    transaction.commit_async().result()
+    for write in writes:
+        write.result()  # a commit does not fail for a key that cannot be written
 
 
 def _writes(
@@ -345,7 +366,8 @@ def _writes(
 ) -> Iterator[_Transfer]:
     """The writes of large arrays. Takes the parts out of the copies, to free them once written."""
     for leaf, x in large.items():
-        spec = _zarr({**database, "path": f"{store_key(leaf)}/"}, x.shape, x.dtype.name, x.chunk)
+        folder = {**database, "path": f"{store_key(leaf)}/"}
+        spec = _zarr(folder, x.shape, dtype_name(x.dtype), x.chunk)
         # Process 0 describes the array in its own database.
         store = tensorstore.open(spec, context=context, open=True, assume_metadata=True).result()
         while x.parts:
