@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import numpy as np
-import optax
 import pytest
 from flax import linen, nnx
 from helpers import mesh_of, struct
@@ -143,12 +142,6 @@ def test_boxes_stay_in_the_tree_and_not_in_paths(digits) -> None:
     assert jax.tree.leaves(match([("^w$", P("data"))], {"w": variable})) == [P("data")]
 
 
-def test_boxes_in_a_list_differ_by_their_index() -> None:
-    boxes = [linen.Partitioned(struct(8), names=("embed",)) for _ in range(3)]
-    specs = match([("^1$", P("data")), (".*", P("fsdp"))], boxes)
-    assert [box.value for box in specs] == [P("fsdp"), P("data"), P("fsdp")]
-
-
 def test_static_fields_that_cannot_be_compared() -> None:
     tree = [Linear(struct(8), struct(8), Sly()) for _ in range(3)]
     specs = match([("1/w", P("data")), ("b|w", P("fsdp"))], tree)
@@ -175,30 +168,10 @@ def test_leaves_below_min_size_are_replicated_but_must_match() -> None:
     assert "small: shape (15,), no rule" in message_of([("big", None)], {"small": struct(15)})
 
 
-def test_a_small_leaf_is_matched_like_any_other(monkeypatch) -> None:
-    monkeypatch.setenv("MIN_SHARDING_SIZE", "9")
-    tree = {"w": struct(9), "b": struct(8)}
-    with pytest.warns(ts.ShardingWarning, match="b: shape .8,., P..data.,. by rule 0"):
-        specs = match_partition_rules([(".*", P("data"))], tree, strict=True)
-    assert specs == {"w": P("data"), "b": P()}
-    with pytest.raises(ts.ShardingRuleError, match="b: shape"):
-        match_partition_rules([("w", P("data"))], tree)
-    monkeypatch.delenv("MIN_SHARDING_SIZE")
-    with pytest.warns(ts.ShardingWarning, match="min_size=16384"):
-        assert match_partition_rules([(".*", P("data"))], tree)["w"] == P()
-
-
 def test_min_size_of_a_tactic_overrides_the_calls() -> None:
     rules = [("w", fsdp("fsdp", min_size=0)), (".*", fsdp("fsdp"))]
     specs = match(rules, {"w": struct(8), "b": struct(8)}, MESH, min_size=100)
     assert specs == {"w": P("fsdp"), "b": P()}
-
-
-def test_a_tactic_that_finds_no_dim_is_recorded_and_no_error() -> None:
-    found = decisions([("w", fsdp("fsdp") | replicate())], {"w": struct(7)}, MESH)["w"]
-    assert found[:3] == (P(), P(), 0)
-    assert [note.kind for note in found.adjustments] == ["no-dim"]
-    assert match([("w", fsdp("fsdp"))], {"w": struct(7)}, MESH) == {"w": P()}  # no error
 
 
 def test_layers_that_differ_in_a_shape_only() -> None:
@@ -208,46 +181,12 @@ def test_layers_that_differ_in_a_shape_only() -> None:
     assert [layer["b"] for layer in specs] == [P("fsdp")] * 7 + [P()] + [P("fsdp")] * 4
 
 
-def test_how_many_digits_an_index_has_may_matter() -> None:
-    rules = [(r"layers/\d/", P("data")), (r"layers/1\d/", P("fsdp")), ("w1$", None)]
-    layers = [{"w1": struct(8)} for _ in range(12)]
-    specs = match([*rules, ("", P("a"))], {"layers": layers, "w1": struct(8), "b": struct(8)})
-    assert [layer["w1"] for layer in specs["layers"]] == [P("data")] * 10 + [P("fsdp")] * 2
-    assert (specs["w1"], specs["b"]) == (P(), P("a"))
-
-
-def test_paths_of_nested_layers() -> None:
-    tree = [[{"w": struct(8), "b": struct(8)} for _ in range(11)] for _ in range(11)]
-    tree = {"z": struct(8), "layers": tree, "after": [tree[0], tree[0], tree[0]]}
-    assert decide(read_rules([("", None)]), tree, None, 0).paths == leaf_paths(tree)
-    rules = [("layers/10/3/", P("x")), ("/7/b$", P("y")), ("", None)]
-    specs = match(rules, tree)
-    found = zip(leaf_paths(tree), jax.tree.leaves(specs), strict=True)
-    marked = {path: spec for path, spec in found if spec != P()}
-    assert marked == {
-        **{f"layers/10/3/{name}": P("x") for name in "bw"},
-        **{f"layers/{i}/7/b": P("y") for i in range(11)},
-        **{f"after/{i}/7/b": P("y") for i in range(3)},
-    }
-
-
-def test_anchored_rules_reach_optimizer_state_through_the_parameters() -> None:
-    rules = [("^attn/q", P("data")), ("^q", P("fsdp")), ("", None)]
-    params = {"attn": {"q": struct(8, 8)}, "q": struct(8, 8)}
-    state = jax.eval_shape(optax.adam(0.1).init, params)
-    assert match(rules, state)[0].mu == {"attn": {"q": P()}, "q": P()}  # 0/mu/attn/q
-    specs = {"attn": {"q": P("data")}, "q": P("fsdp")}
-    assert match(rules, params) == specs
-    found = ts.plan(params, rules, MESH, min_size=0).follow(state).specs[0]
-    assert (found.mu, found.nu, found.count) == (specs, specs, P())
-
-
 def test_decisions_are_shared() -> None:
     found = decisions([(".*", fsdp("fsdp"))], [{"w": struct(8)} for _ in range(30)], MESH)
     assert len({id(decision) for decision in found.values()}) == 1
 
 
-def test_one_threshold_for_every_dtype_and_tactic() -> None:
+def test_one_threshold_for_every_dtype_and_tactic(monkeypatch) -> None:
     tree = {
         "below": struct(2**14 - 8),
         "at": struct(2**14),
@@ -259,12 +198,8 @@ def test_one_threshold_for_every_dtype_and_tactic() -> None:
     assert {path: fsdp("fsdp")(P(), MESH, path, x) for path, x in tree.items()} == specs
     text = [(".*", parse_strategy("fsdp('fsdp')"))]
     assert ts.plan(tree, text, MESH).specs == specs
-
-
-def test_leaves_of_one_shape_and_another_path_are_told_apart_by_functions() -> None:
-    tree = {"a": struct(8), "b": struct(8)}
-    chosen = match([("", lambda path, leaf: P("fsdp") if path == "a" else None)], tree)
-    assert chosen == {"a": P("fsdp"), "b": P()}
+    monkeypatch.setenv("MIN_SHARDING_SIZE", str(2**14 - 8))
+    assert match_partition_rules(rules, tree, MESH)["below"] == P("fsdp")
 
 
 RULES = [("batch", ("data", "absent")), ("embed", "fsdp"), ("heads", "fsdp")]
@@ -294,19 +229,6 @@ def test_names_that_do_not_resolve() -> None:
         text = message_of([("w", ("embed", "embed")), ("", ("batch", "batch"))], {})
     assert text.splitlines()[0] == "2 rules have logical names that do not resolve:"
     assert "rule 1, '': ('batch', 'batch'): 'batch' occurs twice" in text
-
-
-def test_functions_are_called_for_every_leaf_in_order() -> None:
-    asked: list[str] = []
-
-    def ask(path: str, leaf: Any) -> P:
-        asked.append(path)
-        return P("data") if path == "layers/7/w" else P()
-
-    tree = {"layers": [{"w": struct(8), "b": struct(4)} for _ in range(20)]}
-    specs = match([("w", ask), (".*", None)], tree)
-    assert asked == [f"layers/{i}/w" for i in range(20)]
-    assert [i for i, layer in enumerate(specs["layers"]) if layer["w"] != P()] == [7]
 
 
 # ------------------------------------------------------------------ with and without a mesh
@@ -493,21 +415,19 @@ def ways_to_check(rules: Any) -> Any:
     yield lambda: ts.init_sharded(init, rules=rules, mesh=mesh, min_size=9, strict=False)
 
 
-@pytest.mark.parametrize("way", range(5))
-def test_a_spec_that_min_size_leaves_unused_warns_once(way: int) -> None:
-    with pytest.warns(ts.ShardingWarning) as warned:
-        list(ways_to_check([(".*", P("fsdp"))]))[way]()
-    assert [str(one.message).splitlines() for one in warned] == [
-        [
+def test_a_spec_that_min_size_leaves_unused_warns_once() -> None:
+    for check in ways_to_check([(".*", P("fsdp"))]):
+        with pytest.warns(ts.ShardingWarning) as warned:
+            check()
+        [text] = [str(one.message) for one in warned]
+        fact = "shape (8,), P('fsdp',) by rule 0, '.*': 8 elements, fewer than min_size=9."
+        assert text.splitlines() == [
             "2 leaves are not sharded as their rules say:",
-            "  layers/0/b: shape (8,), P('fsdp',) by rule 0, '.*': 8 elements, fewer than"
-            " min_size=9.",
-            "  layers/1/b: shape (8,), P('fsdp',) by rule 0, '.*': 8 elements, fewer than"
-            " min_size=9.",
+            f"  layers/0/b: {fact}",
+            f"  layers/1/b: {fact}",
             "To shard small leaves by such a spec, pass `min_size=0`. To replicate them, give them"
             " a rule with None.",
         ]
-    ]
 
 
 @pytest.mark.parametrize("action", [None, P(), ts.fsdp("fsdp"), lambda path, leaf: P("fsdp")])
@@ -547,23 +467,8 @@ def plain_loop(patterns: list[re.Pattern[str]], tree: Any) -> list[tuple[str, in
 
 
 KEYS = [
-    "w",
-    "b",
-    "w1",
-    "w10",
-    "layer_1",
-    "layer_2",
-    "layer_12",
-    "attn",
-    "",
-    "a/b",
-    "0",
-    "1w",
-    "3x3",
-    "_1",
-    "w_1a",
-    "é",
-    "\uff12",
+    *("w", "b", "w1", "w10", "layer_1", "layer_2", "layer_12", "attn", "", "a/b", "0", "1w", "3x3"),
+    *("_1", "w_1a", "é", "\uff12"),
 ]
 SHAPES = [(), (2,), (2, 3), (0,)]
 
@@ -605,9 +510,9 @@ def a_tree(rng: random.Random, depth: int) -> Any:
 
 
 PATTERNS = [
-    "", "w", "w1$", "^layer_1", "^a", "layer_1?2", "attn|b", "(?i)W", "/0/", "[0-5]$", r"(.)\1",
-    r"(?P<part>\w+)/(?P=part)", "é", ".", "(?!.)",
-]  # fmt: skip
+    *("", "w", "w1$", "^layer_1", "^a", "layer_1?2", "attn|b", "(?i)W", "/0/", "[0-5]$", "^1$"),
+    *(r"/\d/", r"/1\d?$", r"(.)\1", r"(?P<part>\w+)/(?P=part)", "é", ".", "(?!.)"),
+]
 
 
 @settings(max_examples=40, deadline=None)
@@ -623,7 +528,7 @@ def test_the_engine_agrees_with_the_plain_loop(seed) -> None:
         asked.append(path)
         return P()
 
-    for _ in range(30):
+    for _ in range(15):
         patterns = [re.compile(rng.choice(PATTERNS)) for _ in range(rng.randint(1, 5))]
         actions = [rng.choice([None, None, replicate(), by_path]) for _ in patterns]
         rules = list(zip(patterns, actions, strict=True))
