@@ -1,4 +1,4 @@
-"""Saves with two processes, restores with one and with four."""
+"""Saves with two processes, restores with one and with four; checksums with both."""
 
 from pathlib import Path
 
@@ -7,7 +7,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from tests.multiprocess import checkpoint_checks, launcher, restoring_checks
+from tests.multiprocess import (
+    checkpoint_checks,
+    checksum_checks,
+    launcher,
+    restoring_checks,
+)
 from tests.multiprocess.checkpoint_checks import TENSOR, assert_is_the_state, structs
 from treeshard.checkpoint import restore, verify
 
@@ -19,21 +24,21 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(directory: Path) -> launcher.Verdicts:
-    return launcher.launch(checkpoint_checks, directory)
+    return launcher.launch([checkpoint_checks, checksum_checks], directory)
 
 
 @pytest.fixture(scope="module")
 def four(two: launcher.Verdicts, directory: Path) -> launcher.Verdicts:
-    args = [str(directory / "fsdp")]
-    return launcher.launch(restoring_checks, directory / "four", processes=4, devices=2, args=args)
+    modules, args = [restoring_checks, checksum_checks], [str(directory / "fsdp")]
+    return launcher.launch(modules, directory / "four", processes=4, devices=2, args=args)
 
 
-@pytest.mark.parametrize("check", launcher.checks_of(checkpoint_checks))
+@pytest.mark.parametrize("check", launcher.checks_of(checkpoint_checks, checksum_checks))
 def test_two_processes(check: str, two: launcher.Verdicts) -> None:
     two.assert_passed(check)
 
 
-@pytest.mark.parametrize("check", launcher.checks_of(restoring_checks))
+@pytest.mark.parametrize("check", launcher.checks_of(restoring_checks, checksum_checks))
 def test_four_processes(check: str, four: launcher.Verdicts) -> None:
     four.assert_passed(check)
 

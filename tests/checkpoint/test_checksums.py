@@ -17,7 +17,6 @@ from isal import isal_zlib
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.multiprocess import checksum_checks, launcher
 from treeshard.checkpoint import _checksums
 from treeshard.checkpoint._checksums import _of_runs, checksum, checksums
 
@@ -59,7 +58,7 @@ def layouts(draw: st.DrawFn) -> tuple[np.ndarray, NamedSharding]:
     return some(shape, dtype, draw(st.integers(0, 99))), NamedSharding(mesh, spec)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(layouts())
 def test_checksums_do_not_depend_on_the_sharding(layout: tuple[np.ndarray, NamedSharding]) -> None:
     host, sharding = layout
@@ -246,18 +245,3 @@ def test_copies_are_small(dtype, spec, mesh, monkeypatch) -> None:
         assert tracemalloc.get_traced_memory()[1] < 12 * _checksums.BLOCK < host.nbytes
     finally:
         tracemalloc.stop()
-
-
-# ------------------------------------------------------------------ processes
-
-
-@pytest.fixture(scope="module", params=[(2, 4), (4, 2)], ids=["2x4", "4x2"])
-def launched(request, tmp_path_factory):
-    processes, devices = request.param
-    where = tmp_path_factory.mktemp("checksums")
-    return launcher.launch(checksum_checks, where, processes=processes, devices=devices)
-
-
-@pytest.mark.parametrize("check", launcher.checks_of(checksum_checks))
-def test_across_processes(check, launched) -> None:
-    launched.assert_passed(check)

@@ -123,7 +123,7 @@ def check_a_failure_to_read_is_an_error_on_all(context: Context) -> None:
 
 
 def check_an_absent_process_is_named(context: Context) -> None:
-    with arriving_last(context, 1, "late"), pytest.raises(ProcessError) as told:
+    with arriving_last(context, 1, "late at checksums"), pytest.raises(ProcessError) as told:
         checksums([np.zeros(3)], "save", 0.5)
     if context.index != 1:
         assert f"save: process 1 of {context.count} did not arrive within 0.5 s" in str(told.value)
