@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import struct
 import subprocess
 import sys
@@ -251,20 +252,26 @@ def test_usage_and_help(capsys) -> None:
 
 
 CODE = """
-import sys
+import signal, sys
 from treeshard._cli import main
 from jax._src import xla_bridge
-print(main(sys.argv[1:]), xla_bridge.backends_are_initialized())
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells disable it for background jobs
+argv = ["plan", "--rules=r.toml", "--mesh=fsdp=65536", "--json", "--shapes"]
+print(main([*argv, "s.json"]), xla_bridge.backends_are_initialized())
+sys.exit(main([*argv, "slow.json"]))
 """
 
 
-def test_plan_starts_no_backend(tmp_path) -> None:
+def test_plan_starts_no_backend_and_ctrl_c_prints_nothing(tmp_path) -> None:
     (tmp_path / "s.json").write_text(json.dumps(SHAPES | {"key": [[], "key<fry>"]}))
     (tmp_path / "r.toml").write_text(RULES)
-    argv = ["plan", "--shapes=s.json", "--rules=r.toml", "--mesh=fsdp=65536", "--json"]
-    done = ended([sys.executable, "-W", "error", "-c", CODE, *argv], tmp_path)
-    report, said = done.stdout.splitlines()
-    assert (said, done.stderr) == ("1 False", "")
+    os.mkfifo(tmp_path / "slow.json")
+    process = start([sys.executable, "-W", "error", "-c", CODE], tmp_path)
+    with (tmp_path / "slow.json").open("wb"):  # returns when the process opens the other end
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=120)
+    report, said = out.splitlines()
+    assert (process.returncode, said, err) == (130, "1 False", "")
     assert json.loads(report)["plan"]["mesh"][0]["size"] == 65536
 
 
@@ -272,14 +279,11 @@ def test_it_runs_as_a_module_and_a_reader_may_stop_early(tmp_path) -> None:
     (tmp_path / "s.json").write_text(json.dumps({f"w{i}x": [[i], "int8"] for i in range(3000)}))
     (tmp_path / "r.toml").write_text("rules = [{pattern = '', action = 'None'}]")
     command = f"{sys.executable} -m treeshard plan --shapes=s.json --rules=r.toml --mesh=a=1"
-    done = ended(["sh", "-c", f"{command} | head -1"], tmp_path)
-    assert done.stdout.startswith("path ")
-    assert done.stderr == ""
+    out, err = start(["sh", "-c", f"{command} | head -1"], tmp_path).communicate(timeout=120)
+    assert (out.startswith("path "), err) == (True, "")
 
 
-def ended(command: list[str], directory: Path) -> subprocess.CompletedProcess:
-    """Runs a process to its end."""
+def start(command: list[str], directory: Path) -> subprocess.Popen:
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    return subprocess.run(
-        command, cwd=directory, env=env, capture_output=True, text=True, timeout=120
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=directory, env=env, **pipes)

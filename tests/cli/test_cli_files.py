@@ -5,7 +5,6 @@ import os
 import pty
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import termios
@@ -446,22 +445,6 @@ def test_a_platform_that_the_user_chose_stays(go, weights, monkeypatch) -> None:
     monkeypatch.setattr(type(jax.config), "jax_platforms", None)
     assert go("inspect", weights)[0] == 0
     assert updates == [("jax_platforms", "cpu")]
-
-
-PLAN = """
-import signal, sys
-from treeshard._cli import main
-signal.signal(signal.SIGINT, signal.default_int_handler)  # shells disable it for background jobs
-sys.exit(main(["plan", "--shapes", "slow.json", "--rules", "rules.toml", "--mesh", "fsdp=8"]))
-"""
-
-
-def test_ctrl_c_prints_nothing(tmp_path) -> None:
-    os.mkfifo(tmp_path / "slow.json")
-    process = start(tmp_path, "-c", PLAN)
-    with (tmp_path / "slow.json").open("wb"):  # returns when the process opens the other end
-        process.send_signal(signal.SIGINT)
-        assert ended(process) == (130, "", "")
 
 
 def test_bars_and_letters_fit_the_terminal(run) -> None:

@@ -540,11 +540,11 @@ def test_fsdp_that_splits_nothing_is_told_once() -> None:
     assert told(tree, [(".*", None)], "data=2,fsdp=4", min_size=65) == []
 
 
-def test_ten_thousand_leaves_and_a_hundred_unused_rules() -> None:
+def test_ten_thousand_leaves_and_thirty_unused_rules() -> None:
     tree = {f"layer_{i}": {"w": struct(8), "b": struct(8)} for i in range(5000)}
-    rules = [(".*", ROWS), *((f"w{i}|/b$", None) for i in range(100))]
+    rules = [(".*", ROWS), *((f"w{i}|/b$", None) for i in range(30))]
     decided = ts.plan(tree, rules, "fsdp=4", min_size=0)
-    assert [finding.code for finding in decided.findings] == ["shadowed-rule"] * 100
+    assert [finding.code for finding in decided.findings] == ["shadowed-rule"] * 30
 
 
 # ------------------------------------------------------------------ left whole

@@ -150,7 +150,7 @@ mesh_sizes = st.lists(st.sampled_from([1, 1, 1, 2, 3, 4]), min_size=12, max_size
 
 
 @given(name_tuples, rule_lists, mesh_sizes, st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_resolves_names_as_flax(names, rules, sizes, data) -> None:
     flax = linen.logical_to_mesh_axes(names, rules)
     assert logical_to_mesh_spec(names, rules) == flax

@@ -1,74 +1,115 @@
 """Arguments of another kind, or in the wrong order: the message shows the right call."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
+from typing import Any
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from treeshard import errors
+from treeshard.checkpoint import restore, save
+from treeshard.interchange import save_safetensors
+from treeshard.training import init_sharded, jit_step, shard_map_step
 
+# Where annotations are checked, that check would come first.
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+mesh = ts.make_mesh("fsdp=8")
+params = {"w": np.ones((8, 8), "float32")}
+specs, rules = {"w": P("fsdp")}, [(".*", P("fsdp"))]
+plan = ts.plan(params, rules, mesh, min_size=0)
+key, x = np.zeros(2, "uint32"), np.ones((16, 8), "float32")
+
+
+class Model:
+    pass
+
+
+def init(key: Any) -> Any:
+    return params
+
+
+def identity(state: Any, batch: Any) -> Any:
+    return state, ()
+
+
+step = jit_step(identity, plan, donate=False)
 NOT_A_TREE = "which is not a pytree of arrays. "
 CALL_IT = "Call it first, and pass the arrays that it makes: "
 SWAPPED_SPECS = (
     "the tree and its specs are swapped: the first argument has specs, and the second has"
 )
 PATH_FIRST = "the path is a dict. The path comes first: `save"
-MESSAGES = {
-    "plan a class": ("ArgumentError", f"the class Model, {NOT_A_TREE}{CALL_IT}`plan(tree, rules,"),
-    "plan a function": ("ArgumentError", f"the function init, {NOT_A_TREE}{CALL_IT}`plan(tree, "),
-    "plan an object": ("ArgumentError", f"an object, {NOT_A_TREE}Pass its arrays, or register its"),
-    "plan, swapped": ("ShardingRuleError", "the rules are a dict, and the list of rules is elsewh"),
-    "plan, mesh before rules": (
-        "ShardingRuleError",
-        "the rules are a mesh, and the list of rules ",
-    ),
-    "plan, number as mesh": ("MeshError", "8 (int). Give a mesh, or its axes and their sizes as"),
-    "plan, dict as mesh": ("MeshError", "the mesh is {'fsdp': 8} (dict). Give a mesh, or its axes"),
-    "rule, swapped": ("ShardingRuleError", "The pattern comes first: ('.*', P('fsdp',))"),
-    "rule, swapped None": ("ShardingRuleError", "the action None and the pattern 'norm' are swap"),
-    "match, swapped": ("ShardingRuleError", "Call `match_partition_rules(rules, tree)`."),
-    "match a class": ("ArgumentError", "`match_partition_rules(rules, tree)`"),
-    "init of params": ("ArgumentError", "fn is a dict, and not a function that makes the tree. Pa"),
-    "init makes an object": ("ArgumentError", "init_sharded: what fn returns is a Model, which is"),
-    "step, mesh as plan": ("ArgumentError", "jit_step: the plan is a mesh. Plan the state first: "),
-    "step, specs as plan": ("ArgumentError", "`shard_map_step(fn, plan(state, rules, mesh))`"),
-    "step, swapped": ("ArgumentError", "the function is a Plan. Call `jit_step(fn, plan)`"),
-    "step with a key": ("ArgumentError", "with 3 arguments. Put a key, or what else it needs, in "),
-    "step of a class": ("ArgumentError", f"jit_step: the state is the class Model, {NOT_A_TREE}"),
-    "shard, swapped": ("SpecError", SWAPPED_SPECS),
-    "shard, plan first": ("SpecError", SWAPPED_SPECS),
-    "shard a function": ("ArgumentError", f"shard: the tree is the function init, {NOT_A_TREE}"),
-    "reshard, swapped": ("SpecError", SWAPPED_SPECS),
-    "unshard, swapped": ("SpecError", "The tree comes first: `shard(tree, specs)`, `unshard(tree,"),
-    "constraint, swapped": ("SpecError", SWAPPED_SPECS),
-    "save, swapped": ("ArgumentError", PATH_FIRST),
-    "restore, swapped": ("ArgumentError", PATH_FIRST),
-    "safetensors, swapped": ("ArgumentError", "`save_safetensors(path, tree)`"),
+CALLS = {
+    errors.ArgumentError: [
+        (lambda: ts.plan(Model, rules, mesh), f"the class Model, {NOT_A_TREE}{CALL_IT}`plan(tree"),
+        (lambda: ts.plan(init, rules, mesh), f"the function init, {NOT_A_TREE}{CALL_IT}`plan(tre"),
+        (lambda: ts.plan(object(), rules, mesh), f"an object, {NOT_A_TREE}Pass its arrays, or re"),
+        (lambda: ts.match_partition_rules(rules, Model), "`match_partition_rules(rules, tree)`"),
+        (
+            lambda: init_sharded(params, key, rules=rules, mesh=mesh),
+            "fn is a dict, and not a function that makes the tree. Pa",
+        ),
+        (
+            lambda: init_sharded(Model, rules=rules, mesh=mesh),
+            "init_sharded: what fn returns is a Model, which is",
+        ),
+        (lambda: jit_step(identity, mesh), "jit_step: the plan is a mesh. Plan the state first: "),
+        (lambda: shard_map_step(identity, specs), "`shard_map_step(fn, plan(state, rules, mesh))"),
+        (lambda: jit_step(plan, identity), "the function is a Plan. Call `jit_step(fn, plan)`"),
+        (lambda: step(params, x, key), "with 3 arguments. Put a key, or what else it needs, in "),
+        (lambda: step(Model, x), f"jit_step: the state is the class Model, {NOT_A_TREE}"),
+        (lambda: ts.shard(init, P(), mesh), f"shard: the tree is the function init, {NOT_A_TREE}"),
+        (lambda: save(params, "folder"), PATH_FIRST),
+        (lambda: restore(params, "folder"), PATH_FIRST),
+        (lambda: save_safetensors(params, "file"), "`save_safetensors(path, tree)`"),
+    ],
+    errors.ShardingRuleError: [
+        (lambda: ts.plan(rules, params, mesh), "the rules are a dict, and the list of rules is e"),
+        (lambda: ts.plan(params, mesh, rules), "the rules are a mesh, and the list of rules "),
+        (
+            lambda: ts.plan(params, [(P("fsdp"), ".*")], mesh),
+            "The pattern comes first: ('.*', P('fsdp',))",
+        ),
+        (
+            lambda: ts.plan(params, [(None, "norm")], mesh),
+            "the action None and the pattern 'norm' are swap",
+        ),
+        (
+            lambda: ts.match_partition_rules(params, rules),
+            "Call `match_partition_rules(rules, tree)`.",
+        ),
+    ],
+    errors.MeshError: [
+        (lambda: ts.plan(params, rules, 8), "8 (int). Give a mesh, or its axes and their sizes a"),
+        (lambda: ts.plan(params, rules, {"fsdp": 8}), "the mesh is {'fsdp': 8} (dict). Give a me"),
+    ],
+    errors.SpecError: [
+        (lambda: ts.shard(specs, params, mesh), SWAPPED_SPECS),
+        (lambda: ts.shard(plan, params), SWAPPED_SPECS),
+        (lambda: ts.reshard(specs, params, mesh), SWAPPED_SPECS),
+        (lambda: ts.unshard(specs, params, "fsdp"), "The tree comes first: `shard(tree, specs)`,"),
+        (lambda: ts.with_sharding_constraint(specs, params, mesh), SWAPPED_SPECS),
+    ],
 }
 
 
-@pytest.fixture(scope="module")
-def raised() -> dict[str, list[str]]:
-    """The class and the message of the error of each call, in a process of its own."""
-    script = Path(__file__).with_name("wrong_arguments.py")
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+@pytest.mark.parametrize(
+    ("error", "call", "part"), [(error, *row) for error, rows in CALLS.items() for row in rows]
+)
+def test_the_message_shows_the_right_call(error, call, part) -> None:
+    with pytest.raises(error) as raised:
+        call()
+    assert part in str(raised.value)
+    assert type(raised.value) is error
+    assert issubclass(error, ValueError | TypeError)
 
 
-@pytest.mark.parametrize("call", MESSAGES)
-def test_the_message_shows_the_right_call(call, raised) -> None:
-    name, part = MESSAGES[call]
-    assert raised[call][0] == name, raised[call]
-    assert part in raised[call][1]
-    assert issubclass(getattr(errors, name), ts.TreeShardError)
-    assert issubclass(getattr(errors, name), ValueError | TypeError)
-
-
-def test_every_call_is_compared(raised) -> None:
-    assert set(raised) == set(MESSAGES)
+def test_what_has_no_arrays_is_right() -> None:
+    for empty in ({}, None, (), {"name": "mlp", "act": jax.nn.relu}, 3):
+        ts.plan(empty, rules, mesh)
+        ts.shard(empty, P("fsdp"), mesh)
+    step_of_nothing = jit_step(identity, ts.plan({}, rules, mesh), batch=P("fsdp"))
+    step_of_nothing({}, x)
