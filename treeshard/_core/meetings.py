@@ -133,13 +133,16 @@ def count_step(among: Sequence[int]) -> str:
     return f"step {sequence.steps}"
 
 
-def count_batch(among: Sequence[int]) -> None:
-    """Counts a batch that these processes made without a meeting.
+def count_batch(among: Sequence[int]) -> int:
+    """Counts a batch that these processes made without a meeting; returns its number.
 
-    Threads that make batches in advance are at another batch on each process.
+    Threads that make batches in advance are at another batch on each process, so that only those of
+    the main thread are compared.
     """
-    if among and _is_main_thread():
-        _sequence(among).batches += 1
+    sequence = _sequence(among)
+    sequence.all_batches += 1
+    sequence.batches += _is_main_thread()
+    return sequence.all_batches
 
 
 def note(among: Sequence[int], entry: str) -> None:
@@ -230,7 +233,8 @@ class _Sequence:
 
     Attributes:
         lock: Of the thread whose turn it is.
-        steps, batches: How many this process has made without a meeting.
+        steps, batches: How many this process has made without a meeting, batches in the main
+            thread alone.
         batch: The number and form of the last batch that had another form than the one before.
         apart: Places at which the processes were in one meeting, and were allowed to be.
     """
@@ -241,7 +245,7 @@ class _Sequence:
         if lane:
             self._name += "." + _hash(lane)
         self.lock = threading.RLock()
-        self.number, self.steps, self.batches = 0, 0, 0
+        self.number = self.steps = self.batches = self.all_batches = 0
         self._history, self._noted = "", deque[str](maxlen=500)
         self.batch: tuple[int, str] | None = None
         self._place = ""  # of the last call that the user's code made

@@ -103,14 +103,14 @@ def layer_specs(specs: SpecTree, dim: int = 0) -> SpecTree:
         if not is_spec(leaf):
             sliced.append(leaf)
             continue
-        parts = entries(leaf)
+        spec = leaf.spec if isinstance(leaf, NamedSharding) else leaf
+        parts = entries(spec)
         if dim < len(parts) and axes_of(parts[dim]):
             bad.append(
-                f"{path}: {leaf if isinstance(leaf, PartitionSpec) else leaf.spec} shards dim"
-                f" {dim}, on which the layers are stacked, so every device would need every"
-                " layer. Shard another dim (`fsdp(..., skip=(0,))` keeps this one free)."
+                f"{path}: {spec} shards dim {dim}, on which the layers are stacked, so every device"
+                " would need every layer. Shard another dim (`fsdp(..., skip=(0,))` keeps this one"
+                " free)."
             )
-        spec = leaf.spec if isinstance(leaf, NamedSharding) else leaf
         rest = with_entries(spec, [*parts[:dim], *parts[dim + 1 :]])
         sliced.append(NamedSharding(leaf.mesh, rest) if isinstance(leaf, NamedSharding) else rest)
     if bad:

@@ -264,11 +264,8 @@ def _typed(
     sizes = axis_sizes(mesh)
     dropped: list[Adjustment] = []
     for axis in sorted(spec.unreduced | spec.reduced):
-        if axis not in sizes:
-            dropped.append(Adjustment("axis-not-in-mesh", unknown_axis(axis, sizes), (axis,)))
-        elif axis in manual:
-            why = _WHY["axis-is-manual"].format(axis=axis)
-            dropped.append(Adjustment("axis-is-manual", why, (axis,)))
+        if note := _absent(axis, sizes, manual):
+            dropped.append(note)
     gone = {axis for note in dropped for axis in note.axes}
     return with_types(spec, spec.unreduced - gone, spec.reduced - gone), dropped
 
@@ -284,18 +281,25 @@ def _free_axes(
     free: list[str] = []
     dropped: list[Adjustment] = []
     for axis in axes_of(entries(spec)[dim]):
-        if axis not in sizes:
-            why = unknown_axis(axis, sizes)
-            dropped.append(Adjustment("axis-not-in-mesh", why, (axis,), dim))
-        elif axis in manual:
-            why = _WHY["axis-is-manual"].format(axis=axis)
-            dropped.append(Adjustment("axis-is-manual", why, (axis,), dim))
+        if note := _absent(axis, sizes, manual, dim):
+            dropped.append(note)
         elif axis in used or axis in free:
             why = _WHY["axis-already-used"].format(spec=spec, axis=axis)
             dropped.append(Adjustment("axis-already-used", why, (axis,), dim))
         else:
             free.append(axis)
     return free, dropped
+
+
+def _absent(
+    axis: str, sizes: Mapping[str, int], manual: frozenset[str], dim: int | None = None
+) -> Adjustment | None:
+    """Why a spec cannot name an axis here; `None` if it can."""
+    if axis not in sizes:
+        return Adjustment("axis-not-in-mesh", unknown_axis(axis, sizes), (axis,), dim)
+    if axis in manual:
+        return Adjustment("axis-is-manual", _WHY["axis-is-manual"].format(axis=axis), (axis,), dim)
+    return None
 
 
 def _dividing_axes(

@@ -186,9 +186,10 @@ def unshard(
         MaxText gathers a layer's weights this way; the name is PyTorch FSDP2's.
     """
     step = source = current_plan()
+    if mesh is None and isinstance(specs, SpecCarrier):
+        mesh = specs.mesh
     if isinstance(specs, Plan):
         source = PlanInForce(specs, row_axes(default_batch(specs)))
-        mesh = specs.mesh if mesh is None else mesh
         specs = _specs_in_plan(tree, source)
     elif specs is None:
         specs = _specs_here(tree, step, axis)
@@ -202,14 +203,12 @@ def unshard(
     leaf_specs = specs_of_leaves(specs, tree, resolve=resolve_names)
     if axis is not None:
         _warn_of_misspelled(axes, leaf_specs)
-    if mesh is None and isinstance(specs, SpecCarrier):
-        mesh = specs.mesh
     mesh, treedef = as_mesh(mesh, make_mesh), tree_structure(tree)
     gathered = [_gathered(spec, axes) for spec in leaf_specs]
     if is_tracing():
         if step is not None and step.waits and can_wait(context_mesh()):
             tree = _for_scatter(tree, gathered, axes, step.rows)
-        before = treedef.unflatten(_of_gradients(leaf_specs, gathered))
+        before = treedef.unflatten(map(_spec_of_gradient, leaf_specs, gathered))
         tree = _constrain_tree("unshard", tree, before, mesh)
     return _constrain_tree("unshard", tree, treedef.unflatten(gathered), mesh)
 
@@ -268,14 +267,13 @@ def _axes_to_gather(axis: str | Sequence[str] | None, step: PlanInForce | None) 
     return step.gathered_axes
 
 
-def _of_gradients(leaf_specs: Sequence[Any], gathered: Sequence[Any]) -> list[Any]:
-    """The specs of the leaves that are gathered, and `None` for the others.
+def _spec_of_gradient(spec: Any, gathered: Any) -> Any:
+    """The spec of a leaf that is gathered, and `None` for another.
 
-    The gradient of a leaf that is constrained to its own specs is constrained to them too.
-    Compilers may otherwise all-reduce full gradients, where a reduce-scatter is enough.
+    The gradient of a leaf that is constrained to its own spec is constrained to it too. Compilers
+    may otherwise all-reduce full gradients, where a reduce-scatter is enough.
     """
-    pairs = zip(leaf_specs, gathered, strict=True)
-    return [None if after is None else spec for spec, after in pairs]
+    return None if gathered is None else spec
 
 
 def _warn_of_misspelled(axes: Sequence[str], leaf_specs: Sequence[Any]) -> None:
@@ -308,7 +306,7 @@ def _for_scatter(
 
 def _gathered(spec: Any, axes: tuple[str, ...]) -> Any:
     """A leaf's spec without `axes`; `None` if it names none of them."""
-    if spec is None or not set(axes) & set(get_names_from_partition_spec(spec)):
+    if spec is None or not set(axes) & {*all_axes(entries(spec))}:
         return None
     if isinstance(spec, NamedSharding):
         return spec.update(spec=without_axes(spec.spec, axes))

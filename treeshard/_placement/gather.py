@@ -5,11 +5,10 @@ arrays on devices of several processes at all, and `multihost_utils.process_allg
 full copy of each on every device.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from itertools import count, repeat
+from itertools import repeat
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -27,7 +26,7 @@ from treeshard._core.arrays import (
     to_host,
 )
 from treeshard._core.make_mesh import make_mesh, with_devices
-from treeshard._core.meetings import in_turn
+from treeshard._core.meetings import in_turn, last_meeting
 from treeshard._core.memory import lacking_memory
 from treeshard._core.mesh import MeshLike, as_mesh
 from treeshard._core.paths import PyTree, leaf_paths, path_under
@@ -48,8 +47,6 @@ from treeshard._placement.transport import deliver
 from treeshard.errors import DoesNotFitError
 
 To = Literal["all"] | int
-
-_iterations: defaultdict[tuple[int, ...], "count[int]"] = defaultdict(count)
 
 
 def gather(
@@ -212,14 +209,13 @@ def _agreed_paths(call: _Call) -> list[str]:
 def _turns(call: _Call, paths: list[str]) -> Callable[[int], AbstractContextManager[None]]:
     """The context in which the data of a spread leaf travels, by its index among these."""
     named = [path for path, leaf in zip(paths, call.leaves, strict=True) if is_spread(leaf)]
-    # The same on all processes, since all have agreed on each call before.
-    number = next(_iterations[tuple(call.processes)])
+    met = last_meeting()  # the same on all processes, which have agreed on the call
 
     @contextmanager
     def turn(i: int) -> Iterator[None]:
         with in_turn(call.processes):
             if call.meet:
-                at = f"{call.where}, at {named[i]} (call {number})"
+                at = f"{call.where}, at {named[i]} (call of {met})"
                 with together(at, among=call.processes, timeout=call.timeout):
                     pass
             yield

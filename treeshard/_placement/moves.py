@@ -20,6 +20,7 @@ from treeshard._core.arrays import (
     common,
     data_of,
     device_dtype,
+    holders,
     is_key,
     lengths,
     numbers,
@@ -186,7 +187,10 @@ def transfer_across_processes(
     from treeshard._placement.transport import deliver
 
     data = list(map(data_of, arrays))
-    wanted = [_wanted(x.shape, target) for x, target in zip(data, targets, strict=True)]
+    wanted = [
+        [(i, region) for region, among in holders(target, x.shape).items() for i in among]
+        for x, target in zip(data, targets, strict=True)
+    ]
     shardings = [*(x.sharding for x in data), *targets]
     among = sorted(frozenset[int]().union(*map(processes_of, shardings)))
     participates = jax.process_index() in among
@@ -200,12 +204,6 @@ def transfer_across_processes(
 
 def _of_parts(x: jax.Array, target: NamedSharding, parts: Mapping[Region, np.ndarray]) -> jax.Array:
     return assemble(x.shape, x.dtype, target, lambda index: parts[region_of(index, x.shape)])
-
-
-def _wanted(shape: tuple[int, ...], target: NamedSharding) -> list[tuple[int, Region]]:
-    """Which process needs which shards."""
-    indices = target.devices_indices_map(shape).items()
-    return list(dict.fromkeys((d.process_index, region_of(index, shape)) for d, index in indices))
 
 
 def read_shards(

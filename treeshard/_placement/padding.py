@@ -95,7 +95,10 @@ def _resized(tree: PyTree, before: Plan, after: Plan, where: str) -> PyTree:
     arrays = [i for i, x in enumerate(leaves) if has_shape(x)]
     start = _start(tree, [tuple(leaves[i].shape) for i in arrays], before, after, where)
     old, new = before.sharding_of_each(), after.sharding_of_each()
-    on_devices: dict[int, int] = {}  # the index in the plan, by that in the tree
+    # What is on devices: where each array is to be, and what becomes of it.
+    sources: list[Any] = [None] * len(leaves)
+    targets: list[NamedSharding | None] = [None] * len(leaves)
+    changes: dict[int, tuple[Shape, NamedSharding]] = {}
     for k, i in enumerate(arrays, start):
         x, shape = leaves[i], after.leaves[k].shape
         if shape == before.leaves[k].shape:
@@ -103,25 +106,16 @@ def _resized(tree: PyTree, before: Plan, after: Plan, where: str) -> PyTree:
         if isinstance(x, jax.ShapeDtypeStruct):
             leaves[i] = jax.ShapeDtypeStruct(shape, x.dtype, sharding=new[k])
         elif isinstance(x, jax.Array) and not isinstance(x, Tracer):
-            on_devices[i] = k
+            sources[i], targets[i] = x, old[k]
+            changes[i] = shape, new[k]
         else:
             leaves[i] = resize(x, shape)
-    if on_devices:
-        # An array may be on a single device, or sharded in another way; then it moves first.
-        sources = [x if i in on_devices else None for i, x in enumerate(leaves)]
-        shardings = [old[on_devices[i]] if i in on_devices else None for i in range(len(leaves))]
-        placed = place(
-            treedef.unflatten(sources),
-            treedef.unflatten(shardings),
-            None,
-            Call(where, replicate_then_split),
-        )
-        placed = tree_leaves(placed)
-        program = _program(
-            tuple(after.leaves[k].shape for k in on_devices.values()),
-            tuple(new[k] for k in on_devices.values()),
-        )
-        for i, x in zip(on_devices, program(placed), strict=True):
+    if changes:
+        # It may be on a single device, or sharded in another way; then it moves first.
+        call = Call(where, replicate_then_split)
+        placed = place(treedef.unflatten(sources), treedef.unflatten(targets), None, call)
+        resized = _program(*zip(*changes.values(), strict=True))(tree_leaves(placed))
+        for i, x in zip(changes, resized, strict=True):
             leaves[i] = x
     return treedef.unflatten(leaves)
 

@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
-from itertools import count
 from typing import Any
 
 import jax
@@ -44,9 +43,8 @@ from treeshard.errors import LeafError, SpecError
 
 WHERE = "from_process_local"
 
-# What processes have agreed on, and how many calls each group of processes has made.
-_agreed: dict[Any, str] = {}  # the form of a tree in words, by its signature
-_calls: defaultdict[tuple[int, ...], "count[int]"] = defaultdict(count)
+# What processes have agreed on: the form of a tree in words, by its signature.
+_agreed: dict[Any, str] = {}
 
 
 def from_process_local(
@@ -118,8 +116,7 @@ def from_process_local(
     specs, meshes = on_meshes(specs, mesh, WHERE)
     processes = tuple(participating_processes((), meshes))
     check_in_step(WHERE, processes)
-    count_batch(processes)
-    call = next(_calls[processes]) + 1  # counted before anything can fail on one process
+    call = count_batch(processes) if processes else 0  # before anything can fail on one process
     shardings = _joint_shardings(tree, leaves, specs, mesh)
     rows = [(i, leaves[i].shape, leaves[i].dtype, target) for i, target in shardings.items()]
     signature = (*processes, treedef, *rows)
