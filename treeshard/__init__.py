@@ -22,6 +22,9 @@ def __getattr__(name: str) -> _Any:
         return _load(name)
     hint = ""
     if not name.startswith("_"):  # Python and notebooks ask for many names with underscores
+        # No other module has their names, so that `except treeshard.SpecError` loads none.
+        if name in (errors := _load("errors")).__all__:
+            return getattr(errors, name)
         submodules = [_load(submodule) for submodule in _SEARCHED]
         homes = [module for module in submodules if name in module.__all__]
         # Two submodules may share one object; two objects of one name are not chosen between.

@@ -40,6 +40,10 @@ with tempfile.TemporaryDirectory() as folder:
     ts.checkpoint.save(folder + "/1", state)
     restored = ts.checkpoint.restore(folder + "/1", plan)
 assert np.array_equal(ts.gather(ts.shard(whole, plan))["up"], np.asarray(restored["up"]))
+try:
+    ts.shard(whole, P("fdsp"), plan.mesh)
+except ts.UnknownAxisError as error:
+    assert "fsdp" in str(error)
 reports = ("_trace", "communication", "programs", "testing")
 loaded = [name for name in sys.modules if name.startswith("treeshard.")]
 print(*sorted(name for name in loaded if name.split(".")[1] in reports and sys.modules[name]))
