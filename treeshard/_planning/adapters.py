@@ -26,6 +26,8 @@ from treeshard._core.specs import (
 from treeshard._planning.matching import Decision, PlannedLeaf, Shape, tails
 from treeshard._planning.tactics import Refined, Step, Tactic
 
+_Groups = dict[int, tuple[int, ...]]  # dims of a base that are one dim of its factor
+
 
 def follow(base: str, *, blocks: bool = False) -> Tactic:
     """Shards a leaf as the base leaf that it belongs to, dim by dim.
@@ -94,7 +96,8 @@ def following(
         steps.update((number, step) for step in of_rule if isinstance(step, Follow))
     if not steps:
         return {}
-    return _Followers(leaves, steps, mesh, pad).decisions()
+    followers = _Followers(leaves, steps, mesh, pad)
+    return {i: followers.decide(i, frozenset([i])) for i in followers.bases_of}
 
 
 class _Followers:
@@ -121,12 +124,11 @@ class _Followers:
             self.bases_of[i] = bases
             if bases and not step.blocks:
                 self.factors_of[bases[0]].append(i)
-        self.originals = _by_tail(leaves, [i for i, bases in self.bases_of.items() if bases])
+        # Those with a base, by their paths without the branch of a state.
+        with_base = [i for i, bases in self.bases_of.items() if bases]
+        self.by_tail = {leaves[i].path.partition("/")[2]: i for i in with_base}
 
-    def decisions(self) -> dict[int, Decision]:
-        return {i: self._decide(i, frozenset([i])) for i in self.bases_of}
-
-    def _decide(self, index: int, waiting: frozenset[int]) -> Decision:
+    def decide(self, index: int, waiting: frozenset[int]) -> Decision:
         """The decision of a leaf. A base may follow another one; `waiting` breaks circles."""
         leaf = self.leaves[index]
         if leaf.rule not in self.steps:
@@ -138,30 +140,22 @@ class _Followers:
     def _followed(self, index: int, step: Follow, waiting: frozenset[int]) -> Decision:
         leaf = self.leaves[index]
         base = next((i for i in self.bases_of[index] if i not in waiting), None)
-        if base is None:
-            original = _original(leaf, self.leaves, self.originals)
-            if original is None or original in waiting:
-                return _without_base(leaf.decision, step)
-            as_original = self._decide(original, waiting | {original})
+        if base is not None:
+            of_base = self.decide(base, waiting | {base})
+            padded = self.pad(self.leaves[base]._replace(decision=of_base))
+            others = [self.leaves[i].shape for i in self.factors_of[base] if i != index]
+            return _as_base(leaf, padded, self.mesh, step.blocks, others)
+        # The base may be frozen: then the optimizer's state has moments of the factors alone.
+        moments = (self.by_tail[tail] for tail in tails(leaf.path) if tail in self.by_tail)
+        original = next((i for i in moments if self.leaves[i].shape == leaf.shape), None)
+        if original is not None and original not in waiting:
+            as_original = self.decide(original, waiting | {original})
             return as_original._replace(rule=leaf.rule, pattern=leaf.pattern)
-        of_base = self._decide(base, waiting | {base})
-        padded = self.pad(self.leaves[base]._replace(decision=of_base))
-        others = [self.leaves[i].shape for i in self.factors_of[base] if i != index]
-        return _as_base(leaf, padded, self.mesh, step.blocks, others)
-
-
-def _by_tail(leaves: Sequence[PlannedLeaf], indices: Iterable[int]) -> dict[str, int]:
-    """Leaves by their paths without the first key, which is the branch of a state."""
-    return {leaves[i].path.partition("/")[2]: i for i in indices}
-
-
-def _original(
-    leaf: PlannedLeaf, leaves: Sequence[PlannedLeaf], by_tail: Mapping[str, int]
-) -> int | None:
-    """The leaf that a leaf is a moment of: of the same shape, at the end of the leaf's path."""
-    # The base may be frozen, and then the optimizer's state has the moments of the factors alone.
-    indices = [by_tail[tail] for tail in tails(leaf.path) if tail in by_tail]
-    return next((i for i in indices if leaves[i].shape == leaf.shape), None)
+        why = (
+            f"no leaf {step.base!r} is beside it or its ancestors, so it is replicated. Give the"
+            " path of the base relative to an ancestor of the leaf."
+        )
+        return leaf.decision._replace(adjustments=(Adjustment("no-base", why),))
 
 
 def _base_paths(path: str, base: str) -> Iterator[str]:
@@ -170,14 +164,6 @@ def _base_paths(path: str, base: str) -> Iterator[str]:
     for count in reversed(range(len(keys))):
         yield "/".join([*keys[:count], base])
         yield "/".join([*keys[:count], base, *keys[count + 1 :]])
-
-
-def _without_base(undecided: Decision, step: Follow) -> Decision:
-    why = (
-        f"no leaf {step.base!r} is beside it or its ancestors, so it is replicated. Give the path"
-        " of the base relative to an ancestor of the leaf."
-    )
-    return undecided._replace(adjustments=(Adjustment("no-base", why),))
 
 
 def _as_base(
@@ -223,29 +209,25 @@ def _dims_of_factor(
     """The dims of a LoRA factor that have the role of a dim of its base; `None` if no other leaf
     makes it a factor. And why no dim has one, if either could be the rank."""
     of_shape = base.unpadded or base.shape
-    roles: list[dict[int, tuple[int, ...]]] = []
+    roles: list[_Groups] = []
     for other in others:
-        for left, right, is_left in ((shape, other, True), (other, shape, False)):
-            dims = factor_dims(left, right, of_shape, is_left=is_left)
-            if dims is not None and dims not in roles:
-                roles.append(dims)
+        left, right = _factor_dims(shape, other, of_shape), _factor_dims(other, shape, of_shape)
+        roles += [dims for dims in (left and left[0], right and right[1]) if dims is not None]
     if not roles:
         return None, ""
-    if len(roles) > 1:
+    if any(dims != roles[0] for dims in roles):
         why = f"any dim of shape {shape} may be the rank of the factor, so it is replicated."
         return {}, why
     # Dims of the base that are one dim of the factor: its shards are theirs if the first is split.
-    own = {dim: group[0] for dim, group in roles[0].items()}
-    inner = [source for group in roles[0].values() for source in group[1:]]
+    groups = roles[0]
+    inner = [source for group in groups.values() for source in group[1:]]
     if base.unpadded is not None or any(of_base[source] is not None for source in inner):
-        own = {dim: group[0] for dim, group in roles[0].items() if len(group) == 1}
-    return own, ""
+        groups = {dim: group for dim, group in groups.items() if len(group) == 1}
+    return {dim: group[0] for dim, group in groups.items()}, ""
 
 
-def factor_dims(
-    left: Shape, right: Shape, base: Shape, *, is_left: bool
-) -> dict[int, tuple[int, ...]] | None:
-    """The dims of a factor, each with the dims of the base that it has the role of; `None` if
+def _factor_dims(left: Shape, right: Shape, base: Shape) -> tuple[_Groups, _Groups] | None:
+    """The dims of both factors, each with the dims of the base that it has the role of; `None` if
     `left @ right` has another shape than the base.
 
     Factors are `(in, r)` and `(r, out)`, or `(n, in, r)` and `(n, r, out)` for n layers or experts.
@@ -257,13 +239,11 @@ def factor_dims(
         if left[:batch] != right[:batch] or left[-1] != right[batch]:
             continue
         groups = _merged(left[:-1] + right[batch + 1 :], base)
-        if groups is None:
-            continue
-        if is_left:
-            return dict(enumerate(groups[: len(left) - 1]))
-        # Behind the dims of the batch, `right` has the rank first.
-        own = [*groups[:batch], None, *groups[len(left) - 1 :]]
-        return {dim: group for dim, group in enumerate(own) if group is not None}
+        if groups is not None:
+            of_left, behind = groups[: len(left) - 1], groups[len(left) - 1 :]
+            # Behind the dims of the batch, `right` has the rank first.
+            of_right = dict(enumerate(groups[:batch])) | dict(enumerate(behind, batch + 1))
+            return dict(enumerate(of_left)), of_right
     return None
 
 
