@@ -164,11 +164,7 @@ def test_json_has_the_same_facts(run) -> None:
         ("steps:dictionary", "", "steps:dictionary returned dict. It gets the mesh, and must"),
         ("steps:swapped", "", "swapped returned a tuple of dict, Step, ShapeDtypeStruct. It gets"),
         ("steps:fails", "", "steps:fails failed at HERE/steps.py:38: KeyError: 'tensor'"),
-        (
-            "steps:other_batch",
-            "",
-            "steps:other_batch failed at HERE/steps.py:14: TypeError: ",
-        ),
+        ("steps:other_batch", "", "steps:other_batch failed at HERE/steps.py:14: TypeError: "),
         ("steps:make", "--mesh=fsdp", "cannot read 'fsdp'"),
         ("steps:make", "--topology=v5e-3", "no slice of v5e has this shape. The nearest are"),
         ("steps:make", "--mesh=tensor=8", "the mesh has no axis 'fsdp'"),

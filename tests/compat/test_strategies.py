@@ -42,10 +42,7 @@ def test_a_repr_parses_to_an_equal_tactic(meant) -> None:
     ("text", "message"),
     [
         ("fdsp('data')", "at column 1: fdsp is not a tactic. Did you mean 'fsdp'?"),
-        (
-            "fsdp('a') | zzz()",
-            "at column 13: zzz is not a tactic. The tactics are follow, fsdp,",
-        ),
+        ("fsdp('a') | zzz()", "at column 13: zzz is not a tactic. The tactics are follow, fsdp,"),
         ("os.system('true')", "at column 1: os.system is not a tactic."),
         ("shard_dm('a')", "shard_dm is not a tactic. Did you mean 'shard_dim'?"),
         (
@@ -72,10 +69,7 @@ def test_a_repr_parses_to_an_equal_tactic(meant) -> None:
             "missing a required argument: 'dim'. The signature is shard_dim(axis, dim,"
             " ignore_ndim_error=False, *, memory=None).",
         ),
-        (
-            "replicate('a')",
-            "has wrong arguments: too many positional arguments. The sig",
-        ),
+        ("replicate('a')", "has wrong arguments: too many positional arguments. The sig"),
         ("fsdp('a', min_size_to_shard_mb=4)", "unexpected keyword argument 'min_size_to_shard_mb'"),
         ("fsdp(('a', 'a'))", "fsdp(('a', 'a')): give at least one axis, and each once."),
         ("fsdp('a') + replicate", "is not a call of a tactic. Write calls joined by |, such as"),

@@ -67,10 +67,7 @@ CASES = {
     "the first whose axes are free": (("embed", "batch"), P("context", ("data", "fsdp", "expert"))),
     "all axes of a tuple or none": (("length", "embed"), P("context", "fsdp")),
     "none left": (("length", "batch", "embed"), P("context", ("data", "fsdp", "expert"), None)),
-    "the order of rules, not of dims": (
-        ("vocab", "heads"),
-        P(U, ("tensor", "sequence")),
-    ),
+    "the order of rules, not of dims": (("vocab", "heads"), P(U, ("tensor", "sequence"))),
     "unconstrained": ((U, "length", U), P(U, "context", U)),
     "None twice": ((None, "length", None), P(None, "context", None)),
     "several names in one dim": (

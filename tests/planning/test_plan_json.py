@@ -79,14 +79,7 @@ def test_json_names_no_devices_and_keeps_its_format(mesh) -> None:
     assert "cpu" not in text.lower()
     assert text == planned().to_json()
     raw = json.loads(text)
-    assert list(raw) == [
-        "treeshard_plan",
-        "mesh",
-        "min_size",
-        "mirrors",
-        "rules",
-        "leaves",
-    ]
+    assert list(raw) == ["treeshard_plan", "mesh", "min_size", "mirrors", "rules", "leaves"]
     assert raw["mesh"][0] == {"axis": "data", "size": 2, "type": "auto"}
     assert raw["leaves"][0] == {
         "path": "blocks/0/weight",

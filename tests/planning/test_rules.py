@@ -274,10 +274,7 @@ def test_all_bad_leaves_at_once() -> None:
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        (
-            [("attn", None)],
-            "mlp: shape (16, 8), no rule matches. The mesh has data=2, fsdp=4.\nTo",
-        ),
+        ([("attn", None)], "mlp: shape (16, 8), no rule matches. The mesh has data=2, fsdp=4.\nTo"),
         ([("mlp", P(None, "fsdp", "data")), ("", None)], "has 3 entries, but shape (16, 8) has 2"),
         ([("mlp", P("data", "data")), ("", None)], "names the axis 'data' twice"),
         ([("mlp", P(("data", "x"))), ("", None)], "the mesh has no axis 'x'"),
