@@ -65,29 +65,6 @@ def test_project(case) -> None:
     assert [adjustment.kind for adjustment in adjustments] == kinds
 
 
-def test_project_says_why() -> None:
-    def why(spec, shape, **more):
-        return project(spec, MESH, shape, **more)[1][0].why
-
-    assert why(P("fdsp"), (4,)) == (
-        "the mesh has no axis 'fdsp'. It has data=2, fsdp=4, tensor=1. Did you mean 'fsdp'?"
-    )
-    assert why(P(None, "data"), (8,)) == (
-        "P(None, 'data') has 2 entries, but shape (8,) has 1 dim. Drop the last entry."
-    )
-    assert why(P("data", "data"), (8, 8)) == (
-        "P('data', 'data') names the axis 'data' twice. An axis can split one dim only."
-    )
-    assert why(P(("data", "fsdp")), (6,)) == (
-        "P(('data', 'fsdp'),) splits dim 0 of shape (6,) into 8 parts, and 6 is not divisible by 8."
-        " Pad it to"
-        " 8, or use another dim or axis."
-    )
-    assert why(P("data"), (4,), manual=frozenset({"data"})) == (
-        "'data' is Manual here: the code already runs once per device along it."
-    )
-
-
 def test_without_a_mesh_only_the_rank_counts() -> None:
     assert project(P("x", "x"), None, (3, 3)) == (P("x", "x"), ())
     assert project(P("x", "y"), None, (3,))[0] == P("x")

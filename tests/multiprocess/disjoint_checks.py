@@ -1,5 +1,6 @@
 """A tree goes from a trainer's mesh to a sampler's: every byte once, in little memory."""
 
+from functools import cache
 from typing import Any
 
 import jax
@@ -58,10 +59,16 @@ def placed(plan: ts.Plan) -> Any:
     return jax.block_until_ready(ts.shard(structs(), plan, read=read))
 
 
-def check_every_byte_is_sent_once_as_the_plan_says(context: Context) -> None:
+@cache
+def start() -> tuple[ts.Plan, ts.Plan, Any]:
+    """The plans of both, and the tree as the trainer has it."""
     before, after = plans(*meshes())
+    return before, after, placed(before)
+
+
+def check_every_byte_is_sent_once_as_the_plan_says(context: Context) -> None:
+    before, after, tree = start()
     diff = before.diff(after)
-    tree = placed(before)
     packets.clear()
     moved = ts.reshard(tree, after)
     total = sum(x.nbytes for x in jax.tree.leaves(tree))
@@ -78,12 +85,12 @@ def check_every_byte_is_sent_once_as_the_plan_says(context: Context) -> None:
 
 
 def check_the_peak_is_within_two_shards_of_the_result(context: Context) -> None:
-    before, after = plans(*meshes())
-    tree = placed(before)
+    _, after, tree = start()
     own = sum(d.process_index == context.index for d in after.mesh.devices.flat)
     part = own / after.mesh.size
     peak = mib_of(lambda: jax.block_until_ready(ts.reshard(tree, after)))
     assert peak <= part * TREE + 2 * part * LEAF + IN_FLIGHT, (peak, part)
+    start.cache_clear()
 
 
 def check_meshes_that_share_devices(context: Context) -> None:

@@ -123,10 +123,6 @@ def test_progress_without_tqdm(
         LONG[name](tree, progress=True)
 
 
-def test_to_names_a_process(tree: dict[str, Any]) -> None:
-    np.testing.assert_array_equal(ts.gather(tree, to=0)["w"], ts.gather(tree)["w"])
-
-
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("to", [1, -1, "one", True, None], ids=str)
 @pytest.mark.parametrize("read", [ts.gather, ts.iter_gather])

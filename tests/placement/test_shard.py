@@ -29,6 +29,7 @@ DTYPES = [
     ml_dtypes.uint2,
 ]
 NAMES = [np.dtype(dtype).name for dtype in DTYPES]
+KEY_DATA = np.arange(64, dtype=np.uint32).reshape(16, 4)
 
 
 def pieces(x: jax.Array) -> list[tuple[int, ...]]:
@@ -57,19 +58,19 @@ def aligned(shape: tuple[int, ...]) -> np.ndarray:
         pytest.param(P("fsdp", None, None, None), (4, 8), id="Nones beyond the rank"),
     ],
 )
-@pytest.mark.parametrize("source", ["numpy", "one device", "many devices"])
-def test_each_device_gets_its_shard(mesh: Mesh, spec: P, piece: tuple, source: str) -> None:
+@pytest.mark.parametrize("move", [ts.shard, ts.reshard])
+def test_each_device_gets_its_shard(mesh: Mesh, spec: P, piece: tuple, move: Any) -> None:
     x = arange(16, 8)
-    start = {
-        "numpy": lambda: x,
-        "one device": lambda: jax.device_put(x, jax.devices()[3]),
-        "many devices": lambda: ts.shard(x, P("data", "fsdp"), mesh),
-    }[source]()
-    placed = ts.shard({"x": start}, {"x": spec}, mesh)["x"]
-    assert set(pieces(placed)) == {piece}
-    assert placed.sharding.is_equivalent_to(NamedSharding(mesh, P(*spec[:2])), 2)
-    assert placed.sharding.mesh == mesh
-    np.testing.assert_array_equal(ts.gather(placed), x)
+    sources = {
+        "numpy": x,
+        "one device": jax.device_put(x, jax.devices()[3]),
+        "many devices": ts.shard(x, P("data", "fsdp"), mesh),
+    }
+    for name, placed in move(sources, spec, mesh).items():
+        assert set(pieces(placed)) == {piece}, name
+        assert placed.sharding.is_equivalent_to(NamedSharding(mesh, P(*spec[:2])), 2)
+        assert placed.sharding.mesh == mesh
+        np.testing.assert_array_equal(ts.gather(placed), x)
 
 
 def test_where_the_mesh_comes_from(mesh: Mesh, fsdp_mesh: Mesh) -> None:
@@ -138,16 +139,6 @@ def test_64_bits_become_32_as_in_jnp_asarray(mesh: Mesh, compiles: list[str]) ->
     )
     np.testing.assert_array_equal(placed["int"], np.arange(8))
     np.testing.assert_array_equal(placed["swapped"], np.arange(8))
-
-
-def test_typed_keys_are_sharded(mesh: Mesh, compiles: list[str]) -> None:
-    data = np.arange(64, dtype=np.uint32).reshape(16, 4)
-    keys = jax.random.wrap_key_data(data, impl="rbg")
-    placed = ts.shard(keys, P("fsdp"), mesh)
-    assert (placed.dtype, placed.shape) == (keys.dtype, (16,))
-    assert set(pieces(placed)) == {(4,)}
-    assert bits(ts.gather(placed)) == data.tobytes()
-    assert compiles == []
 
 
 # ------------------------------------------------------------------ the round trip
@@ -243,28 +234,26 @@ def test_the_result_can_be_donated(mesh: Mesh, spec: P) -> None:
 def test_a_hundred_shapes_from_host_or_one_device_compile_nothing(
     mesh: Mesh, compiles: list[str]
 ) -> None:
-    host = [arange(8, n + 1) for n in range(100)]
-    ts.shard(host, P("fsdp"), mesh)
+    host = [*(arange(8, n + 1) for n in range(100)), jax.random.wrap_key_data(KEY_DATA, impl="rbg")]
+    compiles.clear()
+    placed = ts.shard(host, P("fsdp"), mesh)
     ts.shard(jax.device_put(host, jax.devices()[0]), P("fsdp"), mesh)
     assert compiles == []
+    assert set(pieces(placed[-1])) == {(4,)}
+    assert bits(ts.gather(placed[-1])) == KEY_DATA.tobytes()
 
 
-def test_resharding_a_tree_compiles_once(mesh: Mesh, compiles: list[str]) -> None:
+@pytest.mark.parametrize("source", ["one device", "many devices"])
+def test_resharding_a_tree_compiles_once(mesh: Mesh, source: str, compiles: list[str]) -> None:
     host = [arange(8, 4 * n) for n in range(1, 6)]
-    placed = ts.shard(host, P("data"), mesh)
+    if source == "one device":
+        placed = jax.device_put(host, jax.devices()[1])
+    else:
+        placed = ts.shard(host, P("data"), mesh)
     assert compiles == []
-    moved = ts.reshard(placed, P(None, "fsdp"), mesh)
-    assert len(compiles) == 1
-    ts.reshard(placed, P(None, "fsdp"), mesh)
-    assert len(compiles) == 1
-    for x, y in zip(host, moved, strict=True):
-        np.testing.assert_array_equal(ts.gather(y), x)
-
-
-def test_from_one_device_reshard_compiles_once(mesh: Mesh, compiles: list[str]) -> None:
-    host = [arange(8, 4 * n) for n in range(1, 6)]
-    moved = ts.reshard(jax.device_put(host, jax.devices()[1]), P("data", "fsdp"), mesh)
-    assert len(compiles) == 1
+    for _ in range(2):
+        moved = ts.reshard(placed, P("data", "fsdp"), mesh)
+        assert len(compiles) == 1
     for x, y in zip(host, moved, strict=True):
         assert pieces(y)[0] == (4, x.shape[1] // 4)
         np.testing.assert_array_equal(ts.gather(y), x)
@@ -346,10 +335,6 @@ def test_reshard_to_a_single_device(mesh: Mesh, kind: str) -> None:
     assert [*back["b"].devices()] == [jax.devices()[3]]
     with pytest.raises(ts.SpecError, match=r"^reshard: a SingleDeviceSharding has its own device,"):
         ts.reshard(placed, {"w": one, "b": P()}, mesh)
-
-
-def test_reshard_places_numpy_too(mesh: Mesh) -> None:
-    assert pieces(ts.reshard(arange(8), P("fsdp"), mesh))[0] == (2,)
 
 
 # ------------------------------------------------------------------ errors
