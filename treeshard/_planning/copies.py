@@ -33,7 +33,7 @@ def copied_leaves(tree: PyTree, original: Original) -> list[PlannedLeaf]:
     """The plan of every array of a tree that holds copies."""
     leaves, treedef = tree_flatten(tree)
     rows = zip(name_leaves(tree, treedef), leaves, follow(tree, original), strict=True)
-    decisions: dict[tuple[Any, ...], Decision] = {}  # equal ones are one object, as in `plan`
+    decisions: dict[Decision, Decision] = {}  # equal ones are one object, as in `plan`
     copies: list[PlannedLeaf] = []
     for path, leaf, followed in rows:
         if not has_shape(leaf):
@@ -45,17 +45,12 @@ def copied_leaves(tree: PyTree, original: Original) -> list[PlannedLeaf]:
             continue
         decision = counterpart.decision
         if shape != counterpart.shape:
-            key = followed.spec, decision.rule, decision.memory
-            decision = decisions.setdefault(key, _decision(decision, followed.spec))
+            of_dims = decision._replace(asked=followed.spec, given=followed.spec, adjustments=())
+            decision = decisions.setdefault(of_dims, of_dims)
         true = _lengths(shape, followed, counterpart.unpadded)
         unpadded = None if true == shape else true
         copies.append(PlannedLeaf(path, shape, device_dtype(leaf.dtype), decision, unpadded))
     return copies
-
-
-def _decision(of_counterpart: Decision, spec: PartitionSpec) -> Decision:
-    rule, pattern, memory = of_counterpart.rule, of_counterpart.pattern, of_counterpart.memory
-    return Decision(spec, spec, rule, pattern, memory=memory)
 
 
 # ------------------------------------------------------------------ among the leaves of one tree

@@ -170,10 +170,7 @@ def _read_leaf(decide: Callable[[Shape, str], Decision], raw: Any) -> PlannedLea
             raise FormatError("'unpadded' is not a shape within 'shape'.")
     path = typed(raw["path"], str, "path", "text")
     decision = decide(shape, json.dumps([raw.get(key) for key in _OF_DECISION]))
-    return PlannedLeaf(path, shape, _dtype(raw["dtype"]), decision, unpadded)
-
-
-_dtype = cache(parse_dtype)
+    return PlannedLeaf(path, shape, parse_dtype(raw["dtype"]), decision, unpadded)
 
 
 def _read_shape(raw: Any) -> Shape:

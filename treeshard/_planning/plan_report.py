@@ -204,7 +204,9 @@ def diff(before: "Plan", after: "Plan") -> PlanDiff:
     by_path = [[(leaf.path, leaf) for leaf in plan.leaves] for plan in (before, after)]
     for path, old, new in pair(*by_path):
         cost, sent = (0, 0) if new is None else _received(old, new, meshes)
-        if cost or old is None or new is None or _placement(old) != _placement(new):
+        # A device may receive nothing: a replicated leaf that is then split.
+        kept = {None if x is None else (x.shape, x.dtype, x.memory, *_axes(x)) for x in (old, new)}
+        if cost or len(kept) > 1:
             changes.append(LeafChange(path, old, new, cost, sent))
     # Leaves in any memory count: what is on the devices alone is `Plan.bytes_per_device`.
     sizes = [
@@ -212,10 +214,6 @@ def diff(before: "Plan", after: "Plan") -> PlanDiff:
     ]
     received = sum(change.bytes for change in changes)
     return PlanDiff(tuple(changes), received, meshes, (sizes[0], sizes[1]))
-
-
-def _placement(leaf: PlannedLeaf) -> tuple[Any, ...]:
-    return leaf.shape, leaf.dtype, leaf.memory, _axes(leaf)
 
 
 def _axes(leaf: PlannedLeaf) -> list[tuple[str, ...]]:
@@ -226,35 +224,25 @@ def _axes(leaf: PlannedLeaf) -> list[tuple[str, ...]]:
 def _received(
     old: PlannedLeaf | None, new: PlannedLeaf, meshes: tuple[AnyMesh, AnyMesh]
 ) -> tuple[int, int | None]:
-    """The most bytes of a leaf that a device receives, and what processes send of it."""
-    shard = new.bytes_per_device(meshes[1])
-    if old is None or (old.shape, old.dtype) != (new.shape, new.dtype):
-        return shard, None
-    received, sent = _moved(old, new, meshes)
-    # Into another memory goes the full shard; what processes send of it is the same.
-    return (received if old.memory == new.memory else shard), sent
-
-
-def _moved(
-    old: PlannedLeaf, new: PlannedLeaf, meshes: tuple[AnyMesh, AnyMesh]
-) -> tuple[int, int | None]:
-    """The same for a leaf that both plans have, as if it stayed in one memory.
+    """The most bytes of a leaf that a device receives, and what processes send of it.
 
     Without devices, an upper bound: if both meshes have the same axes, each device is assumed to
-    keep its position; otherwise all of the shard counts. Along one dim, the old and the new shard
-    of a device overlap for certain only if the axes of one spec begin with those of the other.
+    keep its position; otherwise all of the shard counts. Into another memory goes all of it too.
     """
-    shard, itemsize = new.bytes_per_device(meshes[1]), new.dtype.itemsize
     before, after = meshes
+    shard, itemsize = new.bytes_per_device(after), new.dtype.itemsize
+    if old is None or (old.shape, old.dtype) != (new.shape, new.dtype):
+        return shard, None
     if isinstance(before, Mesh) and isinstance(after, Mesh):
         shardings = NamedSharding(before, old.given), NamedSharding(after, new.given)
-        received, sent = _elements_moved(*shardings, new.shape)
-        return received * itemsize, sent * itemsize
-    if not same_axes(*meshes):
+        received, sent = (count * itemsize for count in _elements_moved(*shardings, new.shape))
+        return (received if old.memory == new.memory else shard), sent
+    if old.memory != new.memory or not same_axes(before, after):
         return shard, None
     sizes = axis_sizes(after)
-    # By P("a") a device of mesh (a=2, b=2) has a half, and by P(("a", "b")) a quarter of that half;
-    # by P("b") it has a half that may be the other one.
+    # Along one dim, the old and the new shard of a device overlap for certain only if the axes of
+    # one spec begin with those of the other. By P("a") a device of mesh (a=2, b=2) has a half, and
+    # by P(("a", "b")) a quarter of that half; by P("b") it has a half that may be the other one.
     overlap = itemsize
     for length, *both in zip(new.shape, _axes(old), _axes(new), strict=True):
         splitting = [[axis for axis in axes if sizes[axis] > 1] for axes in both]
