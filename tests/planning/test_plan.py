@@ -315,7 +315,12 @@ def test_what_follows_a_padded_plan_is_padded_anew_for_another_mesh(axes: str) -
 
 def test_follow_keeps_non_array_leaves() -> None:
     decided = planned()
-    average = decided.follow({"ema": model(), "decay": 0.9, "extra": struct(5, 5)})
+    row = {"head": struct(8)}  # of (8, 6), whose other dim could not be split
+    average = decided.follow({"ema": model(), "decay": 0.9, "extra": struct(5, 5), "row": row})
+    assert (by_path(average)["row/head"].given, by_path(average)["row/head"].adjustments) == (
+        P("data"),
+        (),
+    )
     assert average.structs["decay"] == 0.9
     assert average.structs["ema"]["blocks"][0].activation is jax.nn.gelu
     assert average.specs["ema"]["blocks"][1].weight == P("fsdp")
