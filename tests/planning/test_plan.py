@@ -125,6 +125,16 @@ def test_log_sharding_move(monkeypatch) -> None:
     assert len(warned) == 1
 
 
+@pytest.mark.parametrize("min_size", [0, 2**14])
+def test_weights_that_look_like_stacks_of_norms_have_decisions_of_their_own(min_size) -> None:
+    layer = {"norm": {"w": struct(256), "b": struct(256)}, "q": {"w": struct(256, 256)}}
+    tree = {"layers": [layer] * 2, "norm": {"w": struct(256), "b": struct(256)}}
+    for rules in ([(".*", ts.fsdp("fsdp"))], [("w$", ts.shard_dim("fsdp", 0)), ("b", None)]):
+        decided = ts.plan(tree, rules, MESH, min_size=min_size)
+        assert decided.specs == ts.match_partition_rules(rules, tree, MESH, min_size=min_size)
+        assert ts.get_names_from_partition_spec(decided.specs["layers"][0]["q"]) == ["fsdp"]
+
+
 # ------------------------------------------------------------------ trees
 
 

@@ -8,7 +8,7 @@ Of a state that rules decide together with its parameters, this holds for one ki
 `histories`.
 """
 
-from collections import defaultdict
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,7 +20,7 @@ from treeshard._core.arrays import device_dtype, has_shape
 from treeshard._core.mesh import AnyMesh, axis_sizes, axis_tuple, check_axes
 from treeshard._core.paths import PyTree
 from treeshard._core.specs import all_axes, entries, with_entries
-from treeshard._planning.matching import Decision, PlannedLeaf, tails
+from treeshard._planning.matching import Decision, PlannedLeaf
 from treeshard._planning.mirrors import Followed, Original, follow
 from treeshard._planning.tactics import fsdp
 from treeshard._planning.tree_walk import Shape, name_leaves
@@ -56,43 +56,29 @@ def copied_leaves(tree: PyTree, original: Original) -> list[PlannedLeaf]:
 # ------------------------------------------------------------------ among the leaves of one tree
 
 
+# The fields of optax's state of L-BFGS that hold stacks of the tree in its field `params`.
+_MEMORY = re.compile("(?:^|(?<=/))diff_(?:params|updates)_memory(?=/|$)")
+
+
 def histories(leaves: Sequence[PlannedLeaf]) -> dict[int, Decision]:
     """The decisions of stacked copies of parameters, by index.
 
     L-BFGS keeps the last updates of each parameter, `(memory_size, *shape)`. Its rule was written
     for the parameter: by `P("fsdp")` it would split the memory.
     """
-    # A shape alone says little: a layer `w` and a stack of others end in the same key too. So a
-    # history has the rule of its parameter, and stands in a branch that has a copy of it as well.
-    shapes = {leaf.shape for leaf in leaves}
-    stacked = [i for i, x in enumerate(leaves) if len(x.shape) > 1 and x.shape[1:] in shapes]
-    if not stacked:
+    # By name: a shape says little. The `q/weight` of a layer has that of a stack of `norm/weight`.
+    stacks = {i: x for i, x in enumerate(leaves) if _MEMORY.search(x.path)}
+    if not stacks:
         return {}
-    parameters: dict[tuple[str, Shape], list[PlannedLeaf]] = defaultdict(list)
-    for leaf in leaves:
-        parameters[leaf.path.partition("/")[2], leaf.shape].append(leaf)
+    by_path = {leaf.path: leaf for leaf in leaves}
     histories: dict[int, Decision] = {}
-    for i in stacked:
-        history = leaves[i]
-        for tail in tails(history.path):
-            of_tail = parameters.get((tail, history.shape[1:]), [])
-            alike = [x for x in of_tail if x.rule == history.rule and x.rule is not None]
-            if alike and _has_copy(leaves, history, tail):
-                histories[i] = _stacked(alike[0].decision)
-                break
+    for i, stack in stacks.items():
+        copy = by_path.get(_MEMORY.sub("params", stack.path))
+        if copy is None or copy.shape != stack.shape[1:]:
+            continue
+        if copy.rule == stack.rule and copy.rule is not None:
+            histories[i] = _stacked(copy.decision)
     return histories
-
-
-def _has_copy(leaves: Sequence[PlannedLeaf], history: PlannedLeaf, tail: str) -> bool:
-    """Whether the branch of a history also has a copy of its parameter."""
-    branch = history.path.partition("/")[0] + "/"
-    shape, ending = history.shape[1:], f"/{tail}"
-    of_shape = (leaf.path for leaf in leaves if leaf.shape == shape)
-    # The parameter itself may be in a branch of the same name, one key below it.
-    return any(
-        path.startswith(branch) and path.endswith(ending) and path != branch + tail
-        for path in of_shape
-    )
 
 
 def _stacked(decision: Decision) -> Decision:
