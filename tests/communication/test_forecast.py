@@ -142,6 +142,9 @@ def test_optimizer_state_is_not_taken_for_parameters() -> None:
     plan = ts.plan(state, rules, abstract_mesh("data=8"), min_size=0)
     assert [x.path for x in parameters(plan.leaves)] == ["model/head", "model/layers/0/w"]
     assert len(parameters(plan.leaves, "model|mu")) == 4
+    factored = optax.adafactor(1e-3, min_dim_size_to_factor=8)
+    of_factored = {"model": params, "opt": jax.eval_shape(factored.init, params)}
+    assert len(parameters(ts.plan(of_factored, rules, plan.mesh).leaves)) == 2
     # ZeRO-1: the state is sharded further than its parameter.
     moved = ts.predict_communication(plan, batch=P("data"))
     assert [(x.kind, x.bytes, x.path, x.why) for x in moved] == [
@@ -157,6 +160,13 @@ def test_branches_of_the_same_structure_are_all_parameters() -> None:
     tree = {"encoder": {"w": struct(8, 8)}, "decoder": {"w": struct(8, 8)}}
     plan = ts.plan(tree, [(".*", None)], abstract_mesh("data=8"))
     assert len(parameters(plan.leaves)) == 2
+
+
+def test_a_layer_is_not_the_state_of_a_norm_above_it() -> None:
+    layer = {"norm": {"w": struct(8), "b": struct(8)}, "q": {"w": struct(8, 8), "b": struct(8)}}
+    tree = {"layers": [layer] * 2, "norm": {"w": struct(8), "b": struct(8)}}
+    plan = ts.plan(tree, [(".*", None)], abstract_mesh("data=8"))
+    assert len(parameters(plan.leaves)) == 10
 
 
 def test_a_batch_over_an_unknown_axis_raises() -> None:

@@ -316,6 +316,14 @@ SOUND = {
     "ZeRO-1, the same dim": (PAIR, [("mu", P(("data", "fsdp"))), ("w", ROWS)], "data=2,fsdp=4"),
     "ZeRO-1 of whole parameters": (PAIR, [("mu", P("data")), ("w", None)], "data=2"),
     "state as its parameter": (PAIR, [("w", ROWS)], "data=2,fsdp=4"),
+    "a norm above the layers": (
+        {
+            "layers": [{"norm": {"w": struct(16)}, "q": {"w": struct(16, 16)}}],
+            "norm": {"w": struct(16)},
+        },
+        [("^norm|q", ROWS), ("norm", None)],
+        "fsdp=4",
+    ),
     "one layer by name": (layers(12), [("layers/1/mlp", COLUMNS), ("", ROWS)], "fsdp=4"),
     "layers by name": (layers(12), [("layers/(1|10|11)/mlp", COLUMNS), ("", ROWS)], "fsdp=4"),
     "layers of one digit": (layers(16), [(r"layers/\d/mlp", COLUMNS), ("", ROWS)], "fsdp=4"),

@@ -7,7 +7,7 @@ are known together, and a plan can show them.
 import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -368,19 +368,31 @@ def state_of_parameters(
 
 def _mirrors(floats: Sequence[PlannedLeaf]) -> set[str]:
     """The top-level branches whose leaves all mirror those of another branch."""
-    branches: dict[str, list[str]] = defaultdict(list)
-    having: dict[str, set[str]] = defaultdict(set)  # tail -> the branches that have it
+    branches: dict[str, list[PlannedLeaf]] = defaultdict(list)
+    shapes: dict[str, dict[str, Shape]] = defaultdict(dict)  # tail -> branch -> shape
     for leaf in floats:
         if leaf.shape:
             branch, _, tail = leaf.path.partition("/")
-            branches[branch].append(leaf.path)
-            having[tail].add(branch)
+            branches[branch].append(leaf)
+            shapes[tail][branch] = leaf.shape
     mirrors: set[str] = set()
-    for branch, paths in branches.items():
-        having_all = [set().union(*(having.get(x, ()) for x in tails(path))) for path in paths]
-        if set.intersection(*having_all) - {branch}:
+    for branch, leaves in branches.items():
+        sources = [_mirrored(leaf, shapes) for leaf in leaves]
+        if set.intersection(*sources) - {branch}:
             mirrors.add(branch)
     return mirrors
+
+
+def _mirrored(leaf: PlannedLeaf, shapes: Mapping[str, Mapping[str, Shape]]) -> set[str]:
+    """The branches with a leaf whose path ends this one, and that this one may be made from."""
+    # A moment has the shape of its parameter, or fewer dims if it is factored. The `q/weight` of a
+    # layer, whose path ends in that of `norm/weight`, has more.
+    return {
+        branch
+        for tail in tails(leaf.path)
+        for branch, shape in shapes.get(tail, {}).items()
+        if leaf.shape == shape or len(leaf.shape) < max(len(shape), 2)
+    }
 
 
 def _branch(leaf: PlannedLeaf) -> str:
