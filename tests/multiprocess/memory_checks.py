@@ -32,13 +32,12 @@ def placed() -> dict[str, jax.Array]:
 
 
 def mib_of(call: Callable[[], Any]) -> float:
-    """The MiB that a call adds at its peak, after others that connected and compiled.
+    """The MiB that a call adds at its peak, after one that connected and compiled.
 
-    The least of three: what else the process does in the meantime only adds.
+    The least of two: what else the process does in the meantime only adds.
     """
-    for _ in range(2):
-        call()
-    return min(peak_of(call)[1] for _ in range(3))
+    call()
+    return min(peak_of(call)[1] for _ in range(2))
 
 
 def go_through(tree: Any) -> None:
