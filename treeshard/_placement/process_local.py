@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.tree_util import tree_flatten
+from jax.tree_util import tree_flatten, tree_structure
 
 from treeshard._core.arrays import array_text, device_dtype, has_shape
 from treeshard._core.make_mesh import make_mesh
@@ -118,26 +118,37 @@ def from_process_local(
     check_in_step(WHERE, processes)
     call = count_batch(processes) if processes else 0  # before anything can fail on one process
     shardings = _joint_shardings(tree, leaves, specs, mesh)
-    rows = [(i, leaves[i].shape, leaves[i].dtype, target) for i, target in shardings.items()]
-    signature = (*processes, treedef, *rows)
-    # Processes that have made the same calls have agreed on the same signatures, so either all
-    # skip the comparison or none does.
     if processes:
-        form = _agreed.get(signature) or _form(tree, leaves, shardings)
-        tell_batch(processes, call, form)
-        values = _common_values(leaves, shardings)
-        if signature not in _agreed:
-            paths = leaf_paths(tree)
-            with agreeing(WHERE, among=processes, timeout=timeout, moves=False) as facts:
-                rows = ((paths[i], leaves[i], [target]) for i, target in shardings.items())
-                facts |= facts_of(rows)
-                facts |= {f"{paths[i] or 'the array'} (values)": x for i, x in values.items()}
-            _agreed[signature] = form
-        note(processes, ", ".join([f"batch {call} of {WHERE}: {form}", *values.values()]))
+        _agree(tree, leaves, shardings, processes, call, timeout)
     for i, target in shardings.items():
         leaves[i] = _joint_array(leaves[i], target)
     set_origin((leaves[i] for i in shardings), processes, f"batch {call} of {WHERE}")
     return treedef.unflatten(leaves)
+
+
+def _agree(
+    tree: PyTree,
+    leaves: list[Any],
+    shardings: dict[int, NamedSharding],
+    processes: tuple[int, ...],
+    call: int,
+    timeout: float,
+) -> None:
+    """Compares the first tree of each form with those of other processes, and notes later ones."""
+    rows = [(i, leaves[i].shape, leaves[i].dtype, target) for i, target in shardings.items()]
+    # Processes that have made the same calls have agreed on the same signatures, so either all
+    # skip the comparison or none does.
+    signature = (*processes, tree_structure(tree), *rows)
+    form = _agreed.get(signature) or _form(tree, leaves, shardings)
+    tell_batch(processes, call, form)
+    values = _common_values(leaves, shardings)
+    if signature not in _agreed:
+        paths = leaf_paths(tree)
+        with agreeing(WHERE, among=processes, timeout=timeout, moves=False) as facts:
+            facts |= facts_of((paths[i], leaves[i], [x]) for i, x in shardings.items())
+            facts |= {f"{paths[i] or 'the array'} (values)": x for i, x in values.items()}
+        _agreed[signature] = form
+    note(processes, ", ".join([f"batch {call} of {WHERE}: {form}", *values.values()]))
 
 
 def _form(tree: PyTree, leaves: list[Any], shardings: Iterable[int]) -> str:
