@@ -519,6 +519,10 @@ def test_the_engine_agrees_with_the_plain_loop(seed) -> None:
     tree = a_tree(rng, 4)
     while len(jax.tree.leaves(tree)) > 100:
         tree = a_tree(rng, 4)
+    by_size = [("w", fsdp("fsdp")), ("", P("fsdp"))]
+    assert ts.plan(tree, by_size, MESH, min_size=0).specs == match(
+        by_size, tree, MESH, strict=False
+    )
     asked: list[str] = []
 
     def by_path(path: str, leaf: Any) -> P:
