@@ -287,6 +287,11 @@ MATRIX = {**BLOCK, "more": struct(4096, 512)}
 SOUND = {
     "one rule": (W, [("w", ROWS)], "fsdp=4"),
     "nothing": ({}, [], "fsdp=4"),
+    "a scalar": (
+        {"step": struct(), "w": struct(8), "b": struct(1)},
+        [("w", ROWS), ("", None)],
+        "fsdp=4",
+    ),
     "other paths": ({"a/c": struct(8), "a": {"b": struct(8)}}, [("", ROWS)], "fsdp=4"),
     "a last rule for all": (W, [("w", ROWS), (".*", None)], "fsdp=4"),
     "one device": (W, [("w", None)], "data=1"),

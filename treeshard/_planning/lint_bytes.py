@@ -49,7 +49,7 @@ def left_whole(plan: "Plan", names_lost: NamesLost) -> list[Finding]:
         if leaf.decision.errors:
             continue
         per_device += leaf.bytes_per_device(mesh) * len(members)
-        is_small = leaf.size < max(plan.min_size, 1)
+        is_small = leaf.size < max(plan.min_size, 2)  # nothing splits a single element
         if is_small or (_is_intended(leaf, plan.rules) and not names_lost(leaf)):
             continue
         kind = _kind(leaf, free, mesh)
