@@ -132,11 +132,21 @@ def test_a_trip_count_that_is_not_stated_is_computed(mesh: jax.sharding.Mesh) ->
         ("direction=LT", "direction=LE", 5),
         ("%one = s32[] constant(1)", "%one = s32[] constant(3)", 2),
         ("direction=LT", "direction=NE", None),
+        ("%i.1, s32[] %limit), direction=LT", "%limit, s32[] %i.1), direction=GT", 4),
+        ("%i.1, s32[] %limit), direction=LT", "%limit, s32[] %i.1), direction=GE", 5),
+        ("add(s32[] %i, s32[] %one)", "add(s32[] %one, s32[] %i)", 4),
+        ("add(s32[] %i, s32[] %one)", "subtract(s32[] %i, s32[] %one)", None),
+        (
+            "add(s32[] %i, s32[] %one)",
+            "subtract(s32[] %i, s32[] %back)\n  %back = s32[] constant(-2)",
+            2,
+        ),
         ("%limit = s32[] constant(4)", "%limit = s32[] bitcast-convert(%i.1)", None),
         ("%one = s32[] constant(1)", "%one = s32[] multiply(%i, %i)", None),
         ("%first = s32[] constant(0)", "%first = s32[] partition-id()", None),
     ]:
         changed = silent.replace(old, new)
+        assert changed != silent
         assert [x.count for x in ts.collectives(changed, mesh)][4] == count, new
 
 
@@ -329,6 +339,8 @@ def _moving() -> Any:
         x = lax.scan(nested, x, None, length=5)[0]
         x = lax.while_loop(lambda c: c[0] < 20, lambda c: (c[0] + 3, once(c[1])), (2, x))[1]
         x = lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, once(c[1])), (0, x))[1]
+        from_outer = lambda i, x: lax.fori_loop(i, 4, lambda _, x: once(x), x)  # noqa: E731
+        x = lax.fori_loop(0, 3, from_outer, x)
         x = lax.cond(n > 3, once, lambda x: x, x)
         return lax.all_to_all(x, "fsdp", 0, 0, tiled=True)
 
@@ -348,8 +360,9 @@ def loops(mesh: jax.sharding.Mesh) -> jax.stages.Compiled:
 def test_counts_of_loops(loops: jax.stages.Compiled) -> None:
     moved = ts.collectives(loops)
     permutes = [x.count for x in moved if x.kind == "collective-permute"]
-    # Nested scans, a constant bound, a bound that depends on data, one of two branches.
-    assert permutes == [15, 6, None, None]
+    # Nested scans, a constant bound, a bound that depends on data, a first number that another loop
+    # counts, one of two branches.
+    assert permutes == [15, 6, None, None, None]
     assert {x.axes for x in moved} == {("fsdp",)}
     assert {x.bytes for x in moved} == {64}
     assert moved[-1].kind == "all-to-all"

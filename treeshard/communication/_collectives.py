@@ -386,7 +386,7 @@ class CollectiveReader:
         buffers = self._buffers(context, kind, op, groups)
         for buffer, read in buffers:
             shard = self._shard_in_zeros(kind, read)
-            origins = [self.flow.origins(each) for each in shard or read]
+            origins = self.flow.origins(*(shard or read))
             if len(buffers) > 1:
                 op_name, source = self._named_part(read) or (op_name, source)
             yield Collective(
@@ -575,26 +575,25 @@ def _type(of: Value) -> Buffer:
     return next(iter(of.op.types[of.element or 0 :]), _UNREAD)
 
 
-def path_of(origins: Sequence[Origins]) -> str | None:
-    """The argument whose data some values are, if it is one and they are nothing else."""
-    parameters = {parameter for origin in origins for parameter in origin.parameters}
-    if len(parameters) != 1 or any(origin.computed for origin in origins):
+def path_of(origins: Origins) -> str | None:
+    """The argument whose data values are, if it is one and they are nothing else."""
+    if len(origins.parameters) != 1 or origins.computed:
         return None
-    return argument_path(parameters.pop())
+    [parameter] = origins.parameters
+    return argument_path(parameter)
 
 
 _NARROWER = {"float32": {"bfloat16", "float16"}, "float64": {"bfloat16", "float16", "float32"}}
 
 
-def _is_widened(op: Op, dtype: str, origins: Sequence[Origins]) -> bool:
+def _is_widened(op: Op, dtype: str, origins: Origins) -> bool:
     """Whether a float that is moved had a narrower dtype before, or is reduced by a function that
     the compiler promoted to a wider one."""
     # `all-reduce(%convert.3), to_apply=%add.clone_promoted`: XLA's pass all-reduce-promotion, for
     # CPUs, which have no collectives of 16-bit floats
     if op.attribute("to_apply").endswith("_promoted"):
         return True
-    narrower = _NARROWER.get(dtype, set())
-    return any(origin.dtypes & narrower for origin in origins)
+    return not origins.dtypes.isdisjoint(_NARROWER.get(dtype, ()))
 
 
 def _kind(op: Op) -> str:

@@ -64,24 +64,6 @@ class Row:
     bytes: int | None
 
 
-def _row(
-    kind: str,
-    axes: tuple[str, ...] | None,
-    planned: Sequence[PlannedTransfer],
-    compiled: Sequence[Collective],
-) -> Row:
-    of_plan = [x for x in planned if (x.kind, x.axes) == (kind, axes)]
-    of_program = [x for x in compiled if (x.kind, x.axes) == (kind, axes)]
-    return Row(
-        kind,
-        axes,
-        sum(x.count for x in of_plan),
-        sum(x.total_bytes for x in of_plan),
-        total(x.count for x in of_program),
-        total_bytes(of_program),
-    )
-
-
 def _cells(row: Row) -> tuple[str, ...]:
     planned = f"{row.planned_count:,} x, {human_bytes(row.planned_bytes)}"
     compiled = f"{count_text(row.count, '?')} x, {bytes_text(row.bytes, '? bytes')}"
@@ -133,8 +115,20 @@ class Comparison:
         """Counts and bytes per kind and axes, without scalars such as the loss."""
         planned = [x for x in self.planned if x.path is not None]
         compiled = [x for x in self.compiled if not is_scalar(x)]
-        keys = dict.fromkeys((x.kind, x.axes) for x in [*planned, *compiled])
-        return [_row(kind, axes, planned, compiled) for kind, axes in keys]
+        rows: list[Row] = []
+        for key in dict.fromkeys((x.kind, x.axes) for x in [*planned, *compiled]):
+            of_plan = [x for x in planned if (x.kind, x.axes) == key]
+            of_program = [x for x in compiled if (x.kind, x.axes) == key]
+            rows.append(
+                Row(
+                    *key,
+                    sum(x.count for x in of_plan),
+                    sum(x.total_bytes for x in of_plan),
+                    total(x.count for x in of_program),
+                    total_bytes(of_program),
+                )
+            )
+        return rows
 
     def __str__(self) -> str:
         lines = [("kind", "axes", "planned", "compiled"), *map(_cells, self.rows)]
@@ -151,22 +145,21 @@ class Comparison:
 
     def _notes(self) -> list[str]:
         """What differs without being a fault."""
-        lines: list[str] = []
-        if self.activations:
-            axes = dict.fromkeys(axis for x in self.activations for axis in x.axes or ())
-            what = f"{counted(len(self.activations), 'activation')} along {', '.join(axes)}"
-            lines.append(_unpredicted(what, self.activations))
-        if self.batch_sums:
-            what = f"{counted(len(self.batch_sums), 'sum')} over all rows, such as batch norm's"
-            lines.append(_unpredicted(what, self.batch_sums))
-        if self.matrices:
-            what = f"{counted(len(self.matrices), 'exchange')} of matrices for their update"
-            lines.append(_unpredicted(what, self.matrices))
-        return [*lines, *by_compiler_lines(self.by_compiler, self.platform)]
-
-
-def _unpredicted(what: str, moved: Sequence[Collective]) -> str:
-    return f"including {what}, {bytes_text(total_bytes(moved))}, of which a plan says nothing"
+        axes = dict.fromkeys(axis for x in self.activations for axis in x.axes or ())
+        groups = (
+            (self.activations, "activation", f" along {', '.join(axes)}"),
+            (self.batch_sums, "sum", " over all rows, such as batch norm's"),
+            (self.matrices, "exchange", " of matrices for their update"),
+        )
+        return [
+            *(
+                f"including {counted(len(moved), what)}{of_what}, {bytes_text(total_bytes(moved))},"
+                " of which a plan says nothing"
+                for moved, what, of_what in groups
+                if moved
+            ),
+            *by_compiler_lines(self.by_compiler, self.platform),
+        ]
 
 
 def compare_communication(

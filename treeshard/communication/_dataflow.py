@@ -89,13 +89,13 @@ class Dataflow:
 
     # ---------------------------------------------------------------- data
 
-    def origins(self, start: Value) -> Origins:
-        """The parameters of the program whose data a value contains."""
+    def origins(self, *starts: Value) -> Origins:
+        """The parameters of the program whose data some values contain."""
         parameters: set[Op] = set()
         dtypes: set[str] = set()
         computed = False
         seen: set[Value] = set()
-        queue = [start]
+        queue = [*starts]
         while queue and len(seen) <= _MAX_STEPS:
             at = queue.pop()
             if at in seen:
@@ -168,66 +168,57 @@ class Dataflow:
         called = op.called
         roles = "condition", "body"
         condition, body = (self.enter(context, op, called.get(x, ("",))[0], x) for x in roles)
-        try:
-            return self._computed_trips(_Loop(Value(context, op), condition, body))
-        except _Uncounted:
-            return None
-
-    def _computed_trips(self, loop: "_Loop") -> int:
-        """How often a loop counts from its first value to its limit, in steps of one size.
-
-        The condition, perhaps in a fusion, is `%lt.1 = pred[] compare(%i, %n), direction=LT`.
-        """
-        test = self._resolved(result(loop.condition))
-        left, right = self._both_sides(test, "compare")
+        test = self._resolved(result(condition))
         direction = test.op.attribute("direction")
-        if left.op.opcode != "parameter":
+        if test.op.opcode != "compare" or direction not in ("LT", "LE", "GT", "GE"):
+            return None
+        loop = _Loop(Value(context, op), condition, body)
+        try:
+            left, right = (self._sequence(loop, side) for side in operands(test))
+        except ValueError:
+            return None
+        if direction.startswith("G"):  # `n > i` is `i < n`
             left, right = right, left
-            direction = direction.translate(_MIRRORED)
-        element = _carried(left, loop.condition)
-        if element is None or direction not in _COUNTS:
-            raise _Uncounted
-        sign, beyond = _COUNTS[direction]
-        step = self._step(loop, element)
-        if step * sign <= 0:
-            raise _Uncounted
-        return len(range(self._first(loop, element), self._limit(loop, right) + beyond, step))
+        distance, step = right[0] - left[0], left[1] - right[1]
+        return len(range(0, distance + direction.endswith("E"), step)) if step > 0 else None
 
-    def _first(self, loop: "_Loop", element: int) -> int:
-        """The number that is carried into the first trip."""
-        return self._constant(value(loop.at.context, loop.at.op.operands[0], element))
+    def _sequence(self, loop: "_Loop", side: Value) -> tuple[int, int]:
+        """What one side of a loop's condition is in the first trip, and what each trip adds to it.
 
-    def _limit(self, loop: "_Loop", at: Value) -> int:
-        element = _carried(at, loop.condition)
+        Raises `ValueError` if that depends on data.
+        """
+        element, offset = self._sum(side, loop.condition)
         if element is None:
-            return self._constant(at)
-        # A carried value is a limit only if the body returns it unchanged.
-        if _carried(self._resolved(result(loop.body, element)), loop.body) != element:
-            raise _Uncounted
-        return self._first(loop, element)
+            return offset, 0
+        before = value(loop.at.context, loop.at.op.operands[0], element)
+        computed, first = self._sum(before, loop.at.context)
+        carried, step = self._sum(result(loop.body, element), loop.body)
+        if computed is not None or carried != element:
+            raise ValueError
+        return first + offset, step
 
-    def _step(self, loop: "_Loop", element: int) -> int:
-        """What a trip adds: `%add.3 = s32[] add(%i, %one)`, or `subtract`."""
-        new = self._resolved(result(loop.body, element))
-        counter, step = self._both_sides(new, "add", "subtract")
-        if new.op.opcode == "add" and _carried(step, loop.body) == element:
-            counter, step = step, counter
-        if _carried(counter, loop.body) != element:
-            raise _Uncounted
-        added = self._constant(step)
-        return added if new.op.opcode == "add" else -added
+    def _sum(self, at: Value, loop: Context) -> tuple[int | None, int]:
+        """A value as a number, or as an element that a loop carries and a number added to it.
 
-    def _both_sides(self, at: Value, *opcodes: str) -> tuple[Value, Value]:
-        sides = [self._resolved(side) for side in operands(at)]
-        if at.op.opcode not in opcodes or len(sides) != 2:
-            raise _Uncounted
-        return sides[0], sides[1]
-
-    def _constant(self, at: Value) -> int:
-        number = self._resolved(at).op.number
-        if number is None:
-            raise _Uncounted
-        return number
+        `%add.3 = s32[] add(%i, %one)`, or `subtract`. Raises `ValueError` for other values.
+        """
+        number = 0
+        at = self._resolved(at)
+        for _ in range(_MAX_STEPS):
+            if at.op.opcode not in ("add", "subtract"):
+                break
+            left, right = map(self._resolved, operands(at))
+            if at.op.opcode == "add" and left.op.number is not None:
+                left, right = right, left
+            if right.op.number is None:
+                raise ValueError
+            number += right.op.number if at.op.opcode == "add" else -right.op.number
+            at = left
+        if at.op.number is not None:
+            return None, at.op.number + number
+        if at.op.opcode != "parameter" or at.context is not loop or at.element is None:
+            raise ValueError
+        return at.element, number
 
     def _resolved(self, at: Value) -> Value:
         """Where a value is computed, or the parameter of a loop that carries it."""
@@ -321,22 +312,12 @@ _SOURCES: Mapping[str, Callable[[Dataflow, Value], list[Value]]] = {
 _PARTS = ("dynamic-slice", "slice", "concatenate")
 
 
-class _Uncounted(Exception):
-    """The trips of a loop depend on data, or it counts in a way that is not read here."""
-
-
 class _Loop(NamedTuple):
     """A `while`, and the computations that it calls."""
 
     at: Value
     condition: Context
     body: Context
-
-
-# `n > i` is `i < n`.
-_MIRRORED = str.maketrans("LG", "GL")
-# Per direction of a comparison: the sign of a step towards the limit, and what is counted beyond it
-_COUNTS = {"LT": (1, 0), "LE": (1, 1), "GT": (-1, 0), "GE": (-1, -1)}
 
 
 def result(context: Context, element: int | None = None) -> Value:
@@ -348,11 +329,6 @@ def _operand(of: Value, number: int, element: int | None = None) -> list[Value]:
     """One operand; none if the op has fewer."""
     names = of.op.operands[number : number + 1]
     return [value(of.context, name, element) for name in names]
-
-
-def _carried(at: Value, loop: Context) -> int | None:
-    """The number of the carried value that this is: an element of the loop's parameter."""
-    return at.element if at.op.opcode == "parameter" and at.context is loop else None
 
 
 # ------------------------------------------------------------------ executions
@@ -372,7 +348,7 @@ class Executions:
             name: list(_steps(computation, wanted))
             for name, computation in flow.program.computations.items()
         }
-        self._leads: dict[str, bool] = {}
+        self._leads: dict[str, bool | None] = {}  # `None` while it is being found
         self._reached: set[str] = set()
 
     def all(self) -> _Runs:
@@ -393,17 +369,23 @@ class Executions:
             if call is None:
                 yield context, op, count
             elif self._leads_to_wanted(call[0]):
-                _check_is_new(call[0], context)
                 inner = self.flow.enter(context, op, *call)
                 yield from self._visit(inner, self._times(context, op, inner.role, count))
 
     def _leads_to_wanted(self, name: str) -> bool:
         """Whether a computation has wanted ops, itself or in others that it calls."""
         if name not in self._leads:
-            self._leads[name] = False  # for one that calls itself, in a damaged text
+            self._leads[name] = None
+            # All of them, and not up to the first: a circle is found before it is walked.
             calls = [call for _, call in self._steps.get(name, ())]
-            self._leads[name] = any(x is None or self._leads_to_wanted(x[0]) for x in calls)
-        return self._leads[name]
+            found = [call is None or self._leads_to_wanted(call[0]) for call in calls]
+            self._leads[name] = any(found)
+        leads = self._leads[name]
+        if leads is None:
+            raise FormatError(
+                f"collectives: the computation {name!r} calls itself. The text is damaged."
+            )
+        return leads
 
     def _times(self, context: Context, op: Op, role: str, count: int | None) -> int | None:
         if role == "branches" or count is None:
@@ -422,13 +404,3 @@ def _steps(
         for role, names in op.called.items():
             for branch, name in enumerate(names):
                 yield op, (name, role, branch)
-
-
-def _check_is_new(name: str, context: Context) -> None:
-    caller: Context | None = context
-    while caller is not None:
-        if caller.computation.name == name:
-            raise FormatError(
-                f"collectives: the computation {name!r} calls itself. The text is damaged."
-            )
-        caller = caller.caller

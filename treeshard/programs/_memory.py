@@ -272,7 +272,7 @@ def _described(buffer: Buffer, flow: Dataflow) -> LiveBuffer:
     op = buffer.op
     path = None
     if buffer.computation is flow.program.entry:
-        path = path_of([flow.origins(value(Context(buffer.computation), op.name))])
+        path = path_of(flow.origins(value(Context(buffer.computation), op.name)))
     source = flow.program.source(op)
     return LiveBuffer(buffer.array.bytes, buffer.array.text, path, op.op_name, source)
 
