@@ -212,7 +212,8 @@ def check(
             comparison.add(layout)
         report = comparison.report(what, chosen, expected_to_raise)
         if not report.ok:
-            raise WrongResultError(str(report)) from comparison.first_error()
+            first_error = next(iter(comparison.raised.values()), None)
+            raise WrongResultError(str(report)) from first_error
     return report
 
 
@@ -379,10 +380,6 @@ class _Comparison:
         return expected
 
     # -------------------------------------------------------------- all layouts
-
-    def first_error(self) -> Exception | None:
-        """What the first layout raised that did."""
-        return next(iter(self.raised.values()), None)
 
     def report(
         self, what: str, chosen: Sequence[Layout], expected_to_raise: Collection[str]

@@ -7,11 +7,12 @@ of each shard, and so miss those that differ where JAX was told that they are th
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
 from itertools import combinations, permutations
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -473,22 +474,21 @@ def _structs(
     ]
 
 
-@contextmanager
-def _devices_are(mesh: Mesh) -> Iterator[None]:
+def _devices_are(mesh: Mesh) -> AbstractContextManager[Any]:
     """Lets `jax.device_count()` and its like answer for a mesh.
 
     On one device of eight it would answer eight, and a program that divides by it where it should
     not would be wrong by the same factor everywhere.
     """
-    devices = list(mesh.devices.flat)
-    local = [x for x in devices if x.process_index == jax.process_index()]
-    counts = {"device_count": devices, "local_device_count": local}
-    answers = {name: _constantly(len(x)) for name, x in counts.items()}
-    with _replaced(jax, answers):
-        yield
+    local = sum(x.process_index == jax.process_index() for x in mesh.devices.flat)
+    return mock.patch.multiple(
+        jax,
+        device_count=lambda *_, **__: mesh.devices.size,
+        local_device_count=lambda *_, **__: local,
+    )
 
 
-def _indices_of(position: Position) -> AbstractContextManager[None]:
+def _indices_of(position: Position) -> AbstractContextManager[Any]:
     """Lets `jax.lax.axis_index` answer as at a position in a larger mesh."""
 
     original = lax.axis_index
@@ -502,23 +502,7 @@ def _indices_of(position: Position) -> AbstractContextManager[None]:
         # Which is 0 on one device, and of the type of what varies along the axis.
         return original(tuple(names)) + number
 
-    return _replaced(lax, {"axis_index": axis_index} if position else {})
-
-
-@contextmanager
-def _replaced(module: Any, functions: Mapping[str, Any]) -> Iterator[None]:
-    originals = {name: getattr(module, name) for name in functions}
-    for name, function in functions.items():
-        setattr(module, name, function)
-    try:
-        yield
-    finally:
-        for name, function in originals.items():
-            setattr(module, name, function)
-
-
-def _constantly(answer: Any) -> Callable[..., Any]:
-    return lambda *_, **__: answer
+    return mock.patch.object(lax, "axis_index", axis_index) if position else nullcontext()
 
 
 # ------------------------------------------------------------------ values

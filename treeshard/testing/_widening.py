@@ -72,9 +72,8 @@ class Widening:
 
     def _jaxpr(self, jaxpr: Any) -> Jaxpr:
         if id(jaxpr) not in self._jaxprs:
-            values: dict[Var, Any] = {}
             variables = [*jaxpr.constvars, *jaxpr.invars]
-            values.update((x, self._variable(x)) for x in variables)
+            values: dict[Var, Any] = {x: self._variable(x) for x in variables}
             wide = jaxpr.replace(
                 constvars=[values[x] for x in jaxpr.constvars],
                 invars=[values[x] for x in jaxpr.invars],
@@ -120,7 +119,8 @@ class Widening:
             if self._changes(original):
                 narrow[i] = Var(original.aval)
                 yield _conversion(eqn, invars[i], narrow[i])
-        results = [Var(x.aval) if self._changes(x) else wide for x, wide in _pairs(eqn, outvars)]
+        pairs = zip(eqn.outvars, outvars, strict=True)
+        results = [Var(x.aval) if self._changes(x) else wide for x, wide in pairs]
         yield eqn.replace(invars=narrow, outvars=results)
         for original, result, wide in zip(eqn.outvars, results, outvars, strict=True):
             if self._changes(original):
@@ -132,9 +132,7 @@ class Widening:
             exponent, mantissa = _BITS[self.dtype.name]
             return {"exponent_bits": exponent, "mantissa_bits": mantissa}
         # By default accelerators multiply float32 with fewer bits.
-        if name == "dot_general":
-            return {"precision": (Precision.HIGHEST, Precision.HIGHEST)}
-        if name == "conv_general_dilated":
+        if name in ("dot_general", "conv_general_dilated"):
             return {"precision": (Precision.HIGHEST, Precision.HIGHEST)}
         return {}
 
@@ -175,10 +173,6 @@ class Widening:
         if hasattr(x, "dtype") and hasattr(x, "shape") and hasattr(x, "update"):
             return self._aval(x)
         return x
-
-
-def _pairs(eqn: Any, outvars: list[Any]) -> Iterator[tuple[Any, Any]]:
-    return zip(eqn.outvars, outvars, strict=True)
 
 
 def _conversion(eqn: Any, x: Any, result: Any) -> JaxprEqn:
