@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 
-WIDTH, LAYERS, ROWS, EXPERTS, TIME = 64, 4, 64, 4, 6
+WIDTH, LAYERS, ROWS, EXPERTS, TIME = 64, 2, 64, 4, 6
 
 
 class Program(NamedTuple):
@@ -46,6 +46,34 @@ def _made(
     plan = ts.plan(state, rules, mesh, min_size=256)
     made = ts.jit_step(step, plan, batch=P(tuple(mesh.shape)))
     return Program(made, plan, batch, roles)
+
+
+def _trained(
+    mesh: Any,
+    init: Callable[[jax.Array], Any],
+    loss: Callable[[Any, Any], jax.Array],
+    batch: Any,
+    rules: Any,
+    roles: dict[str, str],
+    optimizer: optax.GradientTransformation | None = None,
+) -> Program:
+    """A step of one optimizer, by default Adam, whose state is only updated."""
+    if optimizer is None:
+        optimizer, roles = optax.adam(1e-3), {"opt/": "updated only", **roles}
+    is_explicit = AxisType.Explicit in mesh.axis_types
+
+    def start(key: jax.Array) -> Any:
+        params = init(key)
+        return {"params": params, "opt": optimizer.init(params)}
+
+    def step(state: Any, batch: Any) -> tuple[Any, Any]:
+        # On Explicit axes this one adds up the gradients of all uses first.
+        of = ts.training.value_and_grad if is_explicit else jax.value_and_grad
+        value, grads = of(loss)(state["params"], batch)
+        updates, opt = optimizer.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
+
+    return _made(mesh, start, step, batch, roles, rules)
 
 
 def _dense(key: jax.Array, *shape: int) -> jax.Array:
@@ -129,27 +157,20 @@ def lora(mesh: Any) -> Program:
 
 def frozen_tower(mesh: Any) -> Program:
     """A vision tower whose updates an optimizer sets to zero."""
-
-    def init(key: jax.Array) -> Any:
-        params = {"vision": _mlp(key), "head": _mlp(jax.random.split(key)[0])}
-        return {"params": params, "opt": optimizer.init(params)}
-
     labels = {"vision": "frozen", "head": "trained"}
     optimizer = optax.multi_transform(
         {"frozen": optax.set_to_zero(), "trained": optax.adamw(1e-3)}, labels
     )
 
+    def init(key: jax.Array) -> Any:
+        return {"vision": _mlp(key), "head": _mlp(jax.random.split(key)[0])}
+
     def loss(params: Any, batch: Any) -> jax.Array:
         x = _apply(params["vision"], batch["x"])
         return jnp.mean((_apply(params["head"], x) - batch["y"]) ** 2)
 
-    def step(state: Any, batch: Any) -> tuple[Any, Any]:
-        value, grads = jax.value_and_grad(loss)(state["params"], batch)
-        updates, opt = optimizer.update(grads, state["opt"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
-
     roles = {"params/vision": "frozen", "params/head": "trained", "opt/": "updated only"}
-    return _made(mesh, init, step, BATCH, roles)
+    return _trained(mesh, init, loss, BATCH, None, roles, optimizer)
 
 
 # ------------------------------------------------------------------ experts
@@ -168,24 +189,6 @@ def _experts(key: jax.Array) -> Any:
 
 
 _EXPERT_RULES = [("experts/.*", ts.shard_dim("expert", 0)), (".*", None)]
-
-
-def _trained(mesh: Any, init: Any, loss: Any, batch: Any, rules: Any, roles: Any) -> Program:
-    optimizer = optax.adam(1e-3)
-    is_explicit = AxisType.Explicit in mesh.axis_types
-
-    def start(key: jax.Array) -> Any:
-        params = init(key)
-        return {"params": params, "opt": optimizer.init(params)}
-
-    def step(state: Any, batch: Any) -> tuple[Any, Any]:
-        # On Explicit axes this one adds up the gradients of all uses first.
-        of = ts.training.value_and_grad if is_explicit else jax.value_and_grad
-        value, grads = of(loss)(state["params"], batch)
-        updates, opt = optimizer.update(grads, state["opt"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
-
-    return _made(mesh, start, step, batch, {"opt/": "updated only", **roles}, rules)
 
 
 def experts_by_constraints(mesh: Any) -> Program:
@@ -356,20 +359,8 @@ def two_optimizers(mesh: Any) -> Program:
 
 def muon(mesh: Any) -> Program:
     """Muon on matrices, Adam on the rest."""
-    optimizer = optax.contrib.muon(1e-2)
-
-    def init(key: jax.Array) -> Any:
-        params = _mlp(key)
-        return {"params": params, "opt": optimizer.init(params)}
-
-    def step(state: Any, batch: Any) -> tuple[Any, Any]:
-        value, grads = jax.value_and_grad(_loss)(state["params"], batch)
-        updates, opt = optimizer.update(grads, state["opt"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
-
-    moments = "opt/inner_states/muon/inner_state/0/mu"
-    roles = {"params/": "trained", moments: "updated only"}
-    return _made(mesh, init, step, BATCH, roles)
+    roles = {"params/": "trained", "opt/inner_states/muon/inner_state/0/mu": "updated only"}
+    return _trained(mesh, _mlp, _loss, BATCH, None, roles, optax.contrib.muon(1e-2))
 
 
 def actor_and_critic(mesh: Any) -> Program:

@@ -58,10 +58,18 @@ def test_compiling_places_no_batch(fsdp_mesh, monkeypatch) -> None:
     step.lower(plan.structs, BATCH)
 
 
+@pytest.fixture(scope="module")
+def mlp_compiled(fsdp_mesh) -> ts.programs.CompiledStep:
+    plan, step = _mlp(fsdp_mesh)
+    return step.compile(plan.structs, BATCH)
+
+
 @pytest.mark.parametrize("donate", [True, False])
-def test_memory_is_that_of_the_compiler_by_kind(fsdp_mesh, donate) -> None:
-    plan, step = _mlp(fsdp_mesh, donate=donate)
-    compiled = step.compile(plan.structs, BATCH)
+def test_memory_is_that_of_the_compiler_by_kind(fsdp_mesh, mlp_compiled, donate) -> None:
+    compiled = mlp_compiled
+    if not donate:
+        plan, step = _mlp(fsdp_mesh, donate=False)
+        compiled = step.compile(plan.structs, BATCH)
     memory = compiled.memory()
     analysis = compiled.compiled.memory_analysis()
     assert memory.kinds == {"parameters": 4 * 32 * 256 * 4, "other state": 0, "batch": 64 * 256 * 4}
@@ -78,9 +86,8 @@ def test_memory_is_that_of_the_compiler_by_kind(fsdp_mesh, donate) -> None:
     )
 
 
-def test_what_is_live_at_the_peak_explains_the_temporaries(fsdp_mesh) -> None:
-    plan, step = _mlp(fsdp_mesh)
-    memory = step.compile(plan.structs, BATCH).memory()
+def test_what_is_live_at_the_peak_explains_the_temporaries(mlp_compiled) -> None:
+    memory = mlp_compiled.memory()
     live = sum(buffer.bytes for buffer in memory.at_peak)
     assert 0.95 * memory.temporaries <= live <= 1.05 * memory.temporaries
     assert [b.bytes for b in memory.at_peak] == sorted(
@@ -101,9 +108,8 @@ def test_a_gathered_weight_has_its_path(fsdp_mesh) -> None:
     assert "1.0 MiB f32[512,512], of state/w" in str(memory)
 
 
-def test_the_table_says_whose_temporaries_they_are(fsdp_mesh) -> None:
-    plan, step = _mlp(fsdp_mesh)
-    text = str(step.compile(plan.structs, BATCH).memory())
+def test_the_table_says_whose_temporaries_they_are(mlp_compiled) -> None:
+    text = str(mlp_compiled.memory())
     assert "parameters   128.0 KiB" in text
     assert "of unknown on cpu" in text
     assert "The temporaries are those of the CPU's program" in text

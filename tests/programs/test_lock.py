@@ -49,8 +49,10 @@ def make():
 """
 ASSERTED = """
 import sys
+import jax
 import treeshard as ts
 ts.simulate_devices(8)
+jax.config.update("jax_disable_most_optimizations", True)  # as `quick_compiles`
 import steps
 ts.testing.assert_step(*steps.make(), sys.argv[1], update=True)
 """
@@ -89,7 +91,7 @@ HARMLESS = [
     ('astype("float32") ** 2)', 'astype("float32") ** 2) + 1.0'),
 ]
 
-pytestmark = pytest.mark.usefixtures("full_compiles")
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 def make(folder: Path, *edits: tuple[str, str]) -> Any:

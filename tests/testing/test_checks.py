@@ -412,8 +412,9 @@ def test_a_check_that_compared_nothing_does_not_pass() -> None:
     assert f"minibatches: not compared, since {why}" in message
 
 
-@pytest.mark.parametrize("quiet_seconds", [0.0, 1000.0])
-@pytest.mark.parametrize("is_terminal", [True, False])
+@pytest.mark.parametrize(
+    ("is_terminal", "quiet_seconds"), [(True, 0.0), (True, 1000.0), (False, 0.0)]
+)
 def test_a_terminal_gets_a_bar_once_a_check_is_long(
     is_terminal: bool, quiet_seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -421,9 +422,11 @@ def test_a_terminal_gets_a_bar_once_a_check_is_long(
     monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr("treeshard.testing._checks._QUIET_SECONDS", quiet_seconds)
-    plan = ts.plan(PARAMS, RULES, ts.make_mesh("data=2,fsdp=4"), min_size=0)
+    params = {"w": normal(8, 4)}
+    plan = ts.plan(params, [("w", ROWS)], ts.make_mesh("data=2,fsdp=4"), min_size=0)
     layouts = [chosen(plan, BATCH, name) for name in ("plan", "axes")]
-    testing.check_gradients(loss, PARAMS, BATCH, plan, layouts=layouts)
+    squares = lambda p, x: jnp.mean((x @ p["w"]) ** 2)  # noqa: E731
+    testing.check_gradients(squares, params, BATCH, plan, layouts=layouts)
     shown = stream.getvalue()
     if is_terminal and quiet_seconds == 0:
         assert "check_gradients: 100%" in shown
@@ -539,19 +542,20 @@ def test_a_narrow_sum_does_not_hide_behind_the_size_of_the_parameter() -> None:
         testing.check_step(*planned_sgd("bfloat16", 1e-5), batch, layouts=["plan"])
 
 
-@pytest.mark.parametrize("update", ["skipped", "frozen", "counted"])
-def test_a_step_whose_state_was_not_compared_is_not_ok(update: str) -> None:
-    state = {"w": normal(8, 4), "count": np.int32(0)}
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_a_step_whose_state_was_not_compared_is_not_ok(is_counted: bool) -> None:
+    state = {"skipped": normal(8, 4), "frozen": normal(8, 4, seed=2), "count": np.int32(0)}
     plan = ts.plan(state, [(".*", None)], ts.make_mesh("data=8"), min_size=0)
 
     def step(state: Any, x: Any) -> Any:
-        value, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(state["w"])
-        count = state["count"] + (1 if update == "counted" else 0)
-        if update == "frozen":
-            grad = jnp.zeros_like(grad)
+        of_weights = lambda w: jnp.mean((x @ (w["skipped"] + w["frozen"])) ** 2)  # noqa: E731
+        weights = {name: state[name] for name in ("skipped", "frozen")}
+        value, grads = jax.value_and_grad(of_weights)(weights)
+        count = state["count"] + is_counted
         # As `optax.apply_if_finite` or accumulation over many steps do.
-        w = jnp.where(count > 10, state["w"] - 0.1 * grad, state["w"] - 0 * grad)
-        return {"w": w, "count": count}, value
+        skipped = state["skipped"] - 0.1 * jnp.where(count > 10, grads["skipped"], 0)
+        frozen = state["frozen"] - 0.1 * jnp.zeros_like(grads["frozen"])
+        return {"skipped": skipped, "frozen": frozen, "count": count}, value
 
     with pytest.raises(WrongResultError) as raised:
         testing.check_step(
@@ -559,7 +563,8 @@ def test_a_step_whose_state_was_not_compared_is_not_ok(update: str) -> None:
         )
     text = str(raised.value)
     assert text.startswith("check_step: Nothing of the state was compared.\n"), text
-    assert "not compared: step {1..2}: w (zero on one device" in text
+    for name in ("skipped", "frozen"):
+        assert re.search(rf"not compared: .*step {{1..2}}: {name}.* .zero on one device", text)
     assert re.search(r"step \{1..2\}: aux +ok", text)
 
 
