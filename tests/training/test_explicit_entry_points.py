@@ -85,8 +85,10 @@ def test_a_state_that_is_initialised_sharded(strategy: str, kind: str, gradients
 
 
 @pytest.mark.usefixtures("quick_compiles")
-@pytest.mark.parametrize("names", ["none", "rows", "first"])
-@on_each_mesh
+@pytest.mark.parametrize(
+    ("strategy", "kind", "names"),
+    [(*where, ("none", "rows", "first")[i % 3]) for i, where in enumerate(WHERE)],
+)
 def test_gradients_that_are_accumulated(
     strategy: str, kind: str, names: str, gradients: Any
 ) -> None:
@@ -128,8 +130,9 @@ def test_a_checkpoint_is_restored_on_every_mesh(strategy: str, kind: str, tmp_pa
 
 
 @pytest.mark.usefixtures("quick_compiles")
-@on_each_mesh
-def test_a_state_of_every_other_mesh_is_taken(strategy: str, kind: str, gradients: Any) -> None:
+@on_each_kind
+def test_a_state_of_every_other_mesh_is_taken(kind: str, gradients: Any) -> None:
+    strategy = STRATEGIES[KINDS.index(kind) % 2]
     plan = parameters_on(strategy, kind)
     step = gradient_step(plan, value_and_grad(MODEL.loss))
     for other in KINDS:
@@ -140,7 +143,7 @@ def test_a_state_of_every_other_mesh_is_taken(strategy: str, kind: str, gradient
 
 
 @pytest.mark.usefixtures("quick_compiles")
-@on_each_kind
+@pytest.mark.parametrize("kind", ["explicit", "first"])
 def test_checks_find_nothing_wrong(kind: str) -> None:
     plan = parameters_on("hsdp", kind)
     rows = rows_of(plan.mesh)
@@ -264,9 +267,11 @@ def unjitted(mesh: Mesh | None) -> dict[str, Callable[[Any], Any]]:
     }
 
 
-@pytest.mark.parametrize("by_argument", [False, True])
-@pytest.mark.parametrize("context", CONTEXTS)
-@on_each_kind
+@pytest.mark.parametrize(
+    ("context", "by_argument"),
+    [("set_mesh", False), ("no context", False), ("no context", True)],
+)
+@pytest.mark.parametrize("kind", ["auto", "explicit", "last"])
 # On Auto axes nothing is constrained without a mesh: `test_constraint.py` reads what is said.
 @pytest.mark.filterwarnings("ignore:.*there is no mesh here")
 def test_constraints_in_transformations_without_jit(
