@@ -24,6 +24,6 @@ def test_an_update_has_two_exchanges(target: str, kind: str) -> None:
         made = setup(muon(), mesh_of_kind("fsdp=8", kind, target))
         compiled = made.step.compile(made.plan.structs, batch(1))
     assert_two_exchanges(compiled.compiled, ("fsdp",), 8)
-    stacks = len(STACKS) * 64 * 128 * 4
+    stacks = len(STACKS) * 32 * 64 * 4
     assert count_bytes(compiled.text, trips=1) == {"all-to-all": 2 * stacks}
     assert len(compiled.communication().matrices) == 2 * len(STACKS)

@@ -17,13 +17,13 @@ from treeshard.training import by_matrix
 
 # Two lone matrices and five stacked ones are of one shape; there is one of another.
 PARAMS = {
-    "first": struct(64, 128),
-    "second": struct(64, 128),
-    "layers": struct(5, 64, 128),
-    "down": struct(128, 64),
-    "bias": struct(128),
+    "first": struct(32, 64),
+    "second": struct(32, 64),
+    "layers": struct(5, 32, 64),
+    "down": struct(64, 32),
+    "bias": struct(64),
 }
-STACKS = {"64x128_float32": 7, "128x64_float32": 1}
+STACKS = {"32x64_float32": 7, "64x32_float32": 1}
 FSDP = [("bias", None), ("layers", P(None, "fsdp")), (".*", P("fsdp"))]
 # Of one shape, in three ways.
 TENSOR = [
@@ -109,7 +109,7 @@ def soap() -> Any:
         mean = 0.9 * kept["mean"] + 0.1 * g
         square = 0.95 * kept["square"] + 0.05 * (_turned(rows) @ g @ columns) ** 2
         # Along eigenvectors of equal eigenvalues, which are any, gradients are 0.
-        step = _turned(rows) @ mean @ columns / (jnp.sqrt(square) + 0.01)
+        step = _turned(rows) @ mean @ columns / (jnp.sqrt(square) + 0.1)
         return -rows @ step @ _turned(columns), {**kept, "mean": mean, "square": square}
 
     return _of_each_matrix(lambda x: {"mean": x * 0, "square": x * 0}, update)
@@ -149,6 +149,6 @@ def assert_two_exchanges(compiled: Any, axes: tuple[str, ...], parts: int) -> No
     """Asserts that each stack goes to the devices that update it and back, and nothing else."""
     moved = [x for x in collectives(compiled) if x.rank]
     assert {(x.kind, x.axes) for x in moved} == {("all-to-all", axes)}
-    shards = [64 * 128 * 4 * math.ceil(n / parts) for n in STACKS.values()]
+    shards = [32 * 64 * 4 * math.ceil(n / parts) for n in STACKS.values()]
     assert sorted(x.bytes for x in moved) == sorted(2 * shards)
     assert all(x.count == 1 for x in moved)

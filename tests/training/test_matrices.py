@@ -83,10 +83,10 @@ def test_weight_decay_moves_the_weights_too() -> None:
 
 def test_shampoo_keeps_each_preconditioner_with_its_matrix() -> None:
     made = setup(shampoo(), ts.make_mesh("fsdp=8"))
-    stacks = made.plan.structs["opt"].matrices["64x128_float32"]["of"]
+    stacks = made.plan.structs["opt"].matrices["32x64_float32"]["of"]
     assert {name: x.shape for name, x in stacks.items()} == {
-        "left": (8, 64, 64),
-        "right": (8, 128, 128),
+        "left": (8, 32, 32),
+        "right": (8, 64, 64),
         "norm": (8,),
     }
     state = ts.pad_leaves(made.init(), made.plan)
@@ -98,8 +98,8 @@ def test_shampoo_keeps_each_preconditioner_with_its_matrix() -> None:
 
 def test_soap_keeps_its_moments_with_its_matrix() -> None:
     made = setup(soap(), ts.make_mesh("fsdp=8"))
-    stacks = made.plan.structs["opt"].matrices["64x128_float32"]["of"]
-    assert stacks["square"].shape == (8, 64, 128)
+    stacks = made.plan.structs["opt"].matrices["32x64_float32"]["of"]
+    assert stacks["square"].shape == (8, 32, 64)
     state = ts.pad_leaves(made.init(), made.plan)
     compiled = made.step.compile(state, batch(1)).compiled
     assert_two_exchanges(compiled, ("fsdp",), 8)
@@ -154,7 +154,7 @@ def test_leaves_that_are_left_to_the_optimizer() -> None:
     plan = ts.plan(PARAMS, FSDP, ts.make_mesh("fsdp=8"), min_size=0)
     optimizer = by_matrix(optax.adam(0.1), plan, is_matrix=lambda path, x: path != "down")
     state = jax.eval_shape(optimizer.init, PARAMS)
-    assert state.matrices.keys() == {"64x128_float32"}
+    assert state.matrices.keys() == {"32x64_float32"}
     rest = state.rest[0].mu
     assert {name: x is not None for name, x in rest.items()} == {
         name: name in ("bias", "down") for name in PARAMS
@@ -166,7 +166,7 @@ def test_report_lists_exchanges_apart() -> None:
     compared = made.step.communication(made.plan.structs, batch(1))
     assert compared.unplanned == ()
     assert len(compared.matrices) == 4
-    assert "including 4 exchanges of matrices for their update, 128.0 KiB" in str(compared)
+    assert "including 4 exchanges of matrices for their update, 32.0 KiB" in str(compared)
 
 
 def test_messages() -> None:
