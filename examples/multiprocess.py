@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
@@ -113,9 +114,10 @@ def start_empty(directory):
 
 def run(args, kill=None, at=None):
     """Runs the workers to their end, or until `at` and kills one; returns step -> loss."""
-    started, losses = start(args), {}
+    started, losses = [], {}
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        with sigterm_waits():  # otherwise a worker could start and never be ended
+            started += start(args)
         for line in started[0].stdout:
             if not line.startswith("[Gloo]"):  # log lines of the network library
                 print("  ", line, end="")
@@ -135,14 +137,23 @@ def run(args, kill=None, at=None):
     return losses
 
 
+@contextmanager
+def sigterm_waits():
+    """A SIGTERM that comes in this block is handled at its end."""
+    came = []
+    handler = signal.signal(signal.SIGTERM, lambda *signal_: came.append(signal_))
+    yield
+    signal.signal(signal.SIGTERM, handler)
+    for signal_ in came:
+        handler(*signal_)
+
+
 def start(args):
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         address = f"localhost:{probe.getsockname()[1]}"
     given = [word for word in sys.argv[1:] if word != "--worker"]
     command = [sys.executable, __file__, "--worker", f"--coordinator={address}", *given]
-    # A SIGTERM waits until all are started: otherwise one could start and never be ended.
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     return [
         subprocess.Popen(
             [*command, f"--process={i}"],
@@ -170,7 +181,6 @@ def parse(argv=None):
 
 def main(argv=None):
     args = parse(argv)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # a worker inherits it blocked
     worker(args) if args.worker else drive(args)
 
 

@@ -134,8 +134,9 @@ def test_fsdp_flax(capsys) -> None:
     assert {x.data.shape for x in kernel.addressable_shards} == {(6, 32)}
 
 
-@AXES
-@pytest.mark.parametrize("mesh", ["data=2,model=4", "data=4,model=2"])
+@pytest.mark.parametrize(
+    ("mesh", "axes"), [("data=2,model=4", []), ("data=4,model=2", ["--explicit"])]
+)
 def test_parallel_matmuls(mesh: str, axes: list[str], capsys) -> None:
     parallel_matmuls.main([f"--mesh={mesh}", "--rows=16", "--features=8", "--hidden=32", *axes])
     text = capsys.readouterr().out
