@@ -317,8 +317,9 @@ def test_a_forgotten_activation_constraint() -> None:
     tree = {"up": struct(16, 64), "down": struct(64, 16)}
     plan = ts.plan(tree, [("up", P(None, "fsdp")), ("down", P("fsdp"))], mesh, min_size=0)
 
-    def codes(constrain: Any) -> dict[str, Any]:
+    def codes(constrain: Any, gather: Any = lambda p: p) -> dict[str, Any]:
         def loss(p: Any, x: jax.Array) -> jax.Array:
+            p = gather(p)
             h = constrain(jnp.tanh(x @ p["up"]))
             return jnp.mean(constrain(h @ p["down"]) ** 2)
 
@@ -329,8 +330,9 @@ def test_a_forgotten_activation_constraint() -> None:
     forgotten = codes(lambda h: h)
     assert "of computed values" in forgotten["activation"].fact
     assert "test_comparison.py:" in str(forgotten["activation"])
-    fixed = codes(lambda h: ts.with_sharding_constraint(h, P("fsdp")))
-    assert not fixed
+    assert "not-moved" in forgotten
+    assert not codes(lambda h: ts.with_sharding_constraint(h, P("fsdp")))
+    assert not codes(lambda h: h, ts.unshard)
 
 
 def test_a_backend_that_widens_a_dtype_is_reported() -> None:

@@ -350,18 +350,6 @@ def _sgd(loss: Any) -> Any:
     return step
 
 
-def test_activations_are_found_where_weights_should_be_gathered() -> None:
-    def loss(p: Any, x: jax.Array) -> jax.Array:
-        return jnp.mean((jnp.tanh(x @ p["up"]) @ p["down"]) ** 2)
-
-    state = {"up": struct(16, 64), "down": struct(64, 16)}
-    rules = [("up", P(None, "fsdp")), ("down", P("fsdp"))]
-    assert "activation" in _codes(_sgd(loss), state, SQUARE, rules)
-    assert "not-moved" in _codes(_sgd(loss), state, SQUARE, rules)
-    gathered = _sgd(lambda p, x: loss(ts.unshard(p), x))
-    assert not _codes(gathered, state, SQUARE, rules)
-
-
 def test_an_average_that_is_sharded_unlike_its_weight_is_found() -> None:
     def step(state: Any, x: jax.Array) -> tuple[Any, Any]:
         loss = lambda w: _loss(ts.unshard(w, P("fsdp"), "fsdp"), x)  # noqa: E731
@@ -372,19 +360,6 @@ def test_an_average_that_is_sharded_unlike_its_weight_is_found() -> None:
     state = {"w": SQUARE, "average": SQUARE}
     assert _codes(step, state, SQUARE, [("average", P(None, "fsdp")), ("w", P("fsdp"))])
     assert not _codes(step, state, SQUARE, [(".*", P("fsdp"))])
-
-
-def test_a_weight_that_each_trip_of_a_loop_gathers_is_found() -> None:
-    def step(w: jax.Array, x: jax.Array) -> tuple[Any, Any]:
-        def of_minibatch(total: jax.Array, x: jax.Array) -> tuple[jax.Array, Any]:
-            value, grad = jax.value_and_grad(_loss)(w, x)
-            return total + grad, value
-
-        minibatches = jnp.moveaxis(x.reshape(-1, 4, 16), 1, 0)
-        grad, values = jax.lax.scan(of_minibatch, jnp.zeros_like(w), minibatches)
-        return w - grad, values.mean()
-
-    assert "inside-loop" in _codes(step, SQUARE, struct(64, 16), [(".*", P("fsdp"))])
 
 
 def test_a_weight_that_is_gathered_for_each_use_is_found() -> None:
