@@ -166,7 +166,7 @@ def _zarr(kvstore: Any, shape: Shape, dtype: str, chunk: Shape) -> dict[str, Any
 def _description(shape: Shape, dtype: str, chunk: Shape) -> bytes:
     """What TensorStore writes to describe an array."""
     spec = _zarr("memory://", shape, dtype, chunk)
-    array = tensorstore.open(spec, create=True, context=tensorstore.Context()).result()
+    array: Any = tensorstore.open(spec, create=True, context=tensorstore.Context()).result()
     return array.kvstore[_DESCRIPTION]
 
 
@@ -503,7 +503,9 @@ class ArrayStore:
         by_leaf = groupby(_in_turn(reads, _IN_FLIGHT), lambda pair: pair[0].leaf)
         bar = with_bar(list(readers), "restore", show=progress)
         # Arrays without a shard on this process have no values to read.
-        arrays = {leaf: _placed(x, {}) for leaf, x in wanted.items() if leaf not in here}
+        arrays: dict[str, jax.Array | np.ndarray] = {
+            leaf: _placed(x, {}) for leaf, x in wanted.items() if leaf not in here
+        }
         waiting: dict[str, np.ndarray] = {}  # small arrays, to be moved to devices together
         for leaf, (_, started) in zip(bar, by_leaf, strict=True):
             try:
@@ -514,9 +516,11 @@ class ArrayStore:
             if not _is_one_part(wanted[leaf]):
                 arrays[leaf] = _placed(wanted[leaf], values)
                 continue
-            [arrays[leaf]] = values.values()
-            if wanted[leaf].sharding is not None:
-                waiting[leaf] = arrays[leaf]
+            [value] = values.values()
+            if wanted[leaf].sharding is None:
+                arrays[leaf] = value
+                continue
+            waiting[leaf] = value
             if len(waiting) == _TOGETHER:
                 arrays |= _moved(waiting, wanted)
                 waiting.clear()
