@@ -1,15 +1,40 @@
 """What `import treeshard` costs: nothing heavy, no backend, no device."""
 
 import ast
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from surface import SUBMODULES
 
 HEAVY = ["chex", "equinox", "flax", "matplotlib", "optax", "rich", "tensorstore", "tqdm"]
+# A new process imports ever more, and writes down what that has loaded.
+IMPORTS = f"""
+import json, sys
+loaded = lambda: [name for name in {HEAVY} if name in sys.modules]
+facts = {{}}
+import treeshard as ts
+facts["an unknown name"] = [hasattr(ts, "_repr_html_"), "jax" in sys.modules]
+facts["treeshard"] = loaded()
+ts.training.init_sharded
+facts["a name of training"] = loaded()
+facts["modules"] = [name for name in sys.modules if name.startswith("treeshard")]
+import jax, treeshard.interchange
+from jax._src import xla_bridge
+facts["backends"] = [xla_bridge.backends_are_initialized()]
+jax.devices()
+facts["backends"].append(xla_bridge.backends_are_initialized())
+sys.modules["tensorstore"] = None
+try:
+    import treeshard.checkpoint
+except ImportError as error:
+    facts["without tensorstore"] = str(error)
+print(json.dumps(facts))
+"""
 
 
 def run(code: str) -> str:
@@ -20,41 +45,39 @@ def run(code: str) -> str:
     return done.stdout.strip()
 
 
-def loaded_by(statement: str) -> set[str]:
-    out = run(f"import sys; {statement}; print(*(m for m in {HEAVY} if m in sys.modules))")
-    return set(out.split())
+@pytest.fixture(scope="module")
+def facts() -> dict[str, Any]:
+    return json.loads(run(IMPORTS))
 
 
-def test_importing_treeshard_loads_nothing_heavy() -> None:
-    assert loaded_by("import treeshard") == set()
+def test_importing_treeshard_loads_nothing_heavy(facts) -> None:
+    assert facts["treeshard"] == []
 
 
-def test_a_heavy_import_would_be_seen() -> None:
-    assert loaded_by("import treeshard, tqdm") == {"tqdm"}
+def test_submodules_load_on_first_touch(facts) -> None:
+    assert "equinox" in facts["a name of training"]
 
 
-def test_importing_treeshard_starts_no_backend() -> None:
-    ask = "from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())"
-    assert run(f"import treeshard, treeshard.interchange, treeshard.training; {ask}") == "False"
-    assert run(f"import treeshard, jax; jax.devices(); {ask}") == "True"
+def test_importing_treeshard_starts_no_backend(facts) -> None:
+    assert facts["backends"] == [False, True]
 
 
-def test_submodules_load_on_first_touch() -> None:
-    out = run(
-        "import sys, treeshard as ts; before = 'equinox' in sys.modules;"
-        "ts.training.init_sharded; print(before, 'equinox' in sys.modules)"
-    )
-    assert out == "False True"
+def test_importing_training_loads_no_reader_of_programs_and_few_modules(facts) -> None:
+    """What a training loop does not need, it does not load."""
+    modules = facts["modules"]
+    unneeded = ("treeshard.communication", "treeshard.m")
+    assert not [name for name in modules if name.startswith(unneeded)]
+    assert len(modules) <= 45, sorted(modules)
 
 
-def test_without_tensorstore_checkpoints_say_how_to_get_it() -> None:
-    said = run(
-        "import sys; sys.modules['tensorstore'] = None\n"
-        "try: import treeshard.checkpoint\n"
-        "except ImportError as error: print(error)"
-    )
+def test_without_tensorstore_checkpoints_say_how_to_get_it(facts) -> None:
     install = "Install them with `pip install 'treeshard[checkpoint]'`."
-    assert said == f"treeshard.checkpoint needs TensorStore and etils. {install}"
+    needs = "treeshard.checkpoint needs TensorStore and etils."
+    assert facts["without tensorstore"] == f"{needs} {install}"
+
+
+def test_a_name_that_nobody_has_is_not_looked_for(facts) -> None:
+    assert facts["an unknown name"] == [False, False]
 
 
 def test_an_unknown_name_says_what_is_near() -> None:
@@ -105,11 +128,6 @@ def test_a_name_of_two_submodules_is_not_chosen_between() -> None:
     with pytest.raises(AttributeError, match=f"no attribute 'value_and_grad'. There are {homes}"):
         ts.value_and_grad  # noqa: B018  (touching it is the test)
     assert ts.assert_collectives is ts.communication.assert_collectives  # one function, two homes
-
-
-def test_a_name_that_nobody_has_is_not_looked_for() -> None:
-    code = "import sys, treeshard; print(hasattr(treeshard, '_repr_html_'), 'jax' in sys.modules)"
-    assert run(code) == "False False"
 
 
 # What one plugs into a training loop of one's own, in the order in which pages list it.
@@ -165,13 +183,3 @@ def test_a_submodule_shows_public_names_only() -> None:
     for module in SUBMODULES.values():
         assert dir(module) == sorted(module.__all__)
         assert all(getattr(module, name) is not None for name in module.__all__)
-
-
-def test_importing_training_loads_no_reader_of_programs_and_few_modules() -> None:
-    """What a training loop does not need, it does not load."""
-    out = run(
-        "import sys, treeshard.training;"
-        "print(*sorted(name for name in sys.modules if name.startswith('treeshard')))"
-    ).split()
-    assert not [name for name in out if name.startswith(("treeshard.communication", "treeshard.m"))]
-    assert len(out) <= 45, out
