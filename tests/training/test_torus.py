@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
+from tests.helpers import QUICK
 from tests.training.gradient_programs import CASES, mesh_of_kind, state, step_of
 from treeshard import manual, training
 from treeshard._trace.uses import is_last_step
@@ -44,7 +45,7 @@ OF_4 = {("reduce-scatter", part) for part in ((2, 2), (2, 1))}
 
 
 def one_device(loss: Callable[..., Any], params: Any, *args: Any) -> Any:
-    return jax.value_and_grad(loss)(params, *args)
+    return jax.jit(jax.value_and_grad(loss), compiler_options=QUICK)(params, *args)
 
 
 def assert_close(found: Any, expected: Any) -> None:
@@ -79,10 +80,9 @@ def mean(params: Any, x: Any) -> Any:
 def test_numbers_are_those_of_one_device(name: str, expected: Any) -> None:
     case = CASES[name]
     step, plan, x = step_of(case, mesh_of_kind(case.axes, "explicit"), WIDTH)
-    grads, value = step(ts.shard(state(WIDTH), plan), x)
-    weights = jax.tree.map(jnp.asarray, state(WIDTH))
-    assert_close((value, grads), one_device(case.loss, weights, x))
     found = parts(step.compile(plan.structs, x).compiled)
+    grads, value = step(ts.shard(state(WIDTH), plan), x)
+    assert_close((value, grads), one_device(case.loss, state(WIDTH), x))
     assert {part for part in found if part[0] != "all-reduce"} == expected
 
 
@@ -96,10 +96,9 @@ def test_layers_that_are_gathered_early_too() -> None:
         value, grads = training.value_and_grad(prefetched)(params, x)
         return grads, value
 
-    grads, value = step(ts.shard(state(WIDTH), plan), x)
-    plain = lambda params, x: CASES["fsdp"].loss(params, x)  # noqa: E731
-    assert_close((value, grads), one_device(plain, jax.tree.map(jnp.asarray, state(WIDTH)), x))
     assert parts(step.compile(plan.structs, x).compiled) == OF_8
+    grads, value = step(ts.shard(state(WIDTH), plan), x)
+    assert_close((value, grads), one_device(CASES["fsdp"].loss, state(WIDTH), x))
 
 
 @pytest.mark.parametrize("check", [False, True])
@@ -151,9 +150,9 @@ def test_small_gathers_go_over_one_dim_after_the_other(monkeypatch: pytest.Monke
         return grads, value
 
     params = {"w": jax.random.normal(jax.random.key(1), (24, 64))}
+    compiled = step.compile(plan.structs, x)
     grads, value = step(ts.shard(params, plan), x)
     assert_close((value, grads), one_device(mean, params, x))
-    compiled = step.compile(plan.structs, x)
     assert parts(compiled.compiled) == OF_8 | {("all-gather", part) for _, part in OF_8}
     compared = compiled.communication()
     assert compared.unplanned == ()
@@ -168,9 +167,9 @@ def _cubes(shard: Any) -> Any:
 def test_what_accumulates_over_the_axis_scatters_dim_by_dim() -> None:
     case = CASES["fsdp in passes"]._replace(passes=("fsdp",))
     step, plan, x = step_of(case, ts.make_mesh("fsdp=8"), WIDTH)
-    grads, value = step(ts.shard(state(WIDTH), plan), x)
-    assert_close((value, grads), one_device(case.loss, jax.tree.map(jnp.asarray, state(WIDTH)), x))
     found = parts(step.compile(plan.structs, x).compiled)
+    grads, value = step(ts.shard(state(WIDTH), plan), x)
+    assert_close((value, grads), one_device(case.loss, state(WIDTH), x))
     assert {("reduce-scatter", (4, 2)), ("reduce-scatter", (2, 1))} <= found
 
 

@@ -1,5 +1,6 @@
 """Gradients on Explicit axes: scattered where weights are gathered, and summed once a step."""
 
+import functools
 import os
 import signal
 import subprocess
@@ -142,9 +143,13 @@ if os.environ.get("TREESHARD_SOAK"):
 @pytest.mark.parametrize("use", OTHER_USES.values(), ids=OTHER_USES.keys())
 def test_other_uses_of_a_weight_have_right_gradients(use: Any, spec: P, differentiate: Any) -> None:
     """Beside a product: types must not count one device's part for all, or twice."""
+    grads = gradients_of(use, mesh_of_kind("data=2,fsdp=4", "explicit"), spec, differentiate)
+    chex.assert_trees_all_close(grads, on_one_device(use), rtol=1e-4, atol=1e-7)
+
+
+def gradients_of(use: Any, mesh: Any, spec: P, differentiate: Any) -> Any:
     w = {"w": state(WIDTH)["w"][0]}
     x = np.random.default_rng(1).standard_normal((32, WIDTH)).astype("float32")
-    one = jax.make_mesh((1, 1), ("data", "fsdp"), devices=jax.devices()[:1])
 
     def step(params: Any, x: Any) -> Any:
         def loss(params: Any, x: Any) -> Any:
@@ -154,12 +159,15 @@ def test_other_uses_of_a_weight_have_right_gradients(use: Any, spec: P, differen
         value, grads = differentiate(loss)(params, x)
         return grads, value
 
-    grads = []
-    for mesh in (mesh_of_kind("data=2,fsdp=4", "explicit"), one):
-        plan = ts.plan(w, [("w", spec)], mesh, min_size=0)
-        run = ts.jit_step(step, plan, batch=P(("data", "fsdp")), donate=False)
-        grads.append(ts.gather(run(ts.shard(w, plan), x)[0]))
-    chex.assert_trees_all_close(*grads, rtol=1e-4, atol=1e-7)
+    plan = ts.plan(w, [("w", spec)], mesh, min_size=0)
+    run = ts.jit_step(step, plan, batch=P(("data", "fsdp")), donate=False)
+    return ts.gather(run(ts.shard(w, plan), x)[0])
+
+
+@functools.cache
+def on_one_device(use: Any) -> Any:
+    mesh = jax.make_mesh((1, 1), ("data", "fsdp"), devices=jax.devices()[:1])
+    return gradients_of(use, mesh, P(), jax.value_and_grad)
 
 
 # ------------------------------------------------------------------ how often a loss is traced

@@ -81,10 +81,12 @@ def _with_most(
     """What `trace` returns for all that can wait; else for those that likely can; else `plain()`,
     which raises if it is the loss that is wrong."""
     if can_wait:
-        with suppress(Exception):
-            return trace(can_wait)
-        with suppress(Exception):
-            return trace(likely())
+        for choose in (lambda: can_wait, likely):
+            # JAX refuses a use of a type that waits by errors of many classes, NotImplementedError
+            # and AssertionError among them. `plain` computes the same without such types, or raises
+            # what the loss itself raises.
+            with suppress(Exception):
+                return trace(choose())
     return plain()
 
 
@@ -149,7 +151,8 @@ def _is_gathered(eqn: Any) -> bool:
 
 def accumulated_by_waiting(accumulate: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
     """Sums of gradients and metrics over minibatches, summed over devices after all of them."""
-    # Not in the handler of an error: Python would show both.
+    # As in `_with_most`: what fails here for its types is computed without them, and what fails for
+    # another reason fails again; not in the handler of an error, as Python would show both.
     with suppress(Exception), summed_later(True):
         traceable = jax.jit(accumulate)
         traced = traceable.trace()
