@@ -171,13 +171,16 @@ def _description(shape: Shape, dtype: str, chunk: Shape) -> bytes:
 
 
 def _chunk_key(region: Region, chunk: Shape) -> str:
-    """Where zarr 3 puts a chunk: `c/0/2` is the third of the first row, `c` that of a scalar."""
-    numbers = (start // step for (start, _), step in zip(region, chunk, strict=True))
-    return "/".join(["c", *map(str, numbers)])
+    """Where zarr 3 puts the chunk that a region is in: `c/0/2` is the third of the first row, and
+    `c` that of a scalar. Empty if the region is in several."""
+    pairs = [*zip(region, chunk, strict=True)]
+    if any(start // step != (stop - 1) // step for (start, stop), step in pairs):
+        return ""
+    return "/".join(["c", *(str(start // step) for (start, _), step in pairs)])
 
 
 class _ReadValue:
-    """An array of one chunk that is being read as a value; like a future of TensorStore."""
+    """A region of one chunk that is being read as a value; like a future of TensorStore."""
 
     def __init__(self, future: Any, x: StoredArray, region: Region, array: Callable[[], Any]):
         self._future, self._x, self._region, self._array = future, x, region, array
@@ -188,11 +191,13 @@ class _ReadValue:
     def result(self) -> np.ndarray:
         """The values in the region. Raises as TensorStore does for arrays."""
         found = None if self._future.exception() else self._future.result().value
-        if found is None or len(found) != self._x.nbytes:
+        chunk = self._x.chunk
+        if found is None or len(found) != _bytes_of(self._x, chunk):
             # It is missing or damaged: TensorStore says how.
-            return self._array()[_index(self._region)].read().result()
-        values = np.frombuffer(found, self._x.dtype).reshape(self._x.shape)
-        return np.array(values[_index(self._region)])
+            return _read_regions(self._array(), self._region).result()
+        pairs = zip(self._region, chunk, strict=True)
+        in_chunk = tuple(slice(start % n, start % n + stop - start) for (start, stop), n in pairs)
+        return np.array(np.frombuffer(found, self._x.dtype).reshape(chunk)[in_chunk])
 
 
 # ------------------------------------------------------------------ transfers
@@ -416,12 +421,13 @@ def _for_orbax(keys: Iterable[str]) -> dict[str, Any]:
 
 _IN_FLIGHT = 2**26  # bytes that are being read at a time, if no single array has more
 _LEAST_PART = 2**16  # what a part counts at least
-_TOGETHER = 64  # small arrays that are moved to devices together
+_MOVED_TOGETHER = 2**22  # bytes that are moved to devices in one call, which takes time itself
 _UNREAD = "it cannot be read: "
 
 Wanted = Mapping[str, StoredArray]
 Values = dict[Region, np.ndarray]
 Reader = Callable[[Region], Any]  # begins to read a region; returns a future of it
+_Parts = list[tuple[np.ndarray, Sharding]]  # of an array on this process, and where each goes
 
 
 class ArrayStore:
@@ -432,32 +438,36 @@ class ArrayStore:
         self._database = _database(path)
         self._context = _context()
 
-    def open(self, wanted: Wanted) -> tuple[dict[str, Reader], dict[str, str]]:
-        """Opens arrays: returns those that are as the table says, and why others are not.
+    def open(
+        self, wanted: Wanted, regions: Mapping[str, Sequence[Region]]
+    ) -> tuple[dict[str, Reader], dict[str, str]]:
+        """Opens arrays to read regions of them.
 
-        Raises `CheckpointError` if this process may not read one.
+        Returns those that are as the table says, and why others are not. Raises `CheckpointError`
+        if this process may not read one.
         """
         values = tensorstore.KvStore.open(self._database, context=self._context).result()
         small = {
             leaf: values.read(f"{store_key(leaf)}/{_DESCRIPTION}")
             for leaf, x in wanted.items()
-            if x.chunk == x.shape and x.nbytes < _SMALL
+            if _bytes_of(x, x.chunk) < _SMALL
+            and all(_chunk_key(region, x.chunk) for region in regions[leaf])
         }
-        whole = {leaf for leaf, found in small.items() if _describes(found, wanted[leaf])}
-        openings = {leaf: self._begin(leaf) for leaf in wanted if leaf not in whole}
+        as_values = {leaf for leaf, found in small.items() if _describes(found, wanted[leaf])}
+        openings = {leaf: self._begin(leaf) for leaf in wanted if leaf not in as_values}
         readers: dict[str, Reader] = {}
         errors: dict[str, str] = {}
         for leaf, x in wanted.items():
-            if leaf in whole:
-                readers[leaf] = partial(self._read_whole, values, leaf, x)
+            if leaf in as_values:
+                readers[leaf] = partial(self._read_value, values, leaf, x)
             elif why := self._why_closed(openings[leaf]) or _misfit(openings[leaf].result(), x):
                 errors[leaf] = f"{_UNREAD}{why}"
             else:
                 readers[leaf] = partial(_read_regions, openings[leaf].result())
         return readers, errors
 
-    def _read_whole(self, values: Any, leaf: str, x: StoredArray, region: Region) -> _ReadValue:
-        future = values.read(f"{store_key(leaf)}/{_chunk_key(_full(x.shape), x.chunk)}")
+    def _read_value(self, values: Any, leaf: str, x: StoredArray, region: Region) -> _ReadValue:
+        future = values.read(f"{store_key(leaf)}/{_chunk_key(region, x.chunk)}")
         return _ReadValue(future, x, region, lambda: self._begin(leaf).result())
 
     def _begin(self, leaf: str) -> Any:
@@ -488,7 +498,7 @@ class ArrayStore:
         """
         regions = {leaf: _regions(x) for leaf, x in wanted.items()}
         here = {leaf: wanted[leaf] for leaf, parts in regions.items() if parts}
-        readers, errors = self.open(here)
+        readers, errors = self.open(here, regions)
         opened = [here[leaf] for leaf in readers]
         check_memory(
             self._path,
@@ -502,28 +512,25 @@ class ArrayStore:
         )
         by_leaf = groupby(_in_turn(reads, _IN_FLIGHT), lambda pair: pair[0].leaf)
         bar = with_bar(list(readers), "restore", show=progress)
+        arrays: dict[str, jax.Array | np.ndarray] = {}
         # Arrays without a shard on this process have no values to read.
-        arrays: dict[str, jax.Array | np.ndarray] = {
-            leaf: _placed(x, {}) for leaf, x in wanted.items() if leaf not in here
-        }
-        waiting: dict[str, np.ndarray] = {}  # small arrays, to be moved to devices together
+        waiting: dict[str, _Parts] = {leaf: [] for leaf in wanted if leaf not in here}
+        held = 0
         for leaf, (_, started) in zip(bar, by_leaf, strict=True):
+            x = wanted[leaf]
             try:
                 values = {read.region: future.result() for read, future in started}
             except Exception as error:  # TensorStore raises types of Python's own, by status
                 errors[leaf] = f"{_UNREAD}{self._why(error)}"
                 continue
-            if not _is_one_part(wanted[leaf]):
-                arrays[leaf] = _placed(wanted[leaf], values)
+            if x.sharding is None:
+                [arrays[leaf]] = values.values()
                 continue
-            [value] = values.values()
-            if wanted[leaf].sharding is None:
-                arrays[leaf] = value
-                continue
-            waiting[leaf] = value
-            if len(waiting) == _TOGETHER:
+            waiting[leaf] = _parts(x, values)
+            held += max(_LEAST_PART, sum(part.nbytes for part, _ in waiting[leaf]))
+            if held > _MOVED_TOGETHER:
                 arrays |= _moved(waiting, wanted)
-                waiting.clear()
+                waiting, held = {}, 0
         return arrays | _moved(waiting, wanted), errors
 
     def check_memory_for_blocks(self, arrays: Iterable[StoredArray]) -> None:
@@ -534,17 +541,20 @@ class ArrayStore:
         check_memory(self._path, [block], way_out, _of_tensorstore(sizes))
 
     def blocks(
-        self, wanted: Wanted, readers: Mapping[str, Reader]
+        self,
+        wanted: Wanted,
+        blocks: Mapping[str, Sequence[Region]],
+        readers: Mapping[str, Reader],
     ) -> Iterator[tuple[str, Iterator[tuple[Region, np.ndarray]]]]:
-        """Reads arrays that `open` has returned in blocks, a few at a time, in their order.
+        """Reads blocks of arrays that `open` has returned, a few at a time, in their order.
 
-        A large array is read by its chunks, others as one block. Raises `ValueError` if it cannot
-        be read, and `CheckpointError` if this process may not read a file.
+        Raises `ValueError` if one cannot be read, and `CheckpointError` if this process may not
+        read a file.
         """
         reads = (
             _transfer(leaf, wanted[leaf], region, reader)
             for leaf, reader in readers.items()
-            for region in _tiles(wanted[leaf].shape, _block(wanted[leaf]))
+            for region in blocks[leaf]
         )
         by_leaf = groupby(_in_turn(reads, _IN_FLIGHT), lambda pair: pair[0].leaf)
         return ((leaf, self._values(started)) for leaf, started in by_leaf)
@@ -611,17 +621,17 @@ def _of_tensorstore(sizes: Sequence[int]) -> int:
 
 
 def _block(x: StoredArray) -> Shape:
-    """The shape of the blocks in which `blocks` reads an array."""
+    """The shape of the blocks in which an array is read."""
     return x.chunk if x.nbytes > _IN_FLIGHT else x.shape
 
 
-def _tiles(shape: Shape, chunk: Shape) -> Iterator[Region]:
-    """The regions of the chunks of an array, or of other blocks."""
+def blocks_of(x: StoredArray) -> list[Region]:
+    """The blocks in which to read an array: its chunks if it is large, and otherwise all of it."""
     spans = [
         [(start, min(start + step, length)) for start in range(0, length, step)]
-        for length, step in zip(shape, chunk, strict=True)
+        for length, step in zip(x.shape, _block(x), strict=True)
     ]
-    return product(*spans)
+    return [*product(*spans)]
 
 
 def _regions(x: StoredArray) -> list[Region]:
@@ -640,26 +650,35 @@ def _transfer(leaf: str, x: StoredArray, region: Region, reader: Reader) -> _Tra
     return _Transfer(leaf, region, max(_LEAST_PART, nbytes), partial(reader, region))
 
 
-def _moved(arrays: Mapping[str, np.ndarray], wanted: Wanted) -> dict[str, jax.Array]:
-    """Arrays of one part on their devices."""
-    shardings = [wanted[leaf].sharding for leaf in arrays]
-    return dict(zip(arrays, _on_devices(list(arrays.values()), shardings), strict=True))
-
-
-def _placed(x: StoredArray, values: Values) -> jax.Array:
-    """An array on its devices, from the values of its regions."""
+def _parts(x: StoredArray, values: Values) -> _Parts:
+    """The parts of an array that go to devices, from the values of its regions."""
     assert x.sharding is not None
-    regions = regions_here(x.sharding, x.shape)
+    if _is_one_part(x):
+        [full] = values.values()
+        return [(full, x.sharding)]
     kind = x.sharding.memory_kind
-    shards = _on_devices(
-        [values[region] for region in regions.values()],
-        [SingleDeviceSharding(device, memory_kind=kind) for device in regions],
-    )
-    # Without a shard on this process, there is none to take the dtype from.
-    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards, dtype=x.dtype)
+    return [
+        (values[region], SingleDeviceSharding(device, memory_kind=kind))
+        for device, region in regions_here(x.sharding, x.shape).items()
+    ]
 
 
-def _on_devices(values: list[np.ndarray], shardings: Any) -> list[jax.Array]:
+def _moved(waiting: Mapping[str, _Parts], wanted: Wanted) -> dict[str, jax.Array]:
+    """Arrays on their devices."""
+    parts = [part for of_array in waiting.values() for part in of_array]
     # Arrays that share memory with numpy's could not be donated.
-    placed = jax.device_put(values, shardings, may_alias=False)
-    return jax.block_until_ready(placed)  # so that host memory can be freed
+    moved = jax.device_put([x for x, _ in parts], [to for _, to in parts], may_alias=False)
+    remaining = iter(jax.block_until_ready(moved))  # so that host memory can be freed
+    arrays: dict[str, jax.Array] = {}
+    for leaf, of_array in waiting.items():
+        x = wanted[leaf]
+        assert x.sharding is not None
+        placed = [next(remaining) for _ in of_array]
+        if _is_one_part(x):
+            [arrays[leaf]] = placed
+        else:
+            # Without a shard on this process, there is none to take the dtype from.
+            arrays[leaf] = jax.make_array_from_single_device_arrays(
+                x.shape, x.sharding, placed, dtype=x.dtype
+            )
+    return arrays

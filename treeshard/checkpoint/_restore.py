@@ -25,7 +25,7 @@ from treeshard._disk.files import PathLike
 from treeshard._disk.leaves import ReadLeaf, SavedLeaf, raise_damages
 from treeshard._disk.requests import LeafType, Placing, RequestedLeaf, read_request
 from treeshard._planning.rules import Rules
-from treeshard.checkpoint._array_store import ArrayStore, StoredArray
+from treeshard.checkpoint._array_store import ArrayStore, StoredArray, blocks_of
 from treeshard.checkpoint._checksums import (
     Joint,
     checksum,
@@ -257,13 +257,14 @@ def damages_of(path: epath.Path, rows: Iterable[SavedLeaf]) -> Iterator[tuple[Sa
     store = ArrayStore(path)
     for batch in _batches(rows):
         wanted = _on_host(batch)
-        readers, damages = store.open(wanted)
+        blocks = {leaf: blocks_of(x) for leaf, x in wanted.items()}
+        readers, damages = store.open(wanted, blocks)
         store.check_memory_for_blocks(wanted[leaf] for leaf in readers)
-        read = store.blocks(wanted, readers)
+        read = store.blocks(wanted, blocks, readers)
         for row in batch:
             if row.path in readers:
-                _, blocks = next(read)
-                damages[row.path] = _damage_of_blocks(wanted[row.path], blocks, row)
+                _, of_row = next(read)
+                damages[row.path] = _damage_of_blocks(wanted[row.path], of_row, row)
             yield row, damages.get(row.path, "")
 
 
