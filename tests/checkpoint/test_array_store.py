@@ -138,6 +138,13 @@ def test_many_leaves_are_in_a_few_files_and_open_no_array_each(
     assert len([x for x in (tmp_path / "x").rglob("*") if x.is_file()]) < 30
 
 
+def test_small_arrays_are_written_in_several_transactions(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(_array_store, "_BEING_WRITTEN", 1000)
+    tree = {f"{i}": np.full(100, i) for i in range(10)}
+    save(tmp_path / "x", tree)
+    assert_same(restore(tmp_path / "x"), tree)
+
+
 @pytest.mark.parametrize("in_flight", [1, 600, 2**26])
 def test_verify_reads_large_arrays_by_their_chunks(tmp_path, monkeypatch, mesh, in_flight) -> None:
     w = np.arange(8 * 5 * 16, dtype=np.float32).reshape(8, 5, 16)

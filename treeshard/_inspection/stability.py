@@ -221,7 +221,7 @@ def _facts_of_place(leaf: Any) -> _Facts:
 
 
 def _facts_of_sharding(sharding: Sharding) -> _Facts:
-    facts: _Facts = {"sharding": str(sharding)}
+    facts: _Facts = {"sharding": sharding}
     if isinstance(sharding, SingleDeviceSharding):
         facts["sharding"] = f"only {next(iter(sharding.device_set))}"
     if isinstance(sharding, NamedSharding):

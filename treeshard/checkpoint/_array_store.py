@@ -141,7 +141,7 @@ def _index(region: Region) -> tuple[slice, ...]:
 
 # An array is some values of the database: its description, and one for each chunk, its bytes in C
 # order. TensorStore takes ten times as long to open an array as to write or read such a value, so
-# small arrays, of which a tree may have 100,000, are written and read as values.
+# arrays of small chunks, of which a tree may have 100,000, are written and read as values.
 
 _DESCRIPTION = "zarr.json"
 
@@ -314,10 +314,8 @@ def write_arrays(path: epath.Path, copied: Mapping[str, Copy]) -> int:
     Returns how many parts of arrays this process has written, and descriptions of arrays: those are
     written by process 0, even of arrays that it has no part of.
     """
-    context, database = (
-        _context(),
-        {**_database(path, jax.process_index()), "config": _NEW_DATABASE},
-    )
+    context = _context()
+    database = {**_database(path, jax.process_index()), "config": _NEW_DATABASE}
     count = sum(len(x.parts) for x in copied.values())
     if jax.process_index() == 0:
         count += len(copied)
@@ -427,7 +425,7 @@ _UNREAD = "it cannot be read: "
 Wanted = Mapping[str, StoredArray]
 Values = dict[Region, np.ndarray]
 Reader = Callable[[Region], Any]  # begins to read a region; returns a future of it
-_Parts = list[tuple[np.ndarray, Sharding]]  # of an array on this process, and where each goes
+_Outgoing = list[tuple[np.ndarray, Sharding]]  # of an array on this process, and where each goes
 
 
 class ArrayStore:
@@ -514,7 +512,7 @@ class ArrayStore:
         bar = with_bar(list(readers), "restore", show=progress)
         arrays: dict[str, jax.Array | np.ndarray] = {}
         # Arrays without a shard on this process have no values to read.
-        waiting: dict[str, _Parts] = {leaf: [] for leaf in wanted if leaf not in here}
+        waiting: dict[str, _Outgoing] = {leaf: [] for leaf in wanted if leaf not in here}
         held = 0
         for leaf, (_, started) in zip(bar, by_leaf, strict=True):
             x = wanted[leaf]
@@ -526,7 +524,7 @@ class ArrayStore:
             if x.sharding is None:
                 [arrays[leaf]] = values.values()
                 continue
-            waiting[leaf] = _parts(x, values)
+            waiting[leaf] = _outgoing(x, values)
             held += max(_LEAST_PART, sum(part.nbytes for part, _ in waiting[leaf]))
             if held > _MOVED_TOGETHER:
                 arrays |= _moved(waiting, wanted)
@@ -650,7 +648,7 @@ def _transfer(leaf: str, x: StoredArray, region: Region, reader: Reader) -> _Tra
     return _Transfer(leaf, region, max(_LEAST_PART, nbytes), partial(reader, region))
 
 
-def _parts(x: StoredArray, values: Values) -> _Parts:
+def _outgoing(x: StoredArray, values: Values) -> _Outgoing:
     """The parts of an array that go to devices, from the values of its regions."""
     assert x.sharding is not None
     if _is_one_part(x):
@@ -663,7 +661,7 @@ def _parts(x: StoredArray, values: Values) -> _Parts:
     ]
 
 
-def _moved(waiting: Mapping[str, _Parts], wanted: Wanted) -> dict[str, jax.Array]:
+def _moved(waiting: Mapping[str, _Outgoing], wanted: Wanted) -> dict[str, jax.Array]:
     """Arrays on their devices."""
     parts = [part for of_array in waiting.values() for part in of_array]
     # Arrays that share memory with numpy's could not be donated.
