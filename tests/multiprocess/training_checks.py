@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 from unittest import mock
 
 import jax
@@ -179,8 +180,8 @@ def check_batches_of_known_shapes_that_differ_give_no_numbers(context: Context) 
     step = jit_step(train_step, plan, donate=False)
     full, specs = batches()[0], P(("data", "fsdp"))
 
-    def part(rows: int) -> jax.Array:
-        return ts.from_process_local(full[:rows], specs, plan.mesh)
+    def part(rows: int, dtype: str = "float32") -> jax.Array:
+        return ts.from_process_local(full[:rows].astype(dtype), specs, plan.mesh)
 
     rows = [8 // context.count * n for n in (1, 2, 4)]
     losses = {n: step(state, part(n))[1] for n in rows}
@@ -207,10 +208,47 @@ def check_batches_of_known_shapes_that_differ_give_no_numbers(context: Context) 
     assert f"float32[{rows[2]},16] on process 0" in text, text
     assert f"float32[{rows[0]},16] on process 1" in text, text
     start_again()
+    for dtype in ("bfloat16", "float32"):  # which both are known, too
+        step(state, part(rows[2], dtype))
+    step(state, part(rows[0]))
+    with pytest.raises(ts.ProcessError) as told:
+        step(state, part(rows[2], "bfloat16" if context.index else "float32"))
+    text = str(told.value)
+    assert f"float32[{rows[2]},16] on process 0" in text, text
+    assert f"bfloat16[{rows[2]},16] on process 1" in text, text
+    start_again()
     with pytest.raises(ts.ProcessError) as told:
         jit_step(train_step, plan, donate=False)(state, None if context.index else full)
     assert "batch: float32[16,16]" in str(told.value), told.value
     assert "nothing on process 1" in str(told.value), told.value
+
+
+def check_another_step_on_one_process_is_told_before_its_state_is_read(context: Context) -> None:
+    """Both programs exchange the same sizes, so that they run together, and mix their numbers."""
+    mesh = ts.make_mesh("data=2,fsdp=-1")
+    plan = ts.plan({"w": np.ones((8, 8), "float32")}, [("w", P("fsdp"))], mesh, min_size=0)
+
+    def sum_of(factor: float) -> Any:
+        def one_step(state: Any, x: Any) -> Any:
+            return {"w": state["w"] + factor}, factor * jnp.sum(x)
+
+        return jit_step(one_step, plan, batch=P("data"), donate=False)
+
+    steps = [sum_of(1.0), sum_of(2.0)]
+    state, x = ts.shard({"w": np.ones((8, 8), "float32")}, plan), np.ones((4, 4), "float32")
+    for step in (steps[0], steps[1], steps[0]):
+        state, _ = step(state, x)
+    assert ts.gather(state)["w"][0, 0] == 5
+    mine = steps[context.index == 1]
+    state, _ = mine(state, x)
+    with pytest.raises(ts.ProcessError) as told:
+        ts.gather(state)
+    text = str(told.value)
+    assert text.startswith("gather: the processes have passed batches of other shapes"), text
+    assert "or called other steps" in text, text
+    assert "The first: program 1 (check_another_step" in text, text
+    assert "on process 0; program 2 (check_another_step" in text, text
+    start_again()
 
 
 def check_other_rules_on_one_process_raise_on_all(context: Context) -> None:

@@ -12,10 +12,11 @@ There is no repair after that, nor after a call that some processes gave up: as 
 `threading.Barrier`, every later call raises, and names the first failure. What goes on is a call on
 which all had agreed before, such as a save in the background.
 
-At each meeting the processes also say how many steps and batches of treeshard they have made, of
-which shapes (as a hash of all of them), and at which lines of the user's code they are. So a
-process that skips one of several calls that look the same is noticed if its arrays are treeshard's,
-which are known by the call and the path that made them; or if a step or a batch was made since.
+At each meeting the processes also say how many steps and batches of treeshard they have made, by
+which programs and of which shapes (as a hash of all of them), and at which lines of the user's code
+they are. So a process that skips one of several calls that look the same is noticed if its arrays
+are treeshard's, which are known by the call and the path that made them; or if a step or a batch
+was made since.
 Arrays of programs of `jax.jit` are not known: calls at different lines are a warning, and an error
 once all make one of these calls together, or had done so before. What is not noticed: a call that
 is skipped in a loop around it, if all else in the loop is JAX's.
@@ -86,7 +87,7 @@ def exchange(
         return [mine]
     if timeout < AS_LONG_AS_IT_TAKES:  # others wait for what goes on, and would never end
         check_in_step(what, participants)
-    if not (moves or _is_main_thread()):
+    if not (moves or is_main_thread()):
         lane = lane or "background"
     return _sequence(participants, lane).meet(what, mine, timeout, moves=moves)
 
@@ -133,6 +134,13 @@ def count_step(among: Sequence[int]) -> str:
     return f"step {sequence.steps}"
 
 
+def count_program(among: Sequence[int]) -> int:
+    """Counts a program that these processes call for the first time; returns its number."""
+    sequence = _sequence(among)
+    sequence.programs += 1
+    return sequence.programs
+
+
 def count_batch(among: Sequence[int]) -> int:
     """Counts a batch that these processes made without a meeting; returns its number.
 
@@ -141,13 +149,16 @@ def count_batch(among: Sequence[int]) -> int:
     """
     sequence = _sequence(among)
     sequence.all_batches += 1
-    sequence.batches += _is_main_thread()
+    sequence.batches += is_main_thread()
     return sequence.all_batches
 
 
 def note(among: Sequence[int], entry: str) -> None:
-    """Adds what all processes must have done alike to what they compare at each later meeting."""
-    if among and _is_main_thread():
+    """Adds what all processes must have done alike to what they compare at each later meeting.
+
+    Only what the main thread did: others need not be in step.
+    """
+    if among and is_main_thread():
         _sequence(among).note(entry)
 
 
@@ -160,7 +171,8 @@ def tell_batch(among: Sequence[int], number: int, form: str) -> None:
         _client().key_value_set(key, json.dumps(sequence.batch), allow_overwrite=True)
 
 
-def _is_main_thread() -> bool:
+def is_main_thread() -> bool:
+    """Whether this is the thread whose calls must be in the same order on all processes."""
     return threading.current_thread() is threading.main_thread()
 
 
@@ -233,6 +245,7 @@ class _Sequence:
 
     Attributes:
         lock: Of the thread whose turn it is.
+        programs: How many steps with a program of their own this process has called.
         steps, batches: How many this process has made without a meeting, batches in the main
             thread alone.
         batch: The number and form of the last batch that had another form than the one before.
@@ -245,7 +258,7 @@ class _Sequence:
         if lane:
             self._name += "." + _hash(lane)
         self.lock = threading.RLock()
-        self.number = self.steps = self.batches = self.all_batches = 0
+        self.number = self.programs = self.steps = self.batches = self.all_batches = 0
         self._history, self._noted = "", deque[str](maxlen=500)
         self.batch: tuple[int, str] | None = None
         self._place = ""  # of the last call that the user's code made
@@ -512,7 +525,7 @@ def _different(what: str, calls: Mapping[int, _Call]) -> str:
     if _differ_in_history_alone(calls):
         return (
             f"{what}: the processes have passed batches of other shapes or of other small values,"
-            " and nothing was done."
+            " or called other steps, and nothing was done."
         )
     columns = zip(*calls.values(), strict=True)
     whats, threads, steps, batches, *_ = (len(set(column)) > 1 for column in columns)

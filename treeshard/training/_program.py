@@ -40,11 +40,13 @@ class Program:
         run: The jitted function of the arrays of a state and of a batch.
         compiled: What `Step.compile` made of `run`, if it was called.
         is_traced: Whether `run` has been traced.
+        number: Of the first call, among those of all programs on several processes.
     """
 
     run: Any
     compiled: Any = None
     is_traced = False
+    number: int | None = None
 
     def __init__(
         self,

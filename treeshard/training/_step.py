@@ -15,7 +15,15 @@ from treeshard._core.arguments import check_tree
 from treeshard._core.arrays import StaticSplit, has_shape
 from treeshard._core.jax_private import is_tracing
 from treeshard._core.make_mesh import is_attached, with_devices
-from treeshard._core.meetings import check_in_step, count_step, in_turn, note, set_origin
+from treeshard._core.meetings import (
+    check_in_step,
+    count_program,
+    count_step,
+    in_turn,
+    is_main_thread,
+    note,
+    set_origin,
+)
 from treeshard._core.mesh import axes_of_type, can_wait
 from treeshard._core.paths import PyTree
 from treeshard._core.processes import participating_processes
@@ -99,7 +107,8 @@ class Step:
             arrays = self._usable(program, arrays, data)
         with in_turn(self._processes), jax.set_mesh(self._mesh):
             new, aux = self._run(program, arrays, data)
-            note(self._processes, entry)
+            if self._processes and is_main_thread():
+                note(self._processes, f"{self._called(program)}, {entry}")
         return program.state.combine(new), aux
 
     def on(self, plan: Plan, batch: SpecTree) -> "Step":
@@ -107,6 +116,12 @@ class Step:
         return Step(self._fn, plan, batch, donate=self._donate, per_device=self.is_by_hand)
 
     # -------------------------------------------------------------- a call
+
+    def _called(self, program: Program) -> str:
+        """Names a program to other processes, which have called theirs in the same order."""
+        if program.number is None:
+            program.number = count_program(self._processes)
+        return f"program {program.number} ({getattr(self, '__qualname__', self._name)})"
 
     def _program(self, leaves: list[Any], treedef: Any, data: list[Any], data_def: Any) -> Program:
         """The program for arguments of this structure, which is made at their first call."""
