@@ -17,6 +17,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
+from treeshard._disk.files import flush
 from treeshard.checkpoint import Checkpoints, restore, save
 from treeshard.checkpoint._paths import partial_path
 from treeshard.interchange import load_safetensors, save_safetensors
@@ -210,8 +211,10 @@ def test_an_error_of_cleaning_up_does_not_replace_the_first(tmp_path: Path, monk
 def test_a_name_that_cannot_be_flushed_is_told_of_a_complete_checkpoint(
     tmp_path: Path, monkeypatch
 ) -> None:
-    def fail(path: Any) -> None:
-        raise OSError(5, "Input/output error")
+    def fail(path: Path) -> int:
+        if path == tmp_path:
+            raise OSError(5, "Input/output error")
+        return flush(path)
 
     with monkeypatch.context() as dead:
         dead.setattr("treeshard.checkpoint._save.flush", fail)

@@ -112,7 +112,7 @@ def check_what_a_process_has_written_must_be_there(context: Context) -> None:
         }
         for step, (lose, says) in enumerate(cases.items(), 2):
 
-            def then_lost(folder: Any, lose: Any = lose) -> dict[Path, int]:
+            def then_lost(folder: Any, lose: Any = lose) -> dict[str, int]:
                 sizes = real(folder)
                 lose(Path(folder))
                 return sizes
@@ -132,9 +132,9 @@ def check_a_table_that_reads_otherwise_is_not_saved(context: Context) -> None:
     run = Path(context.args[0]) / "table"
     real = _save.flush_tree
 
-    def changed(folder: Any) -> dict[Path, int]:
+    def changed(folder: Any) -> dict[str, int]:
         sizes = real(folder)
-        (Path(folder) / "leaves" / "table.json").write_bytes(b"\0" * 100)
+        (Path(folder).parent / "leaves" / "table.json").write_bytes(b"\0" * 100)
         return sizes
 
     with Checkpoints(run, keep=1) as checkpoints:

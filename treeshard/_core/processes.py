@@ -4,9 +4,9 @@ JAX starts a program on each process and never asks whether it is the same one. 
 raises before it, or starts another, leaves the rest waiting in a collective without an end or a
 word. So calls that move data exchange a message first.
 
-Callers use `together` and `agreeing`: if one process raises, all raise. `exchange` is what both
-are made of. Only the barriers of a save call it themselves, since they also tell the other
-processes of a Ctrl-C, and raise a `CheckpointError` that lists the errors of all processes.
+Callers use `together` and `agreeing`: if one process raises, all raise. `exchange` and `tell` are
+what both are made of. Only the stages of a save call `tell` themselves, since they also tell the
+other processes of a Ctrl-C, and raise a `CheckpointError` that lists the errors of all processes.
 """
 
 import hashlib
@@ -62,24 +62,44 @@ def together(
         yield messages
     except Exception as error:
         own_error = error
-    if own_error is None:
-        outcome = b"+" + b"".join(messages)
-    else:
-        outcome = f"-{type(own_error).__name__}: {own_error}".encode()
     try:
-        outcomes = exchange(what, outcome, among=among, timeout=timeout, moves=moves)
+        told, failures = tell(what, own_error, messages, among=among, timeout=timeout, moves=moves)
     except ProcessError as absent:
         raise (own_error or absent) from None
     if own_error is not None:
         raise own_error
-    pairs = zip(indices(among), outcomes, strict=True)
-    facts = [f"process {i} raised {text[1:].decode()}" for i, text in pairs if text[:1] == b"-"]
+    facts = [f"process {i} raised {text}" for i, text in failures.items()]
     if len(facts) == 1:
         raise ProcessError(f"{what}: nothing was done, since {facts[0]}")
     if facts:
         headline = f"{what}: nothing was done, since other processes failed:"
         raise ProcessError(listed(headline, facts, 4, headed=True))
-    messages[:] = [text[1:] for text in outcomes]
+    messages[:] = told
+
+
+def tell(
+    what: str,
+    error: BaseException | None,
+    messages: Sequence[bytes],
+    *,
+    among: Sequence[int] | None = None,
+    timeout: float = TIMEOUT,
+    moves: bool = True,
+    lane: str = "",
+) -> tuple[list[bytes], dict[int, str]]:
+    """Tells the other processes the messages of this one, or its error. Arguments as in `exchange`.
+
+    Returns the message of each process, and the errors, by process.
+    """
+    outcome = b"+" + b"".join(messages)
+    if error is not None:
+        outcome = f"-{type(error).__name__}: {error}".encode()
+    outcomes = exchange(what, outcome, among=among, timeout=timeout, moves=moves, lane=lane)
+    failures: dict[int, str] = {}
+    for i, text in zip(indices(among), outcomes, strict=True):
+        if text[:1] == b"-":
+            failures[i] = text[1:].decode()
+    return [text[1:] for text in outcomes], failures
 
 
 @contextmanager

@@ -69,13 +69,16 @@ def flush(path: PathLike) -> int:
         os.close(handle)
 
 
-def flush_tree(directory: PathLike) -> dict[Path, int]:
-    """Flushes all files and directories in a directory, and itself. Returns the files' sizes."""
-    sizes: dict[Path, int] = {}
+def flush_tree(directory: PathLike) -> dict[str, int]:
+    """Flushes all files and directories in a directory, and itself. Returns the files' sizes.
+
+    The names of the files are relative to the directory.
+    """
+    sizes: dict[str, int] = {}
     for folder, _, names in os.walk(directory, topdown=False):
         for name in names:
-            file = Path(folder, name)
-            sizes[file] = flush(file)
+            file = os.path.join(folder, name)
+            sizes[os.path.relpath(file, directory)] = flush(file)
         flush(folder)
     return sizes
 

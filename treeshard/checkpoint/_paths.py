@@ -307,14 +307,6 @@ def lock_in(directory: epath.Path) -> Path:
     return Path(directory / f".{_LOCK}")
 
 
-def list_files(path: epath.Path) -> None:
-    """Writes down the files of the arrays of a checkpoint, all of which are written."""
-    arrays = Path(path / ARRAYS)
-    files = [file for file in sorted(arrays.rglob("*")) if file.is_file()]
-    sizes = {str(file.relative_to(arrays)): file.stat().st_size for file in files}
-    (path / TABLE / FILES).write_text(json.dumps(sizes, indent=0))
-
-
 def check_vacant(path: epath.Path) -> None:
     """Raises `CheckpointError` unless a checkpoint can be created at `path`."""
     if TEMPORARY in path.name:

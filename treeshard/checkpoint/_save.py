@@ -13,12 +13,12 @@ import json
 import signal
 import threading
 import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from zlib import crc32
 
 import jax
@@ -31,8 +31,8 @@ from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.processes import (
     AS_LONG_AS_IT_TAKES,
     agreeing,
-    exchange,
     fact_of_origin,
+    tell,
     with_bar,
 )
 from treeshard._core.threads import in_thread
@@ -45,7 +45,6 @@ from treeshard._disk.files import (
     new_mark,
     tell_removed,
 )
-from treeshard._disk.leaves import SavedLeaf
 from treeshard.checkpoint._array_store import (
     Copy,
     bytes_of_copies,
@@ -59,6 +58,7 @@ from treeshard.checkpoint._checksums import checksums
 from treeshard.checkpoint._paths import (
     ARRAYS,
     COMMITTED,
+    FILES,
     MARK,
     SEAL,
     TABLE,
@@ -66,7 +66,6 @@ from treeshard.checkpoint._paths import (
     check_vacant,
     is_local,
     lacking_files,
-    list_files,
     lock_of,
     partial_path,
     sweep,
@@ -132,15 +131,7 @@ def begin(
             if not packed.table.leaves:
                 raise LeafError(f"{WHERE}: the tree has no array, number, text or `None` to save.")
             if first:
-                if run is not None:
-                    run.check()
-                if not path.name:
-                    raise CheckpointError(
-                        f"{path} is the root of a file system. Save to a directory in it."
-                    )
-                make_directory(path.parent)
-                if is_local(path):
-                    held.enter_context(Lock(lock_of(path), str(path)))
+                _lock(path, run, held)
                 again = fingerprints and _has_table(path, packed.table)
                 if not again:
                     check_vacant(path)
@@ -149,88 +140,78 @@ def begin(
                     f"{path} was not saved: the copies of the arrays need {lacking[0]} Free some,"
                     " or shard the arrays over more processes."
                 )
-            facts |= _facts(path, packed.table, fingerprints)
-            facts |= _origins(tree)
+            facts |= _facts(path, tree, packed.table, fingerprints)
         if first:
             held.callback(_clean_up, path)  # after a failure, before the lock is released
-        created, writes = False, list[Future[int]]()
+        ends: list[Future[None]] = []
         try:
             with _interrupts_deferred():
                 with _stage(path, "begin", timeout) as marks:
-                    if first:
-                        marks.append(b"" if again else _create(path))
-                created = True
-                if not marks[0]:
-                    table = _table(packed, timeout, on_divergence)
-                    created = False  # from here on, all processes fail together
-                    _save_again(path, table)
-                    end: Future[None] = Future()
-                    end.set_result(None)
-                    return Writing(path, 0, end)
-                copied = copies(packed.arrays)
+                    if first and not again:
+                        marks.append(_create(path))
+                    copied = copies(packed.arrays)
+                mark = marks[0]  # empty if the checkpoint is there already
                 # What is written has the checksums that are saved.
                 packed = packed._replace(arrays=with_copies(packed.arrays, copied))
-                writes.append(in_thread(_write, path, marks[0], copied, timeout))
+                leaves = list(packed.arrays)
+                size = sum(x.size * x.dtype.itemsize for x in packed.arrays.values())
+                written = in_thread(_write, path, mark, copied, timeout)
                 # While the thread writes, this one reads the arrays for their checksums.
-                table = _table(packed, timeout, on_divergence) if fingerprints else packed.table
-                text = to_text(table)
-            leaves = list(packed.arrays)
-            size = sum(x.size * x.dtype.itemsize for x in packed.arrays.values())
-            end = in_thread(_finish, path, writes[0], text, leaves, held.pop_all())
+                text: Future[str] = Future()
+                try:
+                    table = packed.table
+                    if fingerprints:
+                        table = _with_checksums(packed, timeout, on_divergence)
+                    text.set_result(to_text(table))
+                except BaseException as error:
+                    text.set_exception(error)  # which the next stage tells the other processes
+                if mark:
+                    end = in_thread(_finish, path, written, text, leaves, held.pop_all())
+                else:
+                    end = in_thread(_confirm, path, text, held.pop_all())
+                ends.append(end)
+                text.result()
+                if not mark:
+                    end.result()
             return Writing(path, size, end)
         except BaseException:
-            wait(writes)  # until nothing is being written
-            if created:  # the other processes wait for this stage
-                with suppress(Exception), _stage(path, "written", AS_LONG_AS_IT_TAKES):
-                    raise
+            wait(ends)  # hold the locks until the last byte is written
             raise
+
+
+def _lock(path: epath.Path, run: Lock | None, held: ExitStack) -> None:
+    if run is not None:
+        run.check()
+    if not path.name:
+        raise CheckpointError(f"{path} is the root of a file system. Save to a directory in it.")
+    make_directory(path.parent)
+    if is_local(path):
+        held.enter_context(Lock(lock_of(path), str(path)))
 
 
 def _has_table(path: epath.Path, table: LeafTable) -> bool:
     """Whether there is a whole checkpoint of the same leaves at a path, but for their values."""
-    with suppress(TreeShardError):
+    with suppress(TreeShardError):  # there is none, or another one
         there = from_text(table_text(path))
-        bare = tuple(row._replace(crc=None) for row in there.leaves)
-        same = bare == tuple(row._replace(crc=None) for row in table.leaves)
-        return same and table.meshes == there.meshes and not lacking_files(path)
+        return there.without_checksums() == table.without_checksums() and not lacking_files(path)
     return False
 
 
-def _save_again(path: epath.Path, table: LeafTable) -> None:
-    """Makes a checkpoint durable that is there already, if it has the same values."""
-    with _stage(path, "written", AS_LONG_AS_IT_TAKES):
-        if jax.process_index() == 0:
-            if table_text(path) != to_text(table):
-                check_vacant(path)
-            if is_local(path):
-                flush_tree(path)
-                flush(path.parent)
-
-
-def _facts(path: epath.Path, table: LeafTable, fingerprints: bool) -> dict[str, str]:
+def _facts(path: epath.Path, tree: PyTree, table: LeafTable, fingerprints: bool) -> dict[str, str]:
     """What must be the same on all processes."""
     facts = {"the path": str(path), "the options": f"fingerprints={fingerprints}"}
     facts |= {f"mesh {i}": str(axes) for i, axes in enumerate(table.meshes, 1)}
-    return facts | {row.path: _fact(row) for row in table.leaves}
-
-
-def _origins(tree: PyTree) -> dict[str, str]:
-    """Which call made each array that several processes have together."""
-    origins: dict[str, str] = {}
+    for row in table.leaves:
+        facts[row.path] = f"{row.kind} {row.value}"
+        if row.dtype:
+            facts[row.path] = f"{array_text(row)} as {row.spec}, {row.impl or row.stored}"
     if jax.process_count() > 1:
-        for path, leaf in zip(leaf_paths(tree), tree_leaves(tree), strict=True):
-            origins |= fact_of_origin(path, leaf)
-    return origins
+        for name, leaf in zip(leaf_paths(tree), tree_leaves(tree), strict=True):
+            facts |= fact_of_origin(name, leaf)
+    return facts
 
 
-def _fact(row: SavedLeaf) -> str:
-    if not row.dtype:
-        return f"{row.kind} {row.value}"
-    return f"{array_text(row)} as {row.spec}, {row.impl or row.stored}"
-
-
-def _table(packed: Packed, timeout: float, on_divergence: str) -> LeafTable:
-    """The table with checksums."""
+def _with_checksums(packed: Packed, timeout: float, on_divergence: str) -> LeafTable:
     leaves, arrays = list(packed.arrays), list(packed.arrays.values())
     crcs, differing = checksums(arrays, WHERE, timeout, replicas=True)
     if differing:
@@ -263,18 +244,10 @@ def _create(path: epath.Path) -> bytes:
     return new_mark(partial / MARK)
 
 
-class _Written(NamedTuple):
-    """What a process has written: parts of arrays, and its files and their bytes.
-
-    `files` and `size` are 0 for process 0 and in object stores, where nothing is flushed.
-    """
-
-    parts: int
-    files: int = 0
-    size: int = 0
-
-
 def _write(path: epath.Path, mark: bytes, copied: Mapping[str, Copy], timeout: float) -> int:
+    """Writes what this process stores of the arrays; returns how many parts."""
+    if not mark:
+        return 0
     partial = partial_path(path)
     if jax.process_index() != 0:
         check_mark(partial / MARK, mark, timeout)
@@ -282,13 +255,19 @@ def _write(path: epath.Path, mark: bytes, copied: Mapping[str, Copy], timeout: f
 
 
 def _finish(
-    path: epath.Path, written: Future[int], text: str, leaves: Sequence[str], held: ExitStack
+    path: epath.Path,
+    written: Future[int],
+    table: Future[str],
+    leaves: Sequence[str],
+    held: ExitStack,
 ) -> None:
     """Waits for the arrays, and gives the checkpoint its name, durably."""
     me, partial = jax.process_index(), partial_path(path)
     with held:
-        with _stage(path, "written", AS_LONG_AS_IT_TAKES) as reports:
-            own = _Written(written.result())
+        with _stage(path, "written", AS_LONG_AS_IT_TAKES) as messages:
+            parts = written.result()
+            text = table.result()
+            sizes: dict[str, int] = {}
             if me == 0:
                 (partial / TABLE).mkdir()
                 (partial / TABLE / TABLE_FILE).write_text(text)
@@ -296,13 +275,12 @@ def _finish(
             elif is_local(path):
                 # On a network file system, `fsync` covers what its own machine wrote.
                 sizes = flush_tree(written_by(partial, me))
-                own = _Written(own.parts, len(sizes), sum(sizes.values()))
-            reports.append(json.dumps(own).encode())
+            messages.append(json.dumps([parts, len(sizes), sum(sizes.values())]).encode())
         with _stage(path, "committed", AS_LONG_AS_IT_TAKES) as unflushed:
             if me == 0:
-                every = [_Written(*json.loads(report)) for report in reports]
-                merge(partial, [i for i, x in enumerate(every) if x.parts], leaves)
-                unflushed.append(_commit(path, partial, text, every).encode())
+                reports = [json.loads(message) for message in messages]
+                merge(partial, [i for i, (parts, *_) in enumerate(reports) if parts], leaves)
+                unflushed.append(_commit(path, text, reports).encode())
         if unflushed[0]:
             raise CheckpointError(
                 f"{path} is complete and can be read, but it may not survive a power cut:"
@@ -310,24 +288,28 @@ def _finish(
             )
 
 
-def _commit(path: epath.Path, partial: epath.Path, text: str, every: Sequence[_Written]) -> str:
+def _commit(path: epath.Path, text: str, reports: Sequence[Sequence[int]]) -> str:
     """Makes a written checkpoint visible under its name, if it can be read back.
 
-    Returns why the name could not be flushed; empty if it was.
+    A report is how many parts, files and bytes a process has written. Returns why the name could
+    not be flushed; empty if it was.
     """
+    partial = partial_path(path)
     (partial / MARK).unlink()
-    sizes: dict[Path, int] = {}
+    sizes: dict[str, int] = {}
     if is_local(path):
-        list_files(partial)
         # The rename may reach the disk before the files do, unless these are flushed first; and it
         # is on the disk only once the directory that has the name is.
-        sizes = flush_tree(partial)
+        sizes = flush_tree(partial / ARRAYS)
+        (partial / TABLE / FILES).write_text(json.dumps(sizes, indent=0, sort_keys=True))
+        flush_tree(partial / TABLE)
+        flush(partial)
     if (partial / TABLE / TABLE_FILE).read_text() != text:
         raise CheckpointError("the table of leaves that was written reads otherwise.")
     if not is_local(path):
         (path / COMMITTED).write_text("")
         return ""
-    _check_sizes(partial, sizes, every)
+    _check_sizes(partial, sizes, reports)
     partial.rename(path)
     try:
         flush(path.parent)
@@ -336,30 +318,43 @@ def _commit(path: epath.Path, partial: epath.Path, text: str, every: Sequence[_W
     return ""
 
 
-def _check_sizes(partial: epath.Path, sizes: Mapping[Path, int], every: Sequence[_Written]) -> None:
+def _check_sizes(
+    partial: epath.Path, sizes: Mapping[str, int], reports: Sequence[Sequence[int]]
+) -> None:
     """Compares the files that other processes have written with those that process 0 sees."""
-    arrays = Path(partial / ARRAYS)
-    seen: dict[Path, list[int]] = defaultdict(list)  # the sizes of the files in each folder
-    for file, size in sizes.items():
-        if arrays in file.parents:
-            seen[arrays / file.relative_to(arrays).parts[0]].append(size)
-    for process, there in enumerate(every[1:], 1):
-        folder = Path(written_by(partial, process))
-        here = seen[folder]
-        if (len(here), sum(here)) != (there.files, there.size):
+    count_in, bytes_in = Counter[str](), Counter[str]()
+    for name, size in sizes.items():
+        folder = name.split("/")[0]
+        count_in[folder] += 1
+        bytes_in[folder] += size
+    for process, (_, count, size) in enumerate(reports[1:], 1):
+        folder = written_by(partial, process)
+        seen, bytes_seen = count_in[folder.name], bytes_in[folder.name]
+        if (seen, bytes_seen) != (count, size):
             raise CheckpointError(
-                f"process {process} has written {counted(there.files, 'file')} of {there.size:,}"
-                f" bytes, and process 0 sees {counted(len(here), 'file')} of {sum(here):,} bytes"
-                f" in {folder}. Save to a directory that all processes share."
+                f"process {process} has written {counted(count, 'file')} of {size:,} bytes, and"
+                f" process 0 sees {counted(seen, 'file')} of {bytes_seen:,} bytes in {folder}."
+                " Save to a directory that all processes share."
             )
+
+
+def _confirm(path: epath.Path, table: Future[str], held: ExitStack) -> None:
+    """Makes a checkpoint durable that is there already, if it has the same values."""
+    with held, _stage(path, "written", AS_LONG_AS_IT_TAKES):
+        text = table.result()
+        if jax.process_index() == 0:
+            if table_text(path) != text:
+                check_vacant(path)
+            if is_local(path):
+                flush_tree(path)
+                flush(path.parent)
 
 
 @contextmanager
 def _stage(path: epath.Path, name: str, timeout: float) -> Iterator[list[bytes]]:
     """A part of a save on all processes: if it raises on one, even for a Ctrl-C, all raise.
 
-    Yields a list, to which the block may append a message to the others; after the block, it has
-    the message of each process, as that of `together`.
+    As `together` otherwise, but that the error has those of all processes.
     """
     messages: list[bytes] = []
     raised: BaseException | None = None
@@ -367,23 +362,19 @@ def _stage(path: epath.Path, name: str, timeout: float) -> Iterator[list[bytes]]
         yield messages
     except BaseException as error:
         raised = error
-    outcome = b"+" + b"".join(messages)
-    if raised is not None:
-        outcome = f"-{type(raised).__name__}: {raised}".encode()
     lane = f"save {path}"
-    outcomes = exchange(f"{lane}: {name}", outcome, timeout=timeout, lane=lane)
+    told, failures = tell(f"{lane}: {name}", raised, messages, timeout=timeout, lane=lane)
     if raised is not None and not isinstance(raised, Exception):
         raise raised  # a Ctrl-C stays one
-    messages[:] = [text[1:] for text in outcomes]
-    failures = {i: text[1:].decode() for i, text in enumerate(outcomes) if text[:1] == b"-"}
-    if not failures:
-        return
-    if jax.process_count() > 1:
-        failures = {i: f"process {i} raised {text}" for i, text in failures.items()}
-    why = listed("Several processes failed:", list(failures.values()))
-    raise CheckpointError(
-        f"{path} was not saved; what existed before is unchanged. {why}"
-    ) from raised
+    if failures:
+        facts = [f"process {i} raised {text}" for i, text in failures.items()]
+        if jax.process_count() == 1:
+            facts = list(failures.values())
+        raise CheckpointError(
+            f"{path} was not saved; what existed before is unchanged."
+            f" {listed('Several processes failed:', facts)}"
+        ) from raised
+    messages[:] = told
 
 
 @contextmanager

@@ -56,6 +56,10 @@ class LeafTable(NamedTuple):
         rows = (row._replace(crc=crcs.get(row.path, row.crc)) for row in self.leaves)
         return self._replace(leaves=tuple(rows))
 
+    def without_checksums(self) -> "LeafTable":
+        """The table of a tree of other values, where these are not in the table."""
+        return self._replace(leaves=tuple(row._replace(crc=None) for row in self.leaves))
+
 
 class Packed(NamedTuple):
     """A tree as a table without checksums of arrays, and the arrays to store, by path."""
