@@ -65,18 +65,8 @@ def leaf_type(x: Any) -> LeafType | None:
 
 # ------------------------------------------------------------------ differences
 
-_OTHER_TYPE = "{} leaves have another type than requested:"
-_MISSING = "{} requested leaves are not in {}:"
-_UNEXPECTED = "{} leaves of {} are not requested:"
 _USE_PARTIAL = "`partial=True` reads the leaves that both have, and keeps the others of `like`."
-_KEPT = "{} leaves keep their values from `like`:"
 _SUGGESTIONS = 10  # names are slow to compare, and no more leaves than these are listed
-
-_SAVED_AS = "saved as {}, requested as {}."
-_NOT_FLOATING = "{} Only floating-point dtypes are converted; request {}."
-_NOT_CAST = "{} `cast={!r}` converts it."
-_TURN_ON_X64 = "Turn on 64-bit numbers (`jax.config.update('jax_enable_x64', True)`)"
-_NARROWED = "{} would be {} on devices. {}, or request a numpy array."
 
 
 class Differences(NamedTuple):
@@ -93,30 +83,28 @@ class Differences(NamedTuple):
         ones.
         """
         facts: list[str] = []
-        if self.misfits:
-            lines = [f"{path}: {why}" for path, why in self.misfits.items()]
-            facts.append(listed(_OTHER_TYPE.format(len(lines)), lines))
+        misfits = [f"{path}: {why}" for path, why in self.misfits.items()]
+        missing = [f"{path}: not in {source}." for path in self.missing]
+        unexpected = [f"{path}: in {source}, but not requested." for path in self.unexpected]
+        if misfits:
+            headline = f"{len(misfits)} leaves have another type than requested:"
+            facts.append(listed(headline, misfits))
         if not partial:
-            facts += self._on_one_side(source)
+            for i, path in enumerate(self.missing[:_SUGGESTIONS]):
+                missing[i] += did_you_mean(path, self.unexpected)
+            if missing:
+                headline = f"{len(missing)} requested leaves are not in {source}:"
+                facts.append(listed(headline, missing))
+            if unexpected:
+                headline = f"{len(unexpected)} leaves of {source} are not requested:"
+                facts.append(listed(headline, unexpected))
+            if missing or unexpected:
+                facts.append(_USE_PARTIAL)
         if facts:
             raise MismatchError("\n".join(facts))
-        if self.missing:
-            lines = [f"{path}: not in {source}." for path in self.missing]
-            warn(listed(_KEPT.format(len(lines)), lines))
-
-    def _on_one_side(self, source: str) -> list[str]:
-        """The missing and the unexpected leaves, and the way out."""
-        facts: list[str] = []
-        if self.missing:
-            lines = []
-            for i, path in enumerate(self.missing):
-                near = did_you_mean(path, self.unexpected) if i < _SUGGESTIONS else ""
-                lines.append(f"{path}: not in {source}.{near}")
-            facts.append(listed(_MISSING.format(len(lines), source), lines))
-        if self.unexpected:
-            lines = [f"{path}: in {source}, but not requested." for path in self.unexpected]
-            facts.append(listed(_UNEXPECTED.format(len(lines), source), lines))
-        return [*facts, _USE_PARTIAL] if facts else []
+        if missing:
+            headline = f"{len(missing)} leaves keep their values from `like`:"
+            warn(listed(headline, missing))
 
 
 def compare(
@@ -127,42 +115,37 @@ def compare(
     Floating-point arrays may be converted to the dtype `cast`; nothing else is converted.
     """
     none = LeafType("none")  # holds no values, so it may be missing
-    missing: list[str] = []
+    missing = [path for path, x in requested.items() if path not in stored and x != none]
+    unexpected = [path for path, x in stored.items() if path not in requested and x != none]
     misfits: dict[str, str] = {}
     for path, x in requested.items():
-        if path in stored:
-            misfits[path] = _misfit(stored[path], x, cast)
-        elif x != none:
-            missing.append(path)
-    unexpected = [path for path, x in stored.items() if path not in requested and x != none]
-    misfits = {path: why for path, why in misfits.items() if why}
+        why = _misfit(stored[path], x, cast) if path in stored else ""
+        if why:
+            misfits[path] = why
     return Differences(tuple(missing), tuple(unexpected), misfits)
 
 
 def _misfit(stored: LeafType, requested: LeafType, cast: str | None) -> str:
     """Why a leaf cannot be read as requested; empty if it can."""
-    fact = _SAVED_AS.format(stored, requested)
+    fact = f"saved as {stored}, requested as {requested}."
     if (stored.kind, stored.shape) != (requested.kind, requested.shape):
         return fact
     if stored.dtype != requested.dtype:
         if not (stored.is_floating and requested.is_floating):
-            return _NOT_FLOATING.format(fact, stored.dtype)
+            return f"{fact} Only floating-point dtypes are converted; request {stored.dtype}."
         if requested.dtype != cast:
-            return _NOT_CAST.format(fact, requested.dtype)
-    if requested.kind == "array" and requested.on_devices:
-        return _misfit_on_devices(requested)
-    return ""
-
-
-def _misfit_on_devices(requested: LeafType) -> str:
-    """JAX would turn 64-bit numbers into 32-bit ones without a word."""
+            return f"{fact} `cast={requested.dtype!r}` converts it."
+    if requested.kind != "array" or not requested.on_devices:
+        return ""
+    # JAX would turn 64-bit numbers into 32-bit ones without a word.
     dtype = str(jax.dtypes.canonicalize_dtype(parse_dtype(requested.dtype)))
     if dtype == requested.dtype:
         return ""
-    ways = _TURN_ON_X64
+    ways = "Turn on 64-bit numbers (`jax.config.update('jax_enable_x64', True)`)"
     if requested.is_floating:
         ways += f", convert it with `cast={dtype!r}`"
-    return _NARROWED.format(requested, requested._replace(dtype=dtype), ways)
+    narrowed = requested._replace(dtype=dtype)
+    return f"{requested} would be {narrowed} on devices. {ways}, or request a numpy array."
 
 
 def cast_dtype(cast: Any) -> str | None:

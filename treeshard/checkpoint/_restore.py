@@ -16,7 +16,7 @@ import numpy as np
 from etils import epath
 from jax.sharding import Sharding
 
-from treeshard._core.arrays import Region, map_shards
+from treeshard._core.arrays import map_shards
 from treeshard._core.mesh import MeshLike
 from treeshard._core.paths import PyTree, nested
 from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, agreeing, together
@@ -260,22 +260,17 @@ def damages_of(path: epath.Path, rows: Iterable[SavedLeaf]) -> Iterator[tuple[Sa
         blocks = {leaf: blocks_of(x) for leaf, x in wanted.items()}
         readers, damages = store.open(wanted, blocks)
         store.check_memory_for_blocks(wanted[leaf] for leaf in readers)
-        read = store.blocks(wanted, blocks, readers)
+        crcs: dict[str, int] = {}
+        for leaf, of_leaf in store.blocks(wanted, blocks, readers):
+            x = wanted[leaf]
+            try:
+                crcs[leaf] = checksum_of_blocks(x.shape, x.dtype.itemsize, of_leaf)
+            except ValueError as error:  # a block cannot be read
+                damages[leaf] = str(error)
         for row in batch:
-            if row.path in readers:
-                _, of_row = next(read)
-                damages[row.path] = _damage_of_blocks(wanted[row.path], of_row, row)
+            if row.path in crcs:
+                damages[row.path] = _damage(row, crcs[row.path])
             yield row, damages.get(row.path, "")
-
-
-def _damage_of_blocks(
-    x: StoredArray, blocks: Iterator[tuple[Region, np.ndarray]], row: SavedLeaf
-) -> str:
-    try:
-        crc = checksum_of_blocks(x.shape, x.dtype.itemsize, blocks)
-    except ValueError as error:
-        return str(error)
-    return _damage(row, crc)
 
 
 def _stored_array(row: SavedLeaf, requested: RequestedLeaf, default: Sharding) -> StoredArray:
