@@ -418,16 +418,24 @@ def test_ctrl_c_during_a_save_leaves_no_half_checkpoint(tmp_path: Path) -> None:
         checkpoints.save(3, state_at(3))
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-def test_a_failure_in_the_checksums_leaves_no_files(error, tmp_path: Path, monkeypatch) -> None:
-    """Checksums are computed while the arrays are written."""
-
+@pytest.mark.parametrize(
+    ("fails", "error", "raised"),
+    [
+        ("checksums", KeyboardInterrupt, KeyboardInterrupt),  # while the arrays are written
+        ("checksums", MemoryError, MemoryError),
+        ("copies", KeyboardInterrupt, KeyboardInterrupt),
+        ("copies", MemoryError, ts.CheckpointError),
+    ],
+)
+def test_a_failure_before_the_arrays_are_written_leaves_no_files(
+    fails, error, raised, tmp_path: Path, monkeypatch
+) -> None:
     def stopped(*args: Any, **options: Any) -> list[int]:
         raise error
 
-    monkeypatch.setattr(_save, "checksums", stopped)
+    monkeypatch.setattr(_save, fails, stopped)
     for _ in range(5):
-        with pytest.raises(error):
+        with pytest.raises(raised):
             save(tmp_path / "x", BIG)
         assert files_in(tmp_path) == []
     monkeypatch.undo()
