@@ -24,12 +24,13 @@ import jax
 import numpy as np
 import tensorstore
 from etils import epath
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import Sharding
 
 from treeshard._core.arrays import Region, lengths, own_shards, regions_here, to_host, to_read
 from treeshard._core.processes import with_bar
 from treeshard._core.text import dtype_name
 from treeshard._disk.leaves import Shape
+from treeshard._disk.to_devices import Read, to_devices
 from treeshard._disk.untrusted import check_memory
 from treeshard.checkpoint._paths import ARRAYS, is_local
 from treeshard.errors import CheckpointError, short
@@ -419,13 +420,10 @@ def _for_orbax(keys: Iterable[str]) -> dict[str, Any]:
 
 _IN_FLIGHT = 2**26  # bytes that are being read at a time, if no single array has more
 _LEAST_PART = 2**16  # what a part counts at least
-_MOVED_TOGETHER = 2**22  # bytes that are moved to devices in one call, which takes time itself
 _UNREAD = "it cannot be read: "
 
 Wanted = Mapping[str, StoredArray]
-Values = dict[Region, np.ndarray]
 Reader = Callable[[Region], Any]  # begins to read a region; returns a future of it
-_Outgoing = list[tuple[np.ndarray, Sharding]]  # of an array on this process, and where each goes
 
 
 class ArrayStore:
@@ -510,26 +508,26 @@ class ArrayStore:
         )
         by_leaf = groupby(_in_turn(reads, _IN_FLIGHT), lambda pair: pair[0].leaf)
         bar = with_bar(list(readers), "restore", show=progress)
-        arrays: dict[str, jax.Array | np.ndarray] = {}
-        # Arrays without a shard on this process have no values to read.
-        waiting: dict[str, _Outgoing] = {leaf: [] for leaf in wanted if leaf not in here}
-        held = 0
-        for leaf, (_, started) in zip(bar, by_leaf, strict=True):
-            x = wanted[leaf]
-            try:
-                values = {read.region: future.result() for read, future in started}
-            except Exception as error:  # TensorStore raises types of Python's own, by status
-                errors[leaf] = f"{_UNREAD}{self._why(error)}"
-                continue
-            if x.sharding is None:
-                [arrays[leaf]] = values.values()
-                continue
-            waiting[leaf] = _outgoing(x, values)
-            held += max(_LEAST_PART, sum(part.nbytes for part, _ in waiting[leaf]))
-            if held > _MOVED_TOGETHER:
-                arrays |= _moved(waiting, wanted)
-                waiting, held = {}, 0
-        return arrays | _moved(waiting, wanted), errors
+        on_host: dict[str, np.ndarray] = {}
+
+        def read_arrays() -> Iterator[tuple[str, Read]]:
+            for leaf in wanted.keys() - here.keys():  # without a shard on this process
+                x = wanted[leaf]
+                yield leaf, Read(x.shape, x.dtype, x.sharding, {})
+            for leaf, (_, started) in zip(bar, by_leaf, strict=True):
+                x = wanted[leaf]
+                try:
+                    values = {read.region: future.result() for read, future in started}
+                except Exception as error:  # TensorStore raises types of Python's own, by status
+                    errors[leaf] = f"{_UNREAD}{self._why(error)}"
+                    continue
+                if x.sharding is None:
+                    [on_host[leaf]] = values.values()
+                else:
+                    yield leaf, Read(x.shape, x.dtype, x.sharding, values)
+
+        on_devices = dict(to_devices(read_arrays()))
+        return on_devices | on_host, errors
 
     def check_memory_for_blocks(self, arrays: Iterable[StoredArray]) -> None:
         """Raises `CheckpointError` unless the blocks of each array fit in host memory."""
@@ -646,37 +644,3 @@ def _read_regions(store: Any, region: Region) -> Any:
 def _transfer(leaf: str, x: StoredArray, region: Region, reader: Reader) -> _Transfer:
     nbytes = _bytes_of(x, lengths(region))
     return _Transfer(leaf, region, max(_LEAST_PART, nbytes), partial(reader, region))
-
-
-def _outgoing(x: StoredArray, values: Values) -> _Outgoing:
-    """The parts of an array that go to devices, from the values of its regions."""
-    assert x.sharding is not None
-    if _is_one_part(x):
-        [full] = values.values()
-        return [(full, x.sharding)]
-    kind = x.sharding.memory_kind
-    return [
-        (values[region], SingleDeviceSharding(device, memory_kind=kind))
-        for device, region in regions_here(x.sharding, x.shape).items()
-    ]
-
-
-def _moved(waiting: Mapping[str, _Outgoing], wanted: Wanted) -> dict[str, jax.Array]:
-    """Arrays on their devices."""
-    parts = [part for of_array in waiting.values() for part in of_array]
-    # Arrays that share memory with numpy's could not be donated.
-    moved = jax.device_put([x for x, _ in parts], [to for _, to in parts], may_alias=False)
-    remaining = iter(jax.block_until_ready(moved))  # so that host memory can be freed
-    arrays: dict[str, jax.Array] = {}
-    for leaf, of_array in waiting.items():
-        x = wanted[leaf]
-        assert x.sharding is not None
-        placed = [next(remaining) for _ in of_array]
-        if _is_one_part(x):
-            [arrays[leaf]] = placed
-        else:
-            # Without a shard on this process, there is none to take the dtype from.
-            arrays[leaf] = jax.make_array_from_single_device_arrays(
-                x.shape, x.sharding, placed, dtype=x.dtype
-            )
-    return arrays

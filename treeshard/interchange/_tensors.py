@@ -4,7 +4,7 @@ All names and dtypes are checked before the first byte is written or read: the f
 for a leaf that it cannot hold, and a file without it would load as a tree that lacks it.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,15 @@ import jax
 import numpy as np
 from jax.tree_util import tree_leaves
 
-from treeshard._core.arrays import Region, has_shape, is_key, lengths, own_shards, region_of
+from treeshard._core.arrays import (
+    Region,
+    has_shape,
+    is_key,
+    lengths,
+    own_shards,
+    region_of,
+    regions_here,
+)
 from treeshard._core.paths import PyTree, leaf_paths, shared_names
 from treeshard._core.processes import is_spread, together, with_bar
 from treeshard._core.spec_trees import Misfit
@@ -29,6 +37,7 @@ from treeshard._disk.requests import (
     cast_dtype,
     read_request,
 )
+from treeshard._disk.to_devices import Read, to_devices
 from treeshard._disk.untrusted import check_memory
 from treeshard._placement.targets import raise_unmovable, unreadable
 from treeshard.errors import CheckpointError, DamagedError, LeafError, did_you_mean, listed
@@ -189,7 +198,18 @@ def read_tensors(
     # Disks and network file systems read ahead.
     rows.sort(key=lambda row: (row[0].file.fileno(), row[0].tensor.start))
     shown = with_bar(rows, "load_safetensors", unit="tensor", show=progress)
-    return request.tree((i, _read(tensor, leaf)) for tensor, i, leaf in shown)
+    on_host: dict[int, np.ndarray] = {}
+
+    def arrays_for_devices() -> Iterator[tuple[int, Read]]:
+        for tensor, i, leaf in shown:
+            x = _read(tensor, leaf)
+            if leaf.type.on_devices:
+                yield i, x
+            else:
+                [on_host[i]] = x.values.values()
+
+    on_devices = dict(to_devices(arrays_for_devices()))
+    return request.tree((on_devices | on_host).items())
 
 
 def read_by_name(
@@ -205,21 +225,15 @@ def read_by_name(
     return {name: _cast(read_full(stored[name]), dtypes[name]) for name in shown}
 
 
-def _read(stored: Stored, requested: RequestedLeaf) -> Any:
+def _read(stored: Stored, requested: RequestedLeaf) -> Read:
     """Reads a tensor as requested; for one on devices, only the shards of this process."""
     shape, sharding = stored.tensor.shape, requested.sharding
     dtype = parse_dtype(requested.type.dtype)
-    if sharding is None:
-        x = _cast(read_full(stored), dtype)
-        return jax.device_put(x) if requested.type.on_devices else x
-    # JAX gives the index of a shard as slices, `None` where a device has the full dim.
-    indices = sharding.addressable_devices_indices_map(shape).values()
-    parts = _read_regions(stored, {region_of(index or (), shape) for index in indices})
-    parts = {region: _cast(x, dtype) for region, x in parts.items()}
-    array = jax.make_array_from_callback(
-        shape, sharding, lambda index: parts[region_of(index or (), shape)], dtype=dtype
-    )
-    return jax.block_until_ready(array)  # so that its host memory can be freed
+    regions = [full_region(shape)]
+    if sharding is not None:
+        regions = list(dict.fromkeys(regions_here(sharding, shape).values()))
+    parts = _read_regions(stored, regions)
+    return Read(shape, dtype, sharding, {region: _cast(x, dtype) for region, x in parts.items()})
 
 
 def read_full(stored: Stored) -> np.ndarray:
