@@ -135,6 +135,11 @@ def with_entries(spec: PartitionSpec, new: Sequence[Entry]) -> PartitionSpec:
     return spec.update(partitions=tuple(trimmed))
 
 
+def trimmed(spec: PartitionSpec) -> PartitionSpec:
+    """`P("data")` for `P("data", None)`, which is not equal to it and means the same."""
+    return with_entries(spec, entries(spec))
+
+
 def with_types(
     spec: PartitionSpec, unreduced: Collection[str], reduced: Collection[str]
 ) -> PartitionSpec:

@@ -23,7 +23,7 @@ from treeshard._core.specs import (
     is_logical,
     project,
     shard_size,
-    with_entries,
+    trimmed,
 )
 from treeshard._planning.logical import resolve_names
 from treeshard._planning.named_dims import leaves_with_names
@@ -313,8 +313,7 @@ def _with_specs(read: ReadRules, mesh: AnyMesh | None) -> ReadRules:
     for index, (pattern, action) in enumerate(read):
         try:
             if is_logical(action):
-                action = resolve_names(action, mesh)
-                action = with_entries(action, entries(action))
+                action = trimmed(resolve_names(action, mesh))
             rules.append((pattern, action))
         except SpecError as error:
             bad.append(f"rule {index}, {pattern.pattern!r}: {error}")

@@ -35,7 +35,7 @@ from treeshard._core.mesh import (
 )
 from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import SpecCarrier, SpecTree
-from treeshard._core.specs import all_axes, entries, with_entries
+from treeshard._core.specs import all_axes, entries, trimmed
 from treeshard._core.text import human_bytes
 from treeshard._planning.adapters import following
 from treeshard._planning.axis_names import splits_rows
@@ -549,8 +549,7 @@ class Plan(SpecCarrier):
         return hash(self._key())
 
     def _key(self) -> tuple[Any, ...]:
-        # P("data", None) and P("data") mean the same.
-        short = {spec: with_entries(spec, entries(spec)) for spec in {x.given for x in self.leaves}}
+        short = {spec: trimmed(spec) for spec in {x.given for x in self.leaves}}
         leaves = tuple(sorted(self.leaves, key=lambda leaf: leaf.path))
         return tuple(axis_sizes(self.mesh).items()), tuple(
             (x.path, x.shape, x.unpadded, x.dtype, short[x.given], x.memory) for x in leaves

@@ -19,7 +19,7 @@ from treeshard._core.jax_private import mesh_set_outside
 from treeshard._core.mesh import AnyMesh, axis_sizes, context_mesh, manual_axes, same_axes
 from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import SpecTree, layer_specs
-from treeshard._core.specs import all_axes, entries, entry_of, is_spec, without_axes
+from treeshard._core.specs import all_axes, entries, entry_of, is_spec, trimmed, without_axes
 from treeshard._core.text import fold_paths
 from treeshard._planning.axis_names import splits_rows
 from treeshard._planning.matching import PlannedLeaf, parameters
@@ -140,8 +140,7 @@ class PlanInForce:
         self, leaves: Sequence[PlannedLeaf], shapes: list[tuple[int, ...]]
     ) -> tuple[Any, ...] | None:
         """The specs of arrays of these shapes, if leaves or their slices have them."""
-        # `P("data", None)` is not equal to `P("data")`, and both mean the same.
-        specs = [without_axes(leaf.given, ()) for leaf in leaves]
+        specs = [trimmed(leaf.given) for leaf in leaves]
         here = [self._shape_here(leaf) for leaf in leaves]
         full = [leaf.shape for leaf in leaves]
         if here == shapes:

@@ -30,6 +30,7 @@ from treeshard._core.specs import (
     entry_of,
     part_count,
     project,
+    trimmed,
     with_entries,
 )
 from treeshard._planning.logical import (
@@ -438,7 +439,7 @@ class ByNames(Step):
             return spec, (Adjustment("already-sharded", why),)
         shape = tuple(value_of(leaf).shape)
         projected, adjustments = project(self._spec(box, mesh), mesh, shape)
-        return with_entries(projected, entries(projected)), adjustments
+        return trimmed(projected), adjustments
 
     def _spec(self, box: NamesInBox, mesh: AnyMesh) -> PartitionSpec:
         rules = self.rules

@@ -23,7 +23,7 @@ from treeshard._core.specs import (
     entry_of,
     is_mesh_axes,
     project,
-    with_entries,
+    trimmed,
 )
 from treeshard._planning.matching import Decided, decide
 from treeshard._planning.rules import read_rules, rules_error
@@ -159,7 +159,7 @@ class _UserOp(Step):
                 f"the op {self.call} returned {returned!r} for shape {shape}. Return a spec or a"
                 " tuple with one entry per dim: a mesh axis, a tuple of them, or None."
             )
-        return project(with_entries(new, entries(new)), mesh, shape)
+        return project(trimmed(new), mesh, shape)
 
 
 # big_vision registers ops as "shardings.fsdp" and calls each without the prefix.
