@@ -187,6 +187,15 @@ def test_findings() -> None:
     ]
 
 
+@pytest.mark.parametrize("base_of_b", ["a/k/w", "nowhere"])
+def test_leaves_that_follow_each_other_are_replicated_and_told(base_of_b: str) -> None:
+    tree = {"a": {"k": {"w": struct(8, 8)}}, "b": {"n": {"k": {"w": struct(8, 8)}}}}
+    rules = [("^a", ts.follow("b/n/k/w")), ("^b", ts.follow(base_of_b))]
+    plan = ts.plan(tree, rules, MESH, min_size=0)
+    assert {leaf.given for leaf in plan.leaves} == {P()}
+    assert [x.paths for x in plan.findings if x.code == "no-base"] == [("b/n/k/w",)]
+
+
 # ------------------------------------------------------------------ modules
 
 

@@ -7,7 +7,7 @@ any order of leaves.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +20,12 @@ from treeshard._core.specs import (
     all_axes,
     axes_of,
     dim_entries,
+    entries,
     part_count,
     with_entries,
 )
 from treeshard._planning.matching import Decision, PlannedLeaf, Shape, tails
 from treeshard._planning.tactics import Refined, Step, Tactic
-
-_Groups = dict[int, tuple[int, ...]]  # dims of a base that are one dim of its factor
 
 
 def follow(base: str, *, blocks: bool = False) -> Tactic:
@@ -94,68 +93,53 @@ def following(
     for number, (_, action) in enumerate(rules):
         of_rule = action.steps if isinstance(action, Tactic) else ()
         steps.update((number, step) for step in of_rule if isinstance(step, Follow))
-    if not steps:
+    followers = {i: steps[leaf.rule] for i, leaf in enumerate(leaves) if leaf.rule in steps}
+    if not followers:
         return {}
-    followers = _Followers(leaves, steps, mesh, pad)
-    return {i: followers.decide(i, frozenset([i])) for i in followers.bases_of}
+    index_of = {leaf.path: i for i, leaf in enumerate(leaves)}
+    bases_of: dict[int, list[int]] = {}
+    factors_of: dict[int, list[int]] = defaultdict(list)  # what may be factors of each base
+    for i, step in followers.items():
+        paths = _base_paths(leaves[i].path, step.base)
+        bases_of[i] = [index_of[path] for path in paths if index_of.get(path, i) != i]
+        if bases_of[i] and not step.blocks:
+            factors_of[bases_of[i][0]].append(i)
+    # Those with a base, by their paths without the branch of a state.
+    by_tail = {leaves[i].path.partition("/")[2]: i for i, bases in bases_of.items() if bases}
+    decided: dict[int, Decision] = {}
+    waiting: set[int] = set()  # a base may follow another one, and both each other
 
+    def decide(index: int) -> Decision:
+        if index not in followers:
+            return leaves[index].decision
+        if index not in decided:
+            waiting.add(index)
+            decided[index] = followed(index)
+            waiting.remove(index)
+        return decided[index]
 
-class _Followers:
-    """The leaves that follow a base, and their bases."""
-
-    def __init__(
-        self,
-        leaves: Sequence[PlannedLeaf],
-        steps: Mapping[int | None, Follow],
-        mesh: AnyMesh,
-        pad: Callable[[PlannedLeaf], PlannedLeaf],
-    ):
-        self.leaves, self.steps, self.mesh, self.pad = leaves, steps, mesh, pad
-        self.decided: dict[int, Decision] = {}
-        self.bases_of: dict[int, list[int]] = {}
-        self.factors_of: dict[int, list[int]] = defaultdict(list)  # the followers of each base
-        index_of = {leaf.path: i for i, leaf in enumerate(leaves)}
-        for i, leaf in enumerate(leaves):
-            if leaf.rule not in steps:
-                continue
-            step = steps[leaf.rule]
-            paths = _base_paths(leaf.path, step.base)
-            bases = [index_of[path] for path in paths if index_of.get(path, i) != i]
-            self.bases_of[i] = bases
-            if bases and not step.blocks:
-                self.factors_of[bases[0]].append(i)
-        # Those with a base, by their paths without the branch of a state.
-        with_base = [i for i, bases in self.bases_of.items() if bases]
-        self.by_tail = {leaves[i].path.partition("/")[2]: i for i in with_base}
-
-    def decide(self, index: int, waiting: frozenset[int]) -> Decision:
-        """The decision of a leaf. A base may follow another one; `waiting` breaks circles."""
-        leaf = self.leaves[index]
-        if leaf.rule not in self.steps:
-            return leaf.decision
-        if index not in self.decided:
-            self.decided[index] = self._followed(index, self.steps[leaf.rule], waiting)
-        return self.decided[index]
-
-    def _followed(self, index: int, step: Follow, waiting: frozenset[int]) -> Decision:
-        leaf = self.leaves[index]
-        base = next((i for i in self.bases_of[index] if i not in waiting), None)
+    def followed(index: int) -> Decision:
+        leaf, step = leaves[index], followers[index]
+        base = next((i for i in bases_of[index] if i not in waiting), None)
         if base is not None:
-            of_base = self.decide(base, waiting | {base})
-            padded = self.pad(self.leaves[base]._replace(decision=of_base))
-            others = [self.leaves[i].shape for i in self.factors_of[base] if i != index]
-            return _as_base(leaf, padded, self.mesh, step.blocks, others)
+            padded = pad(leaves[base]._replace(decision=decide(base)))
+            beside = [leaves[i].shape for i in factors_of[base] if i != index]
+            return _as_base(leaf, padded, mesh, step.blocks, beside)
         # The base may be frozen: then the optimizer's state has moments of the factors alone.
-        moments = (self.by_tail[tail] for tail in tails(leaf.path) if tail in self.by_tail)
-        original = next((i for i in moments if self.leaves[i].shape == leaf.shape), None)
-        if original is not None and original not in waiting:
-            as_original = self.decide(original, waiting | {original})
-            return as_original._replace(rule=leaf.rule, pattern=leaf.pattern)
+        for tail in tails(leaf.path):
+            original = by_tail.get(tail)
+            if original is None or original in waiting:
+                continue
+            if leaves[original].shape == leaf.shape:
+                as_original = decide(original)
+                return as_original._replace(rule=leaf.rule, pattern=leaf.pattern)
         why = (
             f"no leaf {step.base!r} is beside it or its ancestors, so it is replicated. Give the"
             " path of the base relative to an ancestor of the leaf."
         )
         return leaf.decision._replace(adjustments=(Adjustment("no-base", why),))
+
+    return {index: decide(index) for index in followers}
 
 
 def _base_paths(path: str, base: str) -> Iterator[str]:
@@ -167,28 +151,38 @@ def _base_paths(path: str, base: str) -> Iterator[str]:
 
 
 def _as_base(
-    leaf: PlannedLeaf, base: PlannedLeaf, mesh: AnyMesh, blocks: bool, others: Iterable[Shape]
+    leaf: PlannedLeaf, base: PlannedLeaf, mesh: AnyMesh, blocks: bool, beside: Sequence[Shape]
 ) -> Decision:
     """The decision of a leaf by that of its base, and what of it could not be followed.
 
-    `others` are the shapes of the other leaves that follow this base.
+    `beside` are the shapes of the other leaves that follow this base.
     """
-    shape, sizes = leaf.shape, axis_sizes(mesh)
-    of_base = dim_entries(base.given, len(base.shape))
-    new: list[Entry] = [None] * len(shape)
+    shape, of_shape, sizes = leaf.shape, base.unpadded or base.shape, axis_sizes(mesh)
+    of_base = dim_entries(base.given, len(of_shape))
     notes: list[Adjustment] = []
-    dims, why = None, ""
-    if not blocks:
-        dims, why = _dims_of_factor(base, of_base, shape, others)
-    if why:
+    as_factor = (
+        [] if blocks else [x for other in beside for x in _as_factor(shape, other, of_shape)]
+    )
+    if not as_factor:
+        dims = _alike(shape, base, blocks)
+    elif all(groups == as_factor[0] for groups in as_factor):
+        dims = {}
+        for dim, group in as_factor[0].items():
+            # The shards of a dim that has merged several are those of the first, if it alone is
+            # split.
+            is_split_inside = any(of_base[source] is not None for source in group[1:])
+            if len(group) == 1 or not (base.unpadded or is_split_inside):
+                dims[dim] = group[0]
+    else:
+        dims = {}
+        why = f"any dim of shape {shape} may be the rank of the factor, so it is replicated."
         notes.append(Adjustment("no-dim", why))
-    if dims is None:
-        dims = _dims(base, of_base, shape, blocks)
+    new: list[Entry] = [None] * len(shape)
     for dim, source in dims.items():
         entry = of_base[source]
         if shape[dim] % part_count(axes_of(entry), sizes) == 0:
             new[dim] = entry
-        elif shape[dim] == (base.unpadded or base.shape)[source]:
+        elif shape[dim] == of_shape[source]:
             notes.append(Adjustment("indivisible", f"{base.path} is padded.", axes_of(entry), dim))
         else:
             why = (
@@ -203,48 +197,26 @@ def _as_base(
     )
 
 
-def _dims_of_factor(
-    base: PlannedLeaf, of_base: list[Entry], shape: Shape, others: Iterable[Shape]
-) -> tuple[dict[int, int] | None, str]:
-    """The dims of a LoRA factor that have the role of a dim of its base; `None` if no other leaf
-    makes it a factor. And why no dim has one, if either could be the rank."""
-    of_shape = base.unpadded or base.shape
-    roles: list[_Groups] = []
-    for other in others:
-        left, right = _factor_dims(shape, other, of_shape), _factor_dims(other, shape, of_shape)
-        roles += [dims for dims in (left and left[0], right and right[1]) if dims is not None]
-    if not roles:
-        return None, ""
-    if any(dims != roles[0] for dims in roles):
-        why = f"any dim of shape {shape} may be the rank of the factor, so it is replicated."
-        return {}, why
-    # Dims of the base that are one dim of the factor: its shards are theirs if the first is split.
-    groups = roles[0]
-    inner = [source for group in groups.values() for source in group[1:]]
-    if base.unpadded is not None or any(of_base[source] is not None for source in inner):
-        groups = {dim: group for dim, group in groups.items() if len(group) == 1}
-    return {dim: group[0] for dim, group in groups.items()}, ""
-
-
-def _factor_dims(left: Shape, right: Shape, base: Shape) -> tuple[_Groups, _Groups] | None:
-    """The dims of both factors, each with the dims of the base that it has the role of; `None` if
-    `left @ right` has another shape than the base.
+def _as_factor(shape: Shape, other: Shape, base: Shape) -> Iterator[dict[int, tuple[int, ...]]]:
+    """The dims of a LoRA factor beside another one, each with the dims of the base that it has the
+    role of: as the left factor, and as the right one, if their product has the base's shape.
 
     Factors are `(in, r)` and `(r, out)`, or `(n, in, r)` and `(n, r, out)` for n layers or experts.
     Dims of the base may be one dim of a factor: `(r, 32)` for heads `(4, 8)`.
     """
-    if len(left) < 2 or len(right) < 2:
-        return None
-    for batch in range(min(len(left), len(right)) - 1):
-        if left[:batch] != right[:batch] or left[-1] != right[batch]:
-            continue
-        groups = _merged(left[:-1] + right[batch + 1 :], base)
-        if groups is not None:
+    for is_left in (True, False):
+        left, right = (shape, other) if is_left else (other, shape)
+        for batch in range(min(len(left), len(right)) - 1):
+            if left[:batch] != right[:batch] or left[-1] != right[batch]:
+                continue
+            groups = _merged(left[:-1] + right[batch + 1 :], base)
+            if groups is None:
+                continue
             of_left, behind = groups[: len(left) - 1], groups[len(left) - 1 :]
-            # Behind the dims of the batch, `right` has the rank first.
-            of_right = dict(enumerate(groups[:batch])) | dict(enumerate(behind, batch + 1))
-            return dict(enumerate(of_left)), of_right
-    return None
+            if is_left:
+                yield dict(enumerate(of_left))
+            else:  # behind the dims of the batch, `right` has the rank first
+                yield dict(enumerate(groups[:batch])) | dict(enumerate(behind, batch + 1))
 
 
 def _merged(shape: Shape, base: Shape) -> list[tuple[int, ...]] | None:
@@ -263,29 +235,23 @@ def _merged(shape: Shape, base: Shape) -> list[tuple[int, ...]] | None:
     return groups if start == len(base) else None
 
 
-def _dims(
-    base: PlannedLeaf, of_base: list[Entry], shape: tuple[int, ...], blocks: bool
-) -> dict[int, int]:
-    """The dims of a leaf that have the role of a dim of its base."""
+def _alike(shape: Shape, base: PlannedLeaf, blocks: bool) -> dict[int, int]:
+    """The dims of a leaf that is no factor, each with the dim of the base that it has the role
+    of."""
     of_shape = base.unpadded or base.shape
     if len(shape) == len(of_shape):
-        both = enumerate(zip(shape, of_shape, strict=True))
-        return {dim: dim for dim, (length, whole) in both if _fits(length, whole, blocks)}
-    if _is_packed(shape, base.shape) and not all_axes(of_base[1:]):
-        return {0: 0}
+        dims: dict[int, int] = {}
+        for dim, (length, whole) in enumerate(zip(shape, of_shape, strict=True)):
+            # One block of the whole dim belongs to every shard.
+            are_blocks = blocks and length > 1 and whole % length == 0
+            if length == whole or are_blocks:
+                dims[dim] = dim
+        return dims
+    # A flat array may hold the rows of the base one after the other, several numbers in one:
+    # `uint8[32768]` for a base of 512 x 128 numbers of 4 bits.
+    if len(shape) == 1 and base.shape and 0 not in (*shape, *base.shape):
+        is_packed = math.prod(base.shape) % shape[0] == 0 and shape[0] % base.shape[0] == 0
+        if is_packed and not all_axes(entries(base.given)[1:]):
+            return {0: 0}
     choices = [[i for i, m in enumerate(of_shape) if m == n] for n in shape]
     return {dim: found[0] for dim, found in enumerate(choices) if len(found) == 1}
-
-
-def _is_packed(shape: tuple[int, ...], of_base: tuple[int, ...]) -> bool:
-    """Whether a flat array holds the rows of the base one after the other, several numbers in one:
-    `uint8[32768]` for a base of 512 x 128 numbers of 4 bits."""
-    if len(shape) != 1 or not of_base or 0 in (*shape, *of_base):
-        return False
-    return math.prod(of_base) % shape[0] == 0 and shape[0] % of_base[0] == 0
-
-
-def _fits(length: int, of_base: int, blocks: bool) -> bool:
-    """Whether a dim is that of the base, or has an entry for each block of it."""
-    # One block of the whole dim belongs to every shard.
-    return length == of_base or (blocks and length > 1 and of_base % length == 0)
