@@ -1,9 +1,12 @@
 """Checks that a computation gives the same numbers in all layouts."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
+import numpy as np
+
+from treeshard._core.arrays import data_of
 from treeshard._core.mesh import MeshLike
 from treeshard._core.paths import PyTree
 from treeshard._core.processes import participating_processes, together, wants_bar, with_bar
@@ -12,20 +15,21 @@ from treeshard._core.text import fold_paths
 from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import AVERAGES_PARTS
 from treeshard.errors import MeshError, WrongResultError
-from treeshard.testing._computations import Computation, Gradients, Steps
-from treeshard.testing._evidence import WHY, check_rows, gaps, kept_keys, without_other_step
-from treeshard.testing._findings import Compared, statements
+from treeshard.testing._computations import Computation, Gradients, Steps, is_raw_key
+from treeshard.testing._findings import WHY, Compared, compared, gaps, statements
 from treeshard.testing._layouts import Layout, restored, selected
 from treeshard.testing._layouts import layouts as default_layouts
 from treeshard.testing._noise import (
     LIMIT,
     MATMUL_EPS,
+    Results,
     Tolerance,
     float_dtypes,
+    in_float64,
     norm,
     widest_float,
 )
-from treeshard.testing._own_rows import OF_THE_MEAN_GRADIENT, OwnRows, with_own_keys
+from treeshard.testing._own_rows import OwnRows
 from treeshard.testing._report import UNCHECKED, Finding, Problem, Report, percent
 from treeshard.testing._widening import Widening
 from treeshard.training._pitfalls import equations
@@ -33,6 +37,11 @@ from treeshard.training._step import Step
 
 # ------------------------------------------------------------------ words
 
+_ROWS_ALIKE = (
+    "{what}: Nothing was compared.\nAll rows of the batch are equal, so each device gets from its"
+    " own rows what all of them give, and a missing reduction changes nothing. Use random numbers:"
+    " `np.random.default_rng(0).normal(size=shape)`."
+)
 # A cell of the second step, where the first is wrong already.
 _WRONG_TOO = "wrong too"
 _SECOND_STEP = "step 2 is not measured where step 1 is wrong already"
@@ -45,7 +54,7 @@ _OTHER_WEIGHTS = (
     " rows of equal weight; compared with minibatches on one device"
 )
 _NOT_WIDE = "compared in {dtypes} only, since the program does not run in wider dtypes: {error}"
-_NOT_WIDE_HERE = "compared in one precision only, since in the other it raised {error}"
+_NOT_WIDE_HERE = "{layout}: compared in one precision only, since in the other it raised {error}"
 _KEPT_DTYPES = "{kernels}: runs in its own dtypes also where all else is compared in {wide}"
 _SEES_LITTLE = "warning: errors of up to {worst} would not be seen in {paths}"
 _NO_OWN_ROWS = (
@@ -62,6 +71,12 @@ _KEPT_KEY = (
 )
 
 # Layouts whose failure is never expected.
+_MUST_RUN = {"plan", "by hand"}
+# The relative error above which a report warns that smaller ones are not seen.
+_COARSE = 0.01
+_QUIET_SECONDS = 10.0
+
+
 _MUST_RUN = {"plan", "by hand"}
 # The relative error above which a report warns that smaller ones are not seen.
 _COARSE = 0.01
@@ -194,7 +209,7 @@ def check(
     what: str,
     computation: Computation,
     chosen: Sequence[Layout],
-    expected_to_raise: Collection[str] = (),
+    expected_to_raise: Collection[str],
 ) -> Report:
     """Compares a computation in layouts with one device."""
     mesh = chosen[0].mesh
@@ -206,7 +221,8 @@ def check(
     bar = with_bar(chosen, what, unit="layout", show=wants_bar(), after=_QUIET_SECONDS)
     # All processes read the same numbers, and so say the same.
     with together(what, among=participating_processes((), [mesh])):
-        check_rows(what, computation, chosen[0])
+        if _are_rows_alike(computation, chosen[0]):
+            raise WrongResultError(_ROWS_ALIKE.format(what=what))
         comparison = _Comparison(computation, chosen[0])
         for layout in bar:
             comparison.add(layout)
@@ -217,167 +233,153 @@ def check(
     return report
 
 
-class _Precision(NamedTuple):
-    """A computation in some dtypes, and what it gives on one device."""
-
-    computation: Computation
-    tolerance: Tolerance
+def _are_rows_alike(computation: Computation, layout: Layout) -> bool:
+    dims = computation.row_dims(layout)
+    arrays = [np.moveaxis(np.asarray(computation.batch[i]), dim, 0) for i, dim in dims.items()]
+    return bool(arrays) and all((x == x[:1]).all() for x in arrays)
 
 
 class _Comparison:
     """A computation on one device, and how layouts differ from it.
 
     Attributes:
-        precisions: With wide floats, where the program has narrower ones, and with its own.
+        precisions: Its results with wide floats, where the program has narrower ones, and with its
+            own.
         gaps: The results of which a comparison shows little, by index, and why.
         cells: For each result and layout, a word for the table.
         visible: For each result, the smallest error that would be seen in all layouts.
-        findings: For each layout that ran, what is wrong, by the index of the result.
+        layouts: The layouts that ran, by name.
+        findings: For each of these, what is wrong, by the index of the result.
+        right: For each result, the layouts in which it is right.
         raised: For each layout that raised, what it raised.
         notes: What was compared in another way.
     """
 
     def __init__(self, computation: Computation, layout: Layout) -> None:
-        alone = layout.alone()
-        computation.move_off(alone)
-        own = _Precision(computation, Tolerance(computation, alone))
-        self.computation, self.precisions, self.notes = computation, [own], []
-        if (wide := self._widened(own, alone)) is not None:
-            self.precisions.insert(0, wide)
-        if (fine := self._with_float64(alone)) is not None:
-            self.precisions.insert(0, fine)
+        self.computation = computation
+        self.notes: list[str] = []
+        self.precisions = self._of_one_device(layout.alone())
         for each in self.precisions:
-            self.notes += [note for note in each.tolerance.notes if note not in self.notes]
-        if kept := kept_keys(computation, own.tolerance):
-            self.notes.append(_KEPT_KEY.format(paths=", ".join(kept)))
+            self._note(*each.notes)
+        if kept := _kept_keys(self.precisions[-1]):
+            self._note(_KEPT_KEY.format(paths=", ".join(kept)))
         rows = OwnRows(self.precisions[0].computation, layout)
         self.gaps = gaps(self.precisions, rows)
         if rows.error is not None:
-            self.notes.append(_NO_OWN_ROWS.format(error=_first_line(rows.error)))
+            self._note(_NO_OWN_ROWS.format(error=_first_line(rows.error)))
         self.cells: dict[str, dict[str, str]] = {path: {} for path in computation.paths}
         self.visible: dict[str, float] = {}
+        self.layouts: dict[str, Layout] = {}
         self.findings: dict[str, dict[int, Finding]] = {}
+        self.right: dict[int, list[Layout]] = {i: [] for i in range(len(self.cells))}
         self.raised: dict[str, Exception] = {}
 
-    def _widened(self, own: _Precision, alone: Layout) -> _Precision | None:
-        """The computation with wide floats; `None` if its own are, or it cannot be widened."""
+    def _note(self, *texts: str) -> None:
+        self.notes += [text for text in texts if text not in self.notes]
+
+    # -------------------------------------------------------------- one device
+
+    def _of_one_device(self, alone: Layout) -> list[Tolerance]:
+        """The results of one device, the widest floats first and the program's own last."""
+        computation = self.computation
+        computation.move_off(alone)
+        exact = in_float64(computation, alone)
+        precisions = [Tolerance(computation, alone, exact)]
+        wide = self._in_wide_floats(alone, exact)
+        if wide is not None:
+            precisions.insert(0, wide)
+        # A leaf rounds what is added to it: that alone would hide an error of an update that is
+        # small beside its leaf. Floats of 16 bits stay, since a sum in them is one of the errors.
+        if any(_COARSE < precisions[0].visible(i) < math.inf for i in computation.bases):
+            try:
+                fine = computation.widened(Widening("float64", above=2))
+                precisions.insert(0, Tolerance(fine, alone, exact))
+            except Exception:  # a TPU has no float64: the report says which errors it does not see
+                pass
+        return precisions
+
+    def _in_wide_floats(self, alone: Layout, exact: Results | None) -> Tolerance | None:
+        """The results with wide floats; `None` if its own are, or it cannot be widened."""
         widening = Widening(widest_float())
-        dtypes = float_dtypes(list(equations(own.computation.trace(alone))))
+        dtypes = float_dtypes(list(equations(self.computation.trace(alone))))
         narrow = sorted(str(dtype) for dtype in dtypes if widening.widens(dtype))
         if not narrow and alone.mesh.devices.flat[0].platform not in MATMUL_EPS:
             return None
         try:
-            wide = own.computation.widened(widening)
-            tolerance = Tolerance(wide, alone)
+            wide = Tolerance(self.computation.widened(widening), alone, exact)
         except Exception as error:  # what the program calls may take its own dtypes only
-            self.notes.append(_NOT_WIDE.format(dtypes=", ".join(narrow), error=_first_line(error)))
+            self._note(_NOT_WIDE.format(dtypes=", ".join(narrow), error=_first_line(error)))
             return None
         if widening.kept:
             kernels = ", ".join(sorted(widening.kept))
-            self.notes.append(_KEPT_DTYPES.format(kernels=kernels, wide=widening.dtype))
-        return _Precision(wide, tolerance)
-
-    def _with_float64(self, alone: Layout) -> _Precision | None:
-        """The computation with float64 for float32, if an update is small beside its leaf.
-
-        A leaf rounds what is added to it, and that alone would hide an error of the update. Floats
-        of 16 bits stay as they are: a sum in them is one of the errors.
-        """
-        computation, tolerance = self.precisions[0]
-        if not any(_COARSE < tolerance.visible(i) < math.inf for i in computation.bases):
-            return None
-        try:
-            fine = computation.narrow.widened(Widening("float64", above=2))
-            return _Precision(fine, Tolerance(fine, alone))
-        except Exception:  # a TPU has no float64: the report says which errors it does not see
-            return None
+            self._note(_KEPT_DTYPES.format(kernels=kernels, wide=widening.dtype))
+        return wide
 
     # -------------------------------------------------------------- a layout
 
     def add(self, layout: Layout) -> None:
         """Runs a layout and compares its results."""
-        results: list[Compared | None] = []
-        error: Exception | None = None
-        for each in self.precisions:
+        results: list[Compared] = []
+        errors: list[Exception] = []
+        for expected in self.precisions:
             try:
-                results.append(self._run(*each, layout))
-            except Exception as raised:  # the user's code, which may not run in all layouts
-                error = raised
-        if not results and error is not None:
-            self.raised[layout.name] = error
-        compared = [each for each in results if each is not None]
-        if not compared:
+                result = self._compare(expected, layout)
+            except Exception as error:  # the user's code, which may not run in all layouts
+                errors.append(error)
+                continue
+            if result is not None:
+                self._note(*result.notes)
+                results.append(result)
+        if len(errors) == len(self.precisions):
+            self.raised[layout.name] = errors[-1]
+        if not results:
             return
-        if error is not None:
-            self.notes.append(f"{layout.name}: {_NOT_WIDE_HERE.format(error=_first_line(error))}")
-        findings = self.findings.setdefault(layout.name, {})
+        if errors:
+            error = _first_line(errors[-1])
+            self._note(_NOT_WIDE_HERE.format(layout=layout.name, error=error))
+        # Numbers that cannot be repeated in one precision may be in the other.
+        count = len(self.computation.paths)
+        results = [x for x in results if len(x.unknown) < count] or results
+        findings = {i: finding for x in results for i, finding in x.found.items()}
+        self.layouts[layout.name], self.findings[layout.name] = layout, findings
         for i, path in enumerate(self.computation.paths):
-            self.cells[path][layout.name] = self._cell(compared, i, findings)
-            visible = [x for each in compared if (x := each.visible(i)) is not None]
+            self.cells[path][layout.name] = self._cell(results, i, layout)
+            visible = [x for each in results if (x := each.visible(i)) is not None]
             if visible:
                 self.visible[path] = max(self.visible.get(path, 0.0), min(visible))
 
-    def _run(
-        self, computation: Computation, tolerance: Tolerance, layout: Layout
-    ) -> Compared | None:
+    def _compare(self, expected: Tolerance, layout: Layout) -> Compared | None:
         """The results of a layout, beside what they should be; `None` if that cannot be said."""
-        expected = self._expected(computation, tolerance, layout)
-        if expected is None:
-            return None
-        result = computation.run(layout)
-        # Under `jit` a key gives the same numbers in all layouts; in `shard_map` each device draws.
-        if not computation.is_by_hand(layout) or not expected.random:
-            return Compared(computation, layout, expected, result)
-        rows = OwnRows(computation, layout)
-        right, of_keys, note = with_own_keys(rows, expected, result)
-        if note and note not in self.notes:
-            self.notes.append(note)
-        if right is None:
-            for row in self.cells.values():
-                row[layout.name] = UNCHECKED
-            return None
-        if of_keys is not None:
-            differs = (i for i in range(computation.first) if expected.error(result[i], i) > LIMIT)
-            self.findings.setdefault(layout.name, {})[next(differs, 0)] = of_keys
-        unknown = rows.unexplained(right, result)
-        text = OF_THE_MEAN_GRADIENT.format(layout=layout.name)
-        if unknown and text not in self.notes:
-            self.notes.append(text)
-        return Compared(computation, layout, right, result, unknown)
+        computation = expected.computation
+        if layout.minibatches > 1:
+            if expected.random:
+                self._note(_OTHER_NUMBERS.format(layout=layout.name))
+                return None
+            # A mean of means is another number, also on one device, if rows do not weigh the same.
+            alone = computation.alone(layout.alone(layout.minibatches))
+            pairs = zip(alone, expected.reference, strict=True)
+            if any(norm(x - y) > 2 * LIMIT * expected.of(i) for i, (x, y) in enumerate(pairs)):
+                self._note(_OTHER_WEIGHTS.format(layout=layout.name))
+            expected = expected.with_reference(alone)
+        return compared(expected, layout, computation.run(layout))
 
-    def _cell(self, results: Sequence[Compared], i: int, findings: dict[int, Finding]) -> str:
-        """A word for one result in one layout; adds what is wrong to `findings`."""
+    def _cell(self, results: Sequence[Compared], i: int, layout: Layout) -> str:
+        """A word for one result in one layout; keeps what is wrong, and where it is right."""
+        findings = self.findings[layout.name]
         if any(i in each.unknown for each in results):
             return UNCHECKED
         wrong = [each for each in results if each.is_wrong(i)]
         if not wrong and i not in findings:
+            if i in self.gaps:
+                return self.gaps[i]
+            self.right[i].append(layout)
             error = max(max(each.errors(i)) for each in results)
-            right = "ok" if error < 3 else f"{error:.1f} noise"
-            return self.gaps.get(i, right)
+            return "ok" if error < 3 else f"{error:.1f} noise"
         if i >= self.computation.first > min(findings, default=i):
             return _WRONG_TOO
         if i not in findings:
             findings[i] = wrong[0].finding(i)
         return findings[i].cell
-
-    def _expected(
-        self, computation: Computation, tolerance: Tolerance, layout: Layout
-    ) -> Tolerance | None:
-        """What a layout should give; `None` if that cannot be said."""
-        if layout.minibatches == 1:
-            return tolerance
-        if tolerance.random:
-            self.notes.append(_OTHER_NUMBERS.format(layout=layout.name))
-            return None
-        # A mean of means is another number, also on one device, if rows do not weigh the same.
-        alone = computation.alone(layout.alone(layout.minibatches))
-        expected = tolerance.with_reference(alone)
-        pairs = zip(alone, tolerance.reference, strict=True)
-        far = (norm(x - y) > 2 * LIMIT * tolerance.of(i) for i, (x, y) in enumerate(pairs))
-        note = _OTHER_WEIGHTS.format(layout=layout.name)
-        if any(far) and note not in self.notes:
-            self.notes.append(note)
-        return expected
 
     # -------------------------------------------------------------- all layouts
 
@@ -387,38 +389,29 @@ class _Comparison:
         """All layouts together. Raises what all layouts of a kind raised."""
         self._raise_common(chosen)
         if any(_WRONG_TOO in row.values() for row in self.cells.values()):
-            self.notes.append(_SECOND_STEP)
-        expected = {*expected_to_raise} - _MUST_RUN
+            self._note(_SECOND_STEP)
         raised = {name: _first_line(error) for name, error in self.raised.items()}
-        for name in [name for name in raised if name in expected]:
-            self.notes.append(_RAISED.format(layout=name, error=raised.pop(name)))
-        not_compared = without_other_step(self.computation, self.gaps)
-        paths = self.computation.paths
+        for name in self.raised:
+            if name in expected_to_raise and name not in _MUST_RUN:
+                self._note(_RAISED.format(layout=name, error=raised.pop(name)))
         visible = {path: x for path, x in self.visible.items() if x < 0.5}
         coarse = {path: error for path, error in visible.items() if error > _COARSE}
         if coarse:
             worst, some = percent(max(coarse.values())), ", ".join(fold_paths(coarse))
-            self.notes.append(_SEES_LITTLE.format(worst=worst, paths=some))
+            self._note(_SEES_LITTLE.format(worst=worst, paths=some))
         if any(self.findings.values()) and self._averages_parts(chosen[0]):
-            self.notes.append(_MEAN_OF_PARTS)
-        ran = {layout.name: layout for layout in chosen if layout.name in self.findings}
+            self._note(_MEAN_OF_PARTS)
         return Report(
             what,
             tuple(map(str, chosen)),
             self.cells,
-            tuple(self._problems(ran)),
+            tuple(self._problems()),
             tuple(self.notes),
             raised,
-            {paths[i]: WHY[word] for i, word in not_compared.items()},
+            self._not_compared(),
             visible,
-            frozenset(paths) - {paths[i] for i in self.computation.compared()},
+            frozenset(self.computation.paths[i] for i in self.computation.beside),
         )
-
-    def _averages_parts(self, layout: Layout) -> bool:
-        stacks = (
-            str(eqn.source_info.name_stack) for eqn in equations(self.computation.trace(layout))
-        )
-        return any(AVERAGES_PARTS in stack for stack in stacks)
 
     def _raise_common(self, chosen: Sequence[Layout]) -> None:
         # Code that never runs is a mistake of the caller, and its own error says which.
@@ -427,14 +420,41 @@ class _Comparison:
             if names and {*names} <= self.raised.keys():
                 raise self.raised[names[0]]
 
-    def _problems(self, ran: Mapping[str, Layout]) -> list[Problem]:
+    def _not_compared(self) -> dict[str, str]:
+        """Why a leaf shows nothing, in no step."""
+        paths, first = self.computation.paths, self.computation.first
+        return {
+            paths[i]: WHY[word]
+            for i, word in self.gaps.items()
+            if self.gaps.keys() >= {*range(i % first, len(paths), first)}
+        }
+
+    def _averages_parts(self, layout: Layout) -> bool:
+        eqns = equations(self.computation.trace(layout))
+        return any(AVERAGES_PARTS in str(eqn.source_info.name_stack) for eqn in eqns)
+
+    def _problems(self) -> list[Problem]:
         computation = self.computation
-        found: list[Problem] = []
+        problems: list[Problem] = []
         for i, (path, spec) in enumerate(zip(computation.paths, computation.specs, strict=True)):
-            of_leaf = {name: found[i] for name, found in self.findings.items() if i in found}
-            for names, fact in statements(of_leaf, ran):
-                found.append(Problem(path, spec, tuple(names), fact))
-        return found
+            found = {name: of_all[i] for name, of_all in self.findings.items() if i in of_all}
+            for names, fact in statements(found, self.right[i], self.layouts):
+                problems.append(Problem(path, spec, tuple(names), fact))
+        return problems
+
+
+def _kept_keys(own: Tolerance) -> list[str]:
+    """Paths of the keys that a step that draws random numbers returns as they were."""
+    if not own.random:
+        return []
+    computation = own.computation
+    kept: list[str] = []
+    for i, base in computation.bases.items():
+        key = computation.start[base]
+        is_kept = is_raw_key(key) and np.array_equal(data_of(key), own.reference[i])
+        if i < computation.first and is_kept:
+            kept.append(computation.plan.leaves[base].path)
+    return fold_paths(kept)
 
 
 def _first_line(error: Exception) -> str:

@@ -34,7 +34,7 @@ from treeshard._core.arrays import (
 )
 from treeshard._core.paths import PyTree, leaf_paths, path_under
 from treeshard._core.processes import is_spread
-from treeshard._core.spec_trees import get_names_from_partition_spec, specs_of_leaves
+from treeshard._core.spec_trees import specs_of_leaves
 from treeshard._core.specs import axes_of, entries
 from treeshard._placement.gather import gather
 from treeshard._placement.shard import shard
@@ -72,7 +72,9 @@ class Computation:
         batch: The leaves of the batch, on the host.
         first: How many of its results do not follow from other ones.
         bases: The leaf of `start` that a result is a change of: both by index.
+        beside: The results that a check is not about, such as the value of the loss, by index.
         widening: What its traces are rewritten by before they run; `None` if they are not.
+        narrow: The computation in its own dtypes.
         notes: What was seen while a result was traced, by layout name and index of the result.
     """
 
@@ -93,50 +95,30 @@ class Computation:
         self.notes: dict[tuple[str, int], Finding] = {}
         self.paths: list[str] = []
         self.specs: list[PartitionSpec] = []
-        self.bases: dict[int, int] = {}
         self.first = 0
+        self.bases: dict[int, int] = {}
+        self.beside: set[int] = set()
         self.widening: Widening | None = None
-        self.narrow = self  # of which it is a wider form
-        self._functions: dict[str, Any] = {}  # by layout
-        self._programs: dict[str, Any] = {}  # by layout
-        self.exact: dict[str, Any] = {}  # results in twice the precision, by layout
-        self.has_x64 = jax.dtypes.canonicalize_dtype("float64") == "float64"
+        self.narrow = self
+        self._made: dict[str, Any] = {}  # traces, and functions that are compiled
+        self._has_x64 = jax.dtypes.canonicalize_dtype("float64") == "float64"
+
+    # -------------------------------------------------------------- of each kind
 
     def is_by_hand(self, layout: Layout) -> bool:
         """Whether code by hand reduces the results of a layout, and not the compiler."""
         raise NotImplementedError
 
-    def batch_axes(self, layout: Layout) -> tuple[str, ...]:
-        """The axes of a layout's mesh that split the batch."""
-        split = get_names_from_partition_spec(self.batch_specs(layout))
-        return tuple(axis for axis, n in layout.mesh.shape.items() if n > 1 and axis in split)
-
     def move_off(self, layout: Layout) -> None:
         """Moves the parameters off values, such as zeros, for which a gradient is not general."""
-
-    def widened(self, widening: Widening) -> "Computation":
-        """The same computation with wider floats."""
-        wide = copy(self)
-        wide.start, wide.batch = map(widening.array, self.start), map(widening.array, self.batch)
-        wide.start, wide.batch = list(wide.start), list(wide.batch)
-        wide.widening, wide.narrow = widening, self.narrow
-        wide._functions = {}
-        return wide
 
     def after(self, results: Sequence[np.ndarray]) -> list[Any]:
         """What its leaves are after the first of two steps."""
         raise NotImplementedError
 
-    def compared(self) -> Iterable[int]:
-        """The results that a check is about: gradients, or leaves of the state."""
-        return self.bases
-
     def key_orders(self, layout: Layout) -> list[Axes]:
         """The axes, in order, by whose index a device may have folded its key."""
-        # `fold_in` of another index is another key, so each order of the axes is a case of its own.
-        if not any(map(is_raw_key, self.batch)):
-            return [()]
-        return [order for some in subsets(layout.split_axes) for order in permutations(some)]
+        raise NotImplementedError
 
     def of_device(
         self,
@@ -147,13 +129,28 @@ class Computation:
         start: list[Any] | None = None,
     ) -> list[np.ndarray]:
         """What a device gets from its rows, with keys folded by its index along some axes."""
-        if order:
-            number = 0
-            for axis in order:  # as in `jax.lax.axis_index`, the last axis counts fastest
-                index, size = position[axis]
-                number = number * size + index
-            batch = [jax.random.fold_in(x, number) if is_raw_key(x) else x for x in batch]
-        return self.alone(layout.alone(), start, batch)
+        raise NotImplementedError
+
+    def _call(self, layout: Layout, arrays: list[Any], data: list[Any]) -> list[Any]:
+        """The results as arrays; traced too."""
+        raise NotImplementedError
+
+    # -------------------------------------------------------------- runs
+
+    def widened(self, widening: Widening) -> "Computation":
+        """The same computation with wider floats."""
+        wide = copy(self)
+        wide.start = [widening.array(x) for x in self.start]
+        wide.batch = [widening.array(x) for x in self.batch]
+        wide.widening = widening
+        wide._made = {}
+        return wide
+
+    def alone(
+        self, layout: Layout, start: list[Any] | None = None, batch: list[Any] | None = None
+    ) -> list[np.ndarray]:
+        """The results in a layout of one device."""
+        return _values(self.run(layout, start, batch))
 
     def run(
         self,
@@ -163,39 +160,16 @@ class Computation:
         position: Position | None = None,
     ) -> list[Shards]:
         """The results in a layout; with `position`, as `axis_index` answers there."""
-        given = [leaf.given for leaf in layout.plan.leaves]
         start = self.start if start is None else start
+        batch = self.batch if batch is None else batch
         # A step donates its state, and keys are on a device already.
         start = [jnp.copy(x) if is_key(x) else x for x in start]
-        batch = self.batch if batch is None else batch
-        pairs = [(start, given), (batch, self.batch_specs(layout))]
+        given = [leaf.given for leaf in layout.plan.leaves]
         is_float64 = self.widening is not None and self.widening.dtype == "float64"
-        with jax.enable_x64(is_float64 or self.has_x64):
-            arrays, data = [shard(x, specs, layout.mesh, check="form") for x, specs in pairs]
+        with jax.enable_x64(is_float64 or self._has_x64):
+            arrays = shard(start, given, layout.mesh, check="form")
+            data = shard(batch, self.batch_specs(layout), layout.mesh, check="form")
             return self._results(layout, arrays, data, dict(position or {}))
-
-    def trace(
-        self, layout: Layout, position: Position | None = None, data: Sequence[Any] | None = None
-    ) -> Any:
-        """The jaxpr of the computation in a layout, with its own dtypes; `data` says the shapes."""
-        narrow = self.narrow
-        shapes = [np.shape(x) for x in (narrow.batch if data is None else data)]
-        key = f"{_key(layout)} {shapes}"
-        if key not in narrow._programs:
-            given = [leaf.given for leaf in layout.plan.leaves]
-            arrays = _structs(narrow.start, map(np.shape, narrow.start), given, layout.mesh)
-            specs = narrow.batch_specs(layout)
-            data = _structs(narrow.batch, shapes, specs, layout.mesh)
-
-            def call(position: Position, arrays: list[Any], data: list[Any]) -> list[Any]:
-                with _indices_of(position):
-                    return narrow._call(layout, arrays, data)
-
-            # With the dtypes that code gets without the wider floats.
-            with self._in(layout), jax.enable_x64(self.has_x64):
-                traced = jax.make_jaxpr(call)(dict(position or {}), arrays, data)
-            narrow._programs[key] = traced
-        return narrow._programs[key]
 
     def _results(
         self, layout: Layout, arrays: list[Any], data: list[Any], position: Position
@@ -209,12 +183,41 @@ class Computation:
             with self._in(layout):
                 return self._call(layout, arrays, data)
         traced = self.trace(layout, position, data)
-        key = f"program {id(traced)}"  # which `narrow` keeps
-        if key not in self._functions:
-            closed = traced if self.widening is None else self.widening.program(traced)
-            self._functions[key] = jax.jit(jaxpr_as_fun(closed))
+
+        def compiled() -> Any:
+            program = traced if self.widening is None else self.widening.program(traced)
+            return jax.jit(jaxpr_as_fun(program))
+
+        run = self._once(f"program {id(traced)}", compiled)  # `narrow` keeps the trace
         with self._in(layout):
-            return self._functions[key](*tree_leaves((position, arrays, data)))
+            return run(*tree_leaves((position, arrays, data)))
+
+    def trace(
+        self, layout: Layout, position: Position | None = None, data: Sequence[Any] | None = None
+    ) -> Any:
+        """The jaxpr of the computation in a layout, with its own dtypes; `data` says the shapes."""
+        narrow = self.narrow
+        position = dict(position or {})
+        shapes = [np.shape(x) for x in (narrow.batch if data is None else data)]
+
+        def call(position: Position, arrays: list[Any], data: list[Any]) -> list[Any]:
+            with _indices_of(position):
+                return narrow._call(layout, arrays, data)
+
+        def traced() -> Any:
+            given = [leaf.given for leaf in layout.plan.leaves]
+            arrays = _structs(narrow.start, map(np.shape, narrow.start), given, layout.mesh)
+            rows = _structs(narrow.batch, shapes, narrow.batch_specs(layout), layout.mesh)
+            # With the dtypes that code gets without the wider floats.
+            with self._in(layout), jax.enable_x64(self._has_x64):
+                return jax.make_jaxpr(call)(position, arrays, rows)
+
+        return narrow._once(f"trace {_key(layout)} {[*position]} {shapes}", traced)
+
+    def _once(self, key: str, make: Callable[[], Any]) -> Any:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
     @contextmanager
     def _in(self, layout: Layout) -> Iterator[None]:
@@ -225,22 +228,7 @@ class Computation:
         with jax.set_mesh(layout.mesh), types, _devices_are(layout.mesh):
             yield
 
-    def _call(self, layout: Layout, arrays: list[Any], data: list[Any]) -> list[Any]:
-        """The results as arrays; traced too."""
-        raise NotImplementedError
-
-    def _function(self, layout: Layout, make: Callable[[Layout], Any]) -> Any:
-        """What runs in a layout, made once."""
-        key = _key(layout)
-        if key not in self._functions:
-            self._functions[key] = make(layout)
-        return self._functions[key]
-
-    def alone(
-        self, layout: Layout, start: list[Any] | None = None, batch: list[Any] | None = None
-    ) -> list[np.ndarray]:
-        """The results in a layout of one device."""
-        return _values(self.run(layout, start, batch))
+    # -------------------------------------------------------------- the batch
 
     def row_dims(self, layout: Layout) -> dict[int, int]:
         """The dim that is the rows of each array of the batch that has one: the first split one."""
@@ -274,45 +262,64 @@ class Gradients(Computation):
         self.paths = ["loss", *(plan.leaves[i].path for i in self.differentiated)]
         self.specs = [PartitionSpec(), *(plan.leaves[i].given for i in self.differentiated)]
         self.first = len(self.paths)
+        self.beside = {0}
 
     def is_by_hand(self, layout: Layout) -> bool:
         return layout.check_vma is not None
 
-    def compared(self) -> Iterable[int]:
-        return range(1, self.first)  # the loss is the first
-
     def move_off(self, layout: Layout) -> None:
         given, random = self.start, np.random.default_rng(0)
-        sizes = [_scale(given[i]) for i in self.differentiated]
-        typical = max(sizes, default=0.0) or 1.0
+        typical = max((_scale(given[i]) for i in self.differentiated), default=0.0) or 1.0
         moved = list(given)
         for i in self.differentiated:
-            moved[i] = _moved(given[i], _MOVED, typical, random)
+            moved[i] = _moved(given[i], typical, random)
         # A variance of zero, say, may not become negative.
         if _count_finite(self.alone(layout, moved)) >= _count_finite(self.alone(layout, given)):
             self.start = moved
 
+    def key_orders(self, layout: Layout) -> list[Axes]:
+        if not any(map(is_raw_key, self.batch)):
+            return [()]
+        # `fold_in` of another index is another key, so each order of the axes is a case of its own.
+        return [order for some in subsets(layout.split_axes) for order in permutations(some)]
+
+    def of_device(
+        self,
+        layout: Layout,
+        batch: list[Any],
+        position: Position,
+        order: Axes,
+        start: list[Any] | None = None,
+    ) -> list[np.ndarray]:
+        if order:
+            number = _axis_index(position, order)
+            batch = [jax.random.fold_in(x, number) if is_raw_key(x) else x for x in batch]
+        return self.alone(layout.alone(), start, batch)
+
     def _call(self, layout: Layout, arrays: list[Any], data: list[Any]) -> list[Any]:
-        return self._function(layout, self._make)(arrays, data)
+        return self._once(_key(layout), lambda: self._make(layout))(arrays, data)
 
     def _make(self, layout: Layout) -> Any:
-        by_jit = layout.check_vma is None
         rows = row_axes(layout.batch_specs)
-        in_force = PlanInForce(layout.plan, rows, None if by_jit else gather_params)
-        run = in_force.inside(self._by_jit(layout) if by_jit else self._by_hand(layout))
-        # By hand `out_specs` say how results are sharded. Under `jit` the compiler would decide.
+        if self.is_by_hand(layout):
+            # Here `out_specs` say how results are sharded.
+            return jax.jit(
+                PlanInForce(layout.plan, rows, gather_params).inside(self._by_hand(layout))
+            )
         shardings = [NamedSharding(layout.mesh, spec) for spec in self.specs]
-        return jax.jit(run, out_shardings=shardings if by_jit else None)
+        run = PlanInForce(layout.plan, rows).inside(self._by_jit(layout))
+        return jax.jit(run, out_shardings=shardings)
 
     def _by_jit(self, layout: Layout) -> Callable[..., list[Any]]:
         """The value and the gradients of the loss, as one list."""
 
         def grads_of(arrays: list[Any], data: list[Any]) -> list[Any]:
             def value(differentiated: list[Any]) -> Any:
-                params = dict(enumerate(arrays))
-                params |= zip(self.differentiated, differentiated, strict=True)
-                tree = self.split.combine(list(params.values()))
-                return _first(self.loss(tree, self.batch_split.combine(data)))
+                params = list(arrays)
+                for i, x in zip(self.differentiated, differentiated, strict=True):
+                    params[i] = x
+                out = self.loss(self.split.combine(params), self.batch_split.combine(data))
+                return _value_of(out)
 
             value = jax.checkpoint(value) if layout.remat else value
             loss, grads = jax.value_and_grad(value)([arrays[i] for i in self.differentiated])
@@ -324,18 +331,17 @@ class Gradients(Computation):
 
         def accumulated(arrays: list[Any], data: list[Any]) -> list[Any]:
             def of_part(part: dict[int, Any], _: None) -> Any:
-                full = dict(enumerate(data))
-                full |= {i: jnp.moveaxis(x, 0, dims[i]) for i, x in part.items()}
-                return grads_of(arrays, list(full.values())), ()
+                rows = list(data)
+                for i, x in part.items():
+                    rows[i] = jnp.moveaxis(x, 0, dims[i])
+                return grads_of(arrays, rows), ()
 
-            rows = {i: jnp.moveaxis(data[i], dim, 0) for i, dim in dims.items()}
-            return accumulate_gradients(of_part, rows, layout.minibatches)[0]
+            rows_first = {i: jnp.moveaxis(data[i], dim, 0) for i, dim in dims.items()}
+            return accumulate_gradients(of_part, rows_first, layout.minibatches)[0]
 
         return accumulated
 
     def _by_hand(self, layout: Layout) -> Callable[..., list[Any]]:
-        specs = [leaf.given for leaf in layout.plan.leaves]
-
         def body(arrays: list[Any], data: list[Any]) -> list[Any]:
             out = self.by_hand(self.split.combine(arrays), self.batch_split.combine(data))
             try:
@@ -347,30 +353,22 @@ class Gradients(Computation):
                     " `manual.value_and_grad` does, with grads in the structure of params:"
                     f" {error}"
                 ) from None
-            fitting = [
-                self._fitting((layout.name, n), grads[i], arrays[i])
-                for n, i in enumerate(self.differentiated, 1)
-            ]
-            return [_first(value), *fitting]
+            results = [_value_of(value)]
+            for i in self.differentiated:
+                wrong_form = _wrong_form(grads[i], arrays[i])
+                if wrong_form is not None:
+                    self.notes[layout.name, len(results)] = wrong_form
+                    grads[i] = arrays[i] * 0  # varies as the shard does, as `check_vma` wants
+                results.append(grads[i])
+            return results
 
         return jax.shard_map(
             body,
             mesh=layout.mesh,
-            in_specs=(specs, self.batch_specs(layout)),
+            in_specs=([leaf.given for leaf in layout.plan.leaves], self.batch_specs(layout)),
             out_specs=self.specs,
             check_vma=bool(layout.check_vma),
         )
-
-    def _fitting(self, key: tuple[str, int], grad: Any, shard: Any) -> Any:
-        """The gradient, or zeros and a note if it is absent or has another shape than its shard."""
-        if not is_array(grad):
-            self.notes[key] = _ABSENT
-        elif grad.shape == shard.shape:
-            return grad
-        else:
-            fact = _OTHER_SHAPE.format(grad=array_text(grad), shard=array_text(shard))
-            self.notes[key] = Finding(fact, "shape")
-        return shard * 0  # varies along the same axes as the shard, as `check_vma` wants
 
 
 class Steps(Computation):
@@ -396,10 +394,11 @@ class Steps(Computation):
         start: list[Any] | None = None,
     ) -> list[np.ndarray]:
         alone = layout.alone()
-        if not self.step.is_by_hand:
+        if not order:
             return self.alone(alone, start, batch)
         # The key may be in the state, and folded after it was split: the step itself folds it.
         folded = {axis: (at * (axis in order), size) for axis, (at, size) in position.items()}
+        # A step of its own: `jit` would reuse what it traced for the indices of one device.
         return _values(self.run(replace(alone, name="one of several"), start, batch, folded))
 
     def after(self, results: Sequence[np.ndarray]) -> list[Any]:
@@ -424,12 +423,14 @@ class Steps(Computation):
             changes = [_change(old, new) for old, new in zip(before, after, strict=False)]
             out += [*changes, *after[count:]]
             before = after[:count]
-        names = [*(leaf.path for leaf in leaves), *self._aux]
         # What a step returns beside its state is known when it has run.
+        aux = self.narrow._aux
+        names = [*(leaf.path for leaf in leaves), *aux]
         self.paths = [f"step {n}: {name}" for n in (1, 2) for name in names]
-        self.first, others = len(names), len(self._aux)
-        self.specs = [*(leaf.given for leaf in leaves), *[PartitionSpec()] * others] * 2
+        self.specs = [*(leaf.given for leaf in leaves), *(PartitionSpec() for _ in aux)] * 2
+        self.first = len(names)
         self.bases = {n * self.first + i: i for n in (0, 1) for i in range(count)}
+        self.beside = {*range(len(out))} - {*self.bases}
         return out
 
     def _restored(self, arrays: list[Any], layout: Layout) -> tuple[list[Any], list[Any]]:
@@ -447,12 +448,26 @@ class Steps(Computation):
         return list(state.values()), data
 
     def _call(self, layout: Layout, arrays: list[Any], data: list[Any]) -> list[Any]:
-        step = self._function(layout, lambda x: self.step.on(x.plan, x.batch_specs))
+        step = self._once(_key(layout), lambda: self.step.on(layout.plan, layout.batch_specs))
         state, aux = step(self.split.combine(arrays), self.batch_split.combine(data))
         more = zip(leaf_paths(aux), tree_leaves(aux), strict=True)
         arrays_of_aux = {path_under("aux", path): x for path, x in more if is_array(x)}
         self._aux = list(arrays_of_aux)
         return [*self.split.dynamic(tree_leaves(state)), *arrays_of_aux.values()]
+
+
+def _value_of(out: Any) -> Any:
+    """The value of a loss that may return more."""
+    return out[0] if isinstance(out, tuple) else out
+
+
+def _wrong_form(grad: Any, shard: Any) -> Finding | None:
+    """What is said of a gradient that is absent or has another shape than its shard."""
+    if not is_array(grad):
+        return _ABSENT
+    if grad.shape == shard.shape:
+        return None
+    return Finding(_OTHER_SHAPE.format(grad=array_text(grad), shard=array_text(shard)), "shape")
 
 
 # ------------------------------------------------------------------ what surrounds a call
@@ -490,19 +505,23 @@ def _devices_are(mesh: Mesh) -> AbstractContextManager[Any]:
 
 def _indices_of(position: Position) -> AbstractContextManager[Any]:
     """Lets `jax.lax.axis_index` answer as at a position in a larger mesh."""
-
     original = lax.axis_index
 
     def axis_index(axis_name: Any) -> Any:
-        names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
-        number = jnp.int32(0)
-        for name in names:  # the last axis counts fastest
-            index, size = position[name]
-            number = number * size + index
-        # Which is 0 on one device, and of the type of what varies along the axis.
-        return original(tuple(names)) + number
+        names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+        # The original is 0 on one device, and of the type of what varies along the axis.
+        return original(names) + _axis_index(position, names)
 
     return mock.patch.object(lax, "axis_index", axis_index) if position else nullcontext()
+
+
+def _axis_index(position: Position, axes: Axes) -> Any:
+    """The index along several axes as `jax.lax.axis_index` counts it: the last one fastest."""
+    number = 0
+    for axis in axes:
+        index, size = position[axis]
+        number = number * size + index
+    return number
 
 
 # ------------------------------------------------------------------ values
@@ -527,10 +546,10 @@ def _count_finite(arrays: Sequence[np.ndarray]) -> int:
     return sum(int(np.isfinite(x).sum()) for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def _moved(x: Any, by: float, typical: float, random: np.random.Generator) -> Any:
+def _moved(x: Any, typical: float, random: np.random.Generator) -> Any:
     """The array with each number changed by a part of its size; zeros alone by one of `typical`."""
     wide = np.asarray(x).astype("complex128" if np.iscomplexobj(x) else "float64")
-    steps = by * random.standard_normal(wide.shape)
+    steps = _MOVED * random.standard_normal(wide.shape)
     wide = wide * (1 + steps) if np.any(wide) else typical * steps
     return np.asarray(wide).astype(x.dtype)
 
@@ -548,11 +567,6 @@ def subsets(axes: Sequence[str]) -> list[Axes]:
 def is_raw_key(x: Any) -> bool:
     """Whether an array is a PRNG key, typed or of two uint32, as `jax.random.PRNGKey` makes it."""
     return is_key(x) or (getattr(x, "shape", None) == (2,) and x.dtype == np.uint32)
-
-
-def _first(out: Any) -> Any:
-    """The value of a loss that may return more."""
-    return out[0] if isinstance(out, tuple) else out
 
 
 def _host(x: Any) -> Any:

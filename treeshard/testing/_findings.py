@@ -1,4 +1,4 @@
-"""What is measured of a result that differs from that of one device: how far, or by which factor.
+"""What a comparison shows: how far a result is from the right one, by which factor, or nothing.
 
 A factor is named only if it takes the right result to that of every device, within the noise; the
 axes whose size it is are named only if their sizes are the factor on meshes of different sizes.
@@ -9,24 +9,67 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from treeshard.testing._computations import Axes, Computation, Shards, subsets
+from treeshard.testing._computations import Axes, Shards, subsets
 from treeshard.testing._layouts import Layout
-from treeshard.testing._noise import (
-    LIMIT,
-    Tolerance,
-    distance,
-    errors_of,
-    finite,
-    multiple_in,
-    norm,
-)
-from treeshard.testing._own_rows import named
+from treeshard.testing._noise import LIMIT, Tolerance, distance, finite, norm
+from treeshard.testing._own_rows import OwnRows
 from treeshard.testing._report import Finding
 
+# ------------------------------------------------------------------ words
+
 _SHAPE = "has the shape {shape}, where one device gives {right}."
-_NOT_FINITE = "not finite on {wrong} of {all} devices."
+_BROKEN = "not finite on {wrong} of {all} devices."
 _OFF = "differs by more than rounding: the table says how far."
 _MULTIPLE = "a multiple of the right result"
+_UNFOLDED = "the key is not folded along {axes}: devices draw the same random numbers."
+_FOLDED = (
+    "the key is folded along {axes}, where devices have the same rows: they draw different random"
+    " numbers for the same activations."
+)
+_REPEATED = (
+    "{layout}: each device draws its own random numbers; compared with keys folded by"
+    " axis_index({order!r}) on one device"
+)
+_UNREPEATED = (
+    "{layout}: not checked, since each device draws random numbers in a way that one device cannot"
+    " repeat; fold the key by `manual.fold_rng_over_axis`, or by `fold_in(key, axis_index(axes))`"
+)
+_OF_THE_MEAN_GRADIENT = (
+    "{layout}: what is not linear in the gradients is not checked, since each device draws its own"
+    " random numbers, and a step does not return their mean gradient; `check_gradients` compares it"
+)
+_ZERO, _HIDDEN, _NOT_FINITE, _ALIKE = "zero", "hidden", "not finite", "alike"
+# Why a result shows nothing, by the word of its cell.
+WHY = {
+    _ZERO: "zero on one device, where every factor and every order of shards gives the same",
+    _HIDDEN: "rounding moves it by as much as its size: a wrong factor would not be seen",
+    _NOT_FINITE: "not finite on one device either",
+    _ALIKE: "all devices get the same from their own rows: a missing reduction would not be seen",
+}
+
+
+def gaps(precisions: Sequence[Tolerance], rows: OwnRows) -> dict[int, str]:
+    """The results of which a comparison shows nothing, or little: by index, a word of `WHY`.
+
+    The first of the precisions is the widest. Integers and keys must be equal to the bit, so they
+    are compared wherever a layout runs.
+    """
+    widest = precisions[0]
+    found: dict[int, str] = {}
+    for i in widest.noise:
+        reference = widest.reference[i]
+        if not np.isfinite(reference).all():
+            found[i] = _NOT_FINITE
+        elif not norm(reference):
+            found[i] = _ZERO
+        elif min(each.visible(i) for each in precisions) > 0.5:
+            found[i] = _HIDDEN
+        elif rows.are_alike(i, LIMIT * widest.of(i)):
+            found[i] = _ALIKE
+    return found
+
+
+# ------------------------------------------------------------------ one layout
 
 
 class Compared:
@@ -34,38 +77,43 @@ class Compared:
 
     Attributes:
         unknown: The results of which the right ones are not known.
+        found: What is wrong with random numbers, by the first result that shows it.
+        notes: What they were compared with.
     """
 
     def __init__(
         self,
-        computation: Computation,
-        layout: Layout,
         expected: Tolerance,
+        layout: Layout,
         result: list[Shards],
         unknown: Collection[int] = (),
+        found: Mapping[int, Finding] | None = None,
+        notes: Sequence[str] = (),
     ) -> None:
-        self.computation, self.layout = computation, layout
         self.expected, self.result, self.unknown = expected, result, unknown
+        self.found, self.notes = found or {}, notes
+        by_layout = expected.computation.notes.items()
+        self._of_form = {i: note for (name, i), note in by_layout if name == layout.name}
 
     def errors(self, i: int) -> list[float]:
         """The difference of each device's shard from the right one, in units of its noise."""
-        return errors_of(self.result[i], self.expected, i)
+        return self.expected.errors(self.result[i], i)
 
     def is_wrong(self, i: int) -> bool:
         """Whether a result is further from the right one than rounding takes it."""
-        return (self.layout.name, i) in self.computation.notes or max(self.errors(i)) > LIMIT
+        return i in self._of_form or not self.expected.is_met(self.result[i], i)
 
     def visible(self, i: int) -> float | None:
         """The smallest relative error that would be seen; `None` of what must be equal."""
-        if i not in self.expected.noise:
+        if i not in self.expected.noise or i in self.unknown:
             return None
         return min(self.expected.visible(i, index) for index, _ in self.result[i].values())
 
     def finding(self, i: int) -> Finding:
         """What is measured of a result that is wrong."""
         # A gradient of another form cannot leave `shard_map`, and was replaced by zeros.
-        if (note := self.computation.notes.get((self.layout.name, i))) is not None:
-            return note
+        if i in self._of_form:
+            return self._of_form[i]
         reference = self.expected.reference[i]
         shards = list(self.result[i].values())
         for index, x in shards:
@@ -74,11 +122,11 @@ class Compared:
                 return Finding(fact, "shape")
         broken = sum(bool((np.isfinite(x) != np.isfinite(reference[at])).any()) for at, x in shards)
         if broken:
-            return Finding(_NOT_FINITE.format(wrong=broken, all=len(shards)), "not finite")
-        factor = multiple_in(self.result[i], self.expected, i)
+            return Finding(_BROKEN.format(wrong=broken, all=len(shards)), "not finite")
+        factor = self.expected.multiple(self.result[i], i)
         if factor is not None:
             shown = f"x {factor:.3f}" if abs(factor) > 0.1 else f"x {factor:.3g}"
-            return Finding(_MULTIPLE, shown, shown, factor)
+            return Finding(_MULTIPLE, shown, factor)
         far = norm([distance(x, reference[index]) for index, x in shards])
         size = norm([norm(finite(reference[index])) for index, _ in shards])
         percent = 100 * far / size if size else math.inf
@@ -89,43 +137,102 @@ class Compared:
         return Finding(_OFF, cell + some)
 
 
+def compared(expected: Tolerance, layout: Layout, result: list[Shards]) -> Compared:
+    """Puts the results of a layout beside those that it should have.
+
+    Under `jit` a key gives the same numbers in all layouts. In `shard_map` each device draws, and
+    one device can repeat that if it knows the key of each: one for all rows, the same on each
+    device, or a key folded by `axis_index`. Code that does not reduce its results is known by the
+    results of single devices.
+    """
+    computation = expected.computation
+    indices = range(computation.first)
+    wrong = [i for i in indices if not expected.is_met(result[i], i)]
+    if not wrong or not expected.random or not computation.is_by_hand(layout):
+        return Compared(expected, layout, result)
+    rows = OwnRows(computation, layout)
+    right = {order: rows.right(order, expected) for order in rows.distinct_orders()}
+    # How many results each way to fold keys explains, and one key for all rows.
+    multiples = [i for i in wrong if expected.multiple(result[i], i) is not None]
+    counts: dict[Axes | None, int] = {None: len(indices) - len(wrong) + len(multiples)}
+    for order, means in right.items():
+        counts[order] = sum(rows.is_explained(order, means, result, i) for i in indices)
+    most = max(counts.values())
+    best = [order for order, count in counts.items() if count == most]
+    if most == 0 or len(best) > 1:
+        note = _UNREPEATED.format(layout=layout.name)
+        return Compared(expected, layout, result, range(len(result)), notes=[note])
+    [order] = best
+    if order is None:
+        return Compared(expected, layout, result)
+    unknown = _unknown(rows, order, right[order], result)
+    wrong_keys = _wrong_keys(rows.axes, order)
+    notes = [] if wrong_keys else [_REPEATED.format(layout=layout.name, order=order)]
+    if unknown:
+        notes.append(_OF_THE_MEAN_GRADIENT.format(layout=layout.name))
+    found = {wrong[0]: wrong_keys} if wrong_keys else {}
+    return Compared(right[order], layout, result, unknown, found, notes)
+
+
+def _unknown(rows: OwnRows, order: Axes, right: Tolerance, result: Sequence[Shards]) -> set[int]:
+    """The results of a step that follow from the devices' own in no way that is known.
+
+    Of what is linear in the gradients, the mean over the devices is the right result. Others, such
+    as Adam's second moment, are made of the mean gradient, which a step does not return.
+    """
+    first = rows.computation.first
+    if not order or first == len(result):
+        return set()
+    unknown = {i for i in range(first) if not rows.is_explained(order, right, result, i)}
+    if unknown:  # the second step starts from them
+        unknown |= {i for i in range(first, len(result)) if not right.is_met(result[i], i)}
+    return unknown
+
+
+def _wrong_keys(axes: Axes, order: Axes) -> Finding | None:
+    """What is wrong with keys that are folded along other axes than those of the batch."""
+    if missing := sorted({*axes} - {*order}):
+        return Finding(_UNFOLDED.format(axes=_named(missing)), "same key")
+    if extra := sorted({*order} - {*axes}):
+        return Finding(_FOLDED.format(axes=_named(extra)), "other key")
+    return None
+
+
 # ------------------------------------------------------------------ over all layouts
 
 
 def statements(
-    findings: Mapping[str, Finding], layouts: Mapping[str, Layout]
+    found: Mapping[str, Finding], right: Sequence[Layout], layouts: Mapping[str, Layout]
 ) -> Iterator[tuple[list[str], str]]:
     """What is said of one result: the layouts in which it is wrong, and a fact.
 
-    `layouts` are those that ran, and `findings` those of the layouts where the result is wrong.
+    `found` has what was found in layouts by name, and `right` those where the result is right.
     """
-    axes = _axes_of_factor(findings, layouts)
-    by_fact: dict[str, dict[str, str]] = {}
-    for name, finding in findings.items():
-        by_fact.setdefault(finding.fact, {})[name] = finding.measured
-    for fact, measured in by_fact.items():
-        first = next(iter(measured.values()))
-        if first:
-            others = [f"{x} in `{name}`" for name, x in measured.items() if x != first]
-            end = f": {axes}." if axes and fact == _MULTIPLE else "."
-            fact = f"{fact} ({'; '.join([first, *others])}){end}"
-        yield list(measured), fact
+    by_fact: dict[str, dict[str, Finding]] = {}
+    for name, finding in found.items():
+        by_fact.setdefault(finding.fact, {})[name] = finding
+    for fact, members in by_fact.items():
+        if fact == _MULTIPLE:
+            first = next(iter(members.values())).cell
+            others = [f"{x.cell} in `{n}`" for n, x in members.items() if x.cell != first]
+            factors = [(layouts[name], finding.factor or 0.0) for name, finding in members.items()]
+            fact = f"{fact} ({'; '.join([first, *others])}){_axes_of_factors(factors, right)}."
+        yield [*members], fact
 
 
-def _axes_of_factor(findings: Mapping[str, Finding], layouts: Mapping[str, Layout]) -> str:
+def _axes_of_factors(factors: Sequence[tuple[Layout, float]], right: Sequence[Layout]) -> str:
     """The axes whose size a factor is on all meshes, in words; empty if there are none."""
-    factors = {name: x.factor for name, x in findings.items() if x.factor is not None}
     # Where the result is right, the factor is 1. With `check_vma` other code is differentiated.
-    kinds = {layouts[name].check_vma for name in factors}
-    right = [n for n, x in layouts.items() if n not in findings and x.check_vma in kinds]
-    numbers = [*factors.values(), *(1.0 for _ in right)]
-    shapes = [layouts[name].mesh.shape for name in (*factors, *right)]
-    if not factors or min(numbers) <= 0:
+    kinds = {layout.check_vma for layout, _ in factors}
+    all_factors = [*factors, *((layout, 1.0) for layout in right if layout.check_vma in kinds)]
+    numbers = [factor for _, factor in all_factors]
+    shapes = [layout.mesh.shape for layout, _ in all_factors]
+    if min(numbers) <= 0:
         return ""
     if axes := axes_of(numbers, shapes):
-        return f"the size of {named(axes)}"
+        return f": the size of {_named(axes)}"
     if axes := axes_of([1 / x for x in numbers], shapes):
-        return f"1 / the size of {named(axes)}"
+        return f": 1 / the size of {_named(axes)}"
     return ""
 
 
@@ -145,3 +252,8 @@ def axes_of(numbers: Sequence[float], shapes: Sequence[Mapping[str, int]]) -> Ax
         if np.allclose(numbers, products, rtol=0.01, atol=0):
             matches.append(axes)
     return matches[0] if len(matches) == 1 else ()
+
+
+def _named(axes: Sequence[str]) -> str:
+    """Axes in words: "`data` and `fsdp`"."""
+    return " and ".join(f"`{axis}`" for axis in axes)

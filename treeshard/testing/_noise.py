@@ -30,16 +30,16 @@ MATMUL_EPS: Mapping[str, float] = {"gpu": 2.0**-11, "tpu": 2.0**-8}
 # that calls its block cipher itself the second.
 _DRAWS = ("random_bits", "threefry2x32")
 
+_BY_ORDER = "the result depends on the order of the rows, so other orders are not noise"
 
 Results = list[np.ndarray]
-
-_BY_ORDER = "the result depends on the order of the rows, so other orders are not noise"
 
 
 class Tolerance:
     """The results of one device, and the noise of each.
 
     Attributes:
+        computation: The computation.
         reference: The results.
         noise: The largest difference that was measured, element by element, by the index of the
             result. Integers and keys have none: they must be equal.
@@ -48,25 +48,42 @@ class Tolerance:
         random: Whether the computation draws random numbers.
     """
 
-    def __init__(self, computation: Computation, layout: Layout) -> None:
+    def __init__(self, computation: Computation, layout: Layout, exact: Results | None) -> None:
+        """`exact` are the results in twice the precision, if there are any."""
+        self.computation = computation
         self.notes: list[str] = []
         self.reference = computation.alone(layout)
         eqns = list(equations(computation.trace(layout)))
         self.eps = _precision(computation, eqns, layout.mesh.devices.flat[0].platform)
         self.random = any(eqn.primitive.name in _DRAWS for eqn in eqns)
-        floats = [i for i, x in enumerate(self.reference) if _is_float(x)]
-        self.noise = {i: np.zeros(self.reference[i].shape) for i in floats}
+        self.noise = {i: np.zeros(x.shape) for i, x in enumerate(self.reference) if _is_float(x)}
         # A change of a leaf is rounded as the leaf is, which may be much larger.
         starts = ((i, computation.start[base]) for i, base in computation.bases.items())
         self._rounding = {i: _rounding_of(x) for i, x in starts if _is_float(x)}
-        random = np.random.default_rng(0)
-        moved = [self._add(sample) for sample in _of_rounded(computation, layout, self.eps, random)]
-        most = _NOT_ROUNDING * max(self.eps, *moved)
-        reordered = (self._add(x, most) for x in _of_reordered(computation, layout, random))
-        if any(far > most for far in reordered):
-            self.notes.append(_BY_ORDER)
-        for sample in _of_wider(computation, layout):
-            self._add(sample, most)
+        random, most = np.random.default_rng(0), self.eps
+        for _ in range(_SAMPLES):
+            start = [_perturbed(x, self.eps, random) for x in computation.start]
+            most = max(most, self._add(computation.alone(layout, start)))
+        most *= _NOT_ROUNDING
+        for batch in _reordered(computation, layout, random):
+            if self._add(computation.alone(layout, batch=batch), most) > most:
+                self.notes = [_BY_ORDER]
+        if exact is not None:
+            self._add(exact, most)
+
+    def _add(self, sample: Results, most: float = float("inf")) -> float:
+        """Takes a sample as noise, if the results together differ by no more than `most`.
+
+        Returns by how much they do, relative to their norm.
+        """
+        moved = {i: finite(sample[i].astype("float64") - self.reference[i]) for i in self.noise}
+        total = norm([norm(finite(self.reference[i])) for i in moved])
+        far = norm([norm(x) for x in moved.values()])
+        relative = far / total if total else 0.0
+        if relative <= most:
+            for i, x in moved.items():
+                self.noise[i] = np.maximum(self.noise[i], np.abs(x))
+        return relative
 
     def with_reference(self, reference: Sequence[np.ndarray]) -> "Tolerance":
         """The same noise around other results."""
@@ -87,71 +104,65 @@ class Tolerance:
             floor += norm(self._rounding[i][index])
         return max(norm(part), share) + floor / 2 + float(np.finfo("float32").tiny)
 
-    def error(self, shards: Shards, i: int) -> float:
-        """The largest difference of a shard of a result, in units of its noise."""
-        return max(errors_of(shards, self, i))
-
     def visible(self, i: int, index: Any = ...) -> float:
         """The smallest relative error of a shard of a result that is larger than its noise."""
-        size = norm(finite(self.reference[i][index]))
         if i not in self.noise:  # which must be equal
             return 0.0
+        size = norm(finite(self.reference[i][index]))
         return LIMIT * self.of(i, index) / size if size else float("inf")
 
-    def _add(self, sample: Sequence[np.ndarray], most: float = float("inf")) -> float:
-        """Takes a sample as noise, if the results together differ by no more than `most`.
+    def errors(
+        self, shards: Shards, i: int, predicted: Mapping[Any, np.ndarray] | None = None
+    ) -> list[float]:
+        """The difference of each device's shard from a full result, in units of its noise.
 
-        Returns by how much they do, relative to their norm.
+        `predicted` has a full result for each device; by default it is the reference.
         """
-        moved = {i: finite(sample[i].astype("float64") - self.reference[i]) for i in self.noise}
-        total = norm([norm(finite(self.reference[i])) for i in moved])
-        far = norm([norm(x) for x in moved.values()])
-        relative = far / total if total else 0.0
-        if relative <= most:
-            for i, x in moved.items():
-                self.noise[i] = np.maximum(self.noise[i], np.abs(x))
-        return relative
+        predicted = predicted or dict.fromkeys(shards, self.reference[i])
+        return [
+            distance(x, predicted[device][index]) / self.of(i, index)
+            for device, (index, x) in shards.items()
+        ]
+
+    def is_met(self, shards: Shards, i: int) -> bool:
+        """Whether no shard is further from the result of one device than rounding takes it."""
+        return max(self.errors(shards, i)) <= LIMIT
+
+    def multiple(self, shards: Shards, i: int) -> float | None:
+        """The factor by which all devices have a multiple of the right result, if they have one.
+
+        Any number is a multiple of any other, so a result needs several that are not noise.
+        """
+        reference = self.reference[i].astype("float64")
+        sizes = np.sort(np.abs(reference).ravel())
+        if sizes.size < 2 or not np.isfinite(sizes).all() or sizes[-2] <= LIMIT * self.of(i):
+            return None
+        x = np.concatenate([np.ravel(x) for _, x in shards.values()]).astype("float64")
+        y = np.concatenate([np.ravel(reference[index]) for index, _ in shards.values()])
+        if x.shape != y.shape or not np.isfinite(x).all():
+            return None
+        with np.errstate(all="ignore"):  # what overflows is no multiple
+            factor = float(np.vdot(y, x)) / float(np.vdot(y, y))
+            rest = norm(x - factor * y) / (norm(x) or 1.0)
+            errors = self.errors(shards, i, dict.fromkeys(shards, factor * reference))
+        # The factor scales the noise too. Noise as large as the values would allow any factor.
+        if rest < 0.3 and max(errors) <= 2 * LIMIT * max(abs(factor), 1):
+            return factor
+        return None
 
 
-# ------------------------------------------------------------------ samples
-
-
-def _of_rounded(
-    computation: Computation, layout: Layout, eps: float, random: np.random.Generator
-) -> Iterator[Results]:
-    """Results with the leaves changed in their last bits."""
-    for _ in range(_SAMPLES):
-        start = [_perturbed(x, eps, random) for x in computation.start]
-        yield computation.alone(layout, start)
-
-
-def _of_reordered(
+def _reordered(
     computation: Computation, layout: Layout, random: np.random.Generator
-) -> Iterator[Results]:
-    """Results with the rows of the batch in other orders."""
+) -> Iterator[list[Any]]:
+    """Batches with their rows in other orders."""
     dims = computation.row_dims(layout)
-    counts = {computation.batch[i].shape[dim] for i, dim in dims.items()}
-    for count in counts:  # all arrays have as many rows
-        for _ in range(_SAMPLES):
-            order = random.permutation(count)
-            batch = list(computation.batch)
-            for i, dim in dims.items():
-                batch[i] = np.take(batch[i], order, dim)
-            yield computation.alone(layout, batch=batch)
-
-
-def _of_wider(computation: Computation, layout: Layout) -> Iterator[Results]:
-    """Results in twice the precision, where that is possible."""
-    if widest_float() == "float64":
-        return
-    narrow = computation.narrow
-    if layout.name not in narrow.exact:
-        try:
-            narrow.exact[layout.name] = narrow.widened(Widening("float64")).alone(layout)
-        except Exception:  # the platform has no float64, or the program cannot be widened
-            narrow.exact[layout.name] = None
-    if narrow.exact[layout.name] is not None:
-        yield narrow.exact[layout.name]
+    for _ in range(_SAMPLES if dims else 0):
+        batch = list(computation.batch)
+        [rows] = {batch[i].shape[dim] for i, dim in dims.items()}
+        order = random.permutation(rows)
+        for i, dim in dims.items():
+            batch[i] = np.take(batch[i], order, dim)
+        yield batch
 
 
 # ------------------------------------------------------------------ numbers
@@ -173,43 +184,6 @@ def distance(x: Any, reference: Any) -> float:
     return far if np.isfinite(far) else float("inf")
 
 
-def errors_of(
-    shards: Shards, expected: Tolerance, i: int, predicted: Mapping[Any, np.ndarray] | None = None
-) -> list[float]:
-    """The difference of each device's shard from a full result, in units of its noise.
-
-    `predicted` has a full result for each device; by default it is the reference.
-    """
-    predicted = predicted or dict.fromkeys(shards, expected.reference[i])
-    return [
-        distance(x, predicted[device][index]) / expected.of(i, index)
-        for device, (index, x) in shards.items()
-    ]
-
-
-def multiple_in(shards: Shards, expected: Tolerance, i: int) -> float | None:
-    """The factor by which all devices have a multiple of the right result; `None` if they do not.
-
-    Any number is a multiple of any other, so a result needs several that are not noise.
-    """
-    reference = expected.reference[i].astype("float64")
-    sizes = np.sort(np.abs(reference).ravel())
-    if sizes.size < 2 or not np.isfinite(sizes).all() or sizes[-2] <= LIMIT * expected.of(i):
-        return None
-    x = np.concatenate([np.ravel(x) for _, x in shards.values()]).astype("float64")
-    y = np.concatenate([np.ravel(reference[index]) for index, _ in shards.values()])
-    if x.shape != y.shape or not np.isfinite(x).all():
-        return None
-    with np.errstate(all="ignore"):  # what overflows is no multiple
-        factor = float(np.vdot(y, x)) / float(np.vdot(y, y))
-        rest = norm(x - factor * y) / (norm(x) or 1.0)
-        errors = errors_of(shards, expected, i, dict.fromkeys(shards, factor * reference))
-    # The factor scales the noise too. Noise that is as large as the values would allow any factor.
-    if rest < 0.3 and max(errors) <= 2 * LIMIT * max(abs(factor), 1):
-        return factor
-    return None
-
-
 def finite(x: Any) -> Any:
     """The array with 0 where it is not finite."""
     return np.where(np.isfinite(x), x, 0)
@@ -221,17 +195,19 @@ def _is_float(x: Any) -> bool:
 
 def _rounding_of(x: Any) -> np.ndarray:
     """How far one rounding moves each number."""
-    return np.asarray(
-        np.abs(x) * float(jnp.finfo(x.dtype).eps)
-    )  # NumPy makes a scalar of an array without dims
+    # NumPy makes a scalar of an array without dims.
+    return np.asarray(np.abs(x) * float(jnp.finfo(x.dtype).eps))
 
 
-def _perturbed(x: Any, eps: float, random: Any) -> Any:
+def _perturbed(x: Any, eps: float, random: np.random.Generator) -> Any:
     """The array with each number changed by as much as one rounding can."""
     if not _is_float(x):
         return x
     wide = x.astype("float64") * (1 + eps * random.uniform(-1, 1, x.shape))
     return np.asarray(wide).astype(x.dtype)
+
+
+# ------------------------------------------------------------------ dtypes
 
 
 def _precision(computation: Computation, eqns: Sequence[Any], platform: str) -> float:
@@ -243,6 +219,16 @@ def _precision(computation: Computation, eqns: Sequence[Any], platform: str) -> 
         platform = ""  # products are in full precision
     errors = [float(jnp.finfo(x).eps) / 2 for x in dtypes]
     return max([MATMUL_EPS.get(platform, 0.0), *errors])
+
+
+def in_float64(computation: Computation, layout: Layout) -> Results | None:
+    """The results of one device in twice the precision; `None` where that is not possible."""
+    if widest_float() == "float64":
+        return None
+    try:
+        return computation.widened(Widening("float64")).alone(layout)
+    except Exception:  # the platform has no float64, or the program cannot be widened
+        return None
 
 
 def widest_float() -> Any:

@@ -20,14 +20,12 @@ class Finding(NamedTuple):
 
     Attributes:
         fact: What is wrong.
-        cell: For a cell of the table.
-        measured: What was measured, such as `x 8.000`.
+        cell: For a cell of the table: what was measured, such as `x 8.000`.
         factor: The number by which the result is a multiple of the right one, if it is.
     """
 
     fact: str
     cell: str
-    measured: str = ""
     factor: float | None = None
 
 
