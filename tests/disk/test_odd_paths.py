@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from helpers import files_in
 
 import treeshard as ts
 from treeshard.checkpoint import Checkpoints, inspect, restore, save, verify
@@ -18,47 +19,110 @@ OF_CHECKPOINTS = {
     "inspect": inspect,
     "verify": verify,
     "Checkpoints": Checkpoints,
+    "a reader": lambda path: Checkpoints(path, read_only=True),
 }
 OF_FILES = {
     "save_safetensors": lambda path: save_safetensors(path, TREE),
     "load_safetensors": load_safetensors,
     "tensor_shapes": tensor_shapes,
 }
+CALLS = OF_CHECKPOINTS | OF_FILES
+
+OTHER_SCHEME = "{}: there is no access to {}://. Pass a local path, gs:// or s3://."
+NO_PACKAGE = (
+    "{}: reading and writing {}:// needs {}. Install with `pip install {}`, or pass a local path."
+)
+URL_AS_A_PATH = "is a `Path` of a URL. Pass it as text: {!r}."
 
 
-@pytest.mark.parametrize("call", [*OF_CHECKPOINTS, *OF_FILES])
-def test_a_relative_path_in_a_removed_directory(call: str, tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("hdfs://a/b", OTHER_SCHEME.format("hdfs://a/b", "hdfs")),
+        ("http://a/b", OTHER_SCHEME.format("http://a/b", "http")),
+        ("gs://a/b", NO_PACKAGE.format("gs://a/b", "gs", "gcsfs", "gcsfs")),
+        ("s3://a/b", NO_PACKAGE.format("s3://a/b", "s3", "s3fs", "s3fs")),
+        ("gs://", "gs:// names no bucket. Pass gs://BUCKET/NAME."),
+        ("gs:///", "gs:/// names no bucket. Pass gs://BUCKET/NAME."),
+        ("gs:///run", "gs:///run names no bucket. Pass gs://BUCKET/NAME."),
+        ("s3://", "s3:// names no bucket. Pass s3://BUCKET/NAME."),
+        ("a\0b", r"a\x00b: a path cannot contain a NUL character."),
+        (Path("gs://a/b"), f"gs:/a/b {URL_AS_A_PATH.format('gs://a/b')}"),
+        (Path("s3://a/b"), f"s3:/a/b {URL_AS_A_PATH.format('s3://a/b')}"),
+        (Path("file:///a/b"), f"file:/a/b {URL_AS_A_PATH.format('file:///a/b')}"),
+    ],
+    ids=repr,
+)
+def test_a_path_that_is_none_is_an_error_of_every_function(
+    path, says, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    not_local = f"{path} is not in a file system. Pass a local path."
+    is_url = isinstance(path, str) and "://" in path
+    for name, call in CALLS.items():
+        with pytest.raises(ts.CheckpointError) as told:
+            call(path)
+        assert str(told.value) == (not_local if name in OF_FILES and is_url else says), name
+    assert files_in(tmp_path) == []
+
+
+def test_the_root_is_no_checkpoint() -> None:
+    with pytest.raises(ts.CheckpointError, match="^/ is the root of a file system. Save to a dir"):
+        save("/", TREE)
+
+
+def test_tildes_and_addresses_of_files_are_paths(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save("~/one", TREE)
+    assert inspect(f"file://{tmp_path}/one").path == str(tmp_path / "one")
+    save_safetensors("~/x.safetensors", TREE)
+    assert list(load_safetensors(f"file://{tmp_path}/x.safetensors")) == ["w"]
+    with Checkpoints("~/run") as run:
+        run.save(1, TREE)
+    assert Checkpoints(tmp_path / "run", read_only=True).steps() == (1,)
+
+
+def test_a_relative_path_in_a_removed_directory(tmp_path: Path, monkeypatch) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    says = "No such file" if call in OF_FILES else "current directory, which no longer exists"
-    with pytest.raises(ts.CheckpointError, match=says):
-        {**OF_CHECKPOINTS, **OF_FILES}[call]("x")
+    for name, call in CALLS.items():
+        says = "No such file" if name in OF_FILES else "current directory, which no longer exists"
+        with pytest.raises(ts.CheckpointError, match=says):
+            call("x")
 
 
-def test_a_name_that_is_not_utf_8(tmp_path: Path) -> None:
-    name = os.fsdecode(os.fsencode(tmp_path) + b"/run-\xff")
+def test_names_that_the_array_store_cannot_have(tmp_path: Path, monkeypatch) -> None:
+    not_utf_8 = os.fsdecode(os.fsencode(tmp_path) + b"/run-\xff")
     for call in OF_CHECKPOINTS.values():
         with pytest.raises(ts.CheckpointError, match=r"run-\\udcff' is not UTF-8"):
-            call(name)
-    assert list(tmp_path.iterdir()) == []
-    save_safetensors(name, TREE)
-    assert load_safetensors(name)["w"].tolist() == [1, 1, 1]
+            call(not_utf_8)
+        with pytest.raises(ts.CheckpointError, match="reads a backslash in a path as `/`"):
+            call(tmp_path / "a\\b" / "x")
+    assert files_in(tmp_path) == []
+    save_safetensors(not_utf_8, TREE)
+    assert load_safetensors(not_utf_8)["w"].tolist() == [1, 1, 1]
+    (tmp_path / "a\\b").mkdir()
+    monkeypatch.chdir(tmp_path / "a\\b")
+    with pytest.raises(ts.CheckpointError, match=r"a\\b/x: the array store reads a backslash"):
+        save("x", TREE)
+    assert files_in(tmp_path / "a\\b") == []
 
 
-@pytest.mark.parametrize("url", ["gs://", "gs:///", "gs:///run", "s3://"])
-def test_an_address_without_a_bucket(url: str) -> None:
-    for call in OF_CHECKPOINTS.values():
-        with pytest.raises(ts.CheckpointError, match=f"^{url} names no bucket"):
-            call(url)
+@pytest.mark.parametrize("name", ["q#?q", "a b", "{0}%20", "é\n", "..x", "~", "x:y", "'\""])
+def test_other_characters_in_the_path_are_fine(name: str, tmp_path: Path) -> None:
+    large = {"w": np.random.default_rng(0).normal(size=(512, 512))}
+    save(tmp_path / name / name, large)
+    (tmp_path / name).rename(tmp_path / "moved")
+    assert (restore(tmp_path / "moved" / name)["w"] == large["w"]).all()
 
 
 def test_names_up_to_the_longest_are_saved_or_a_typed_error(tmp_path: Path) -> None:
     """The longest is 255 bytes; those of locks, parts and indexes are longer than the file's."""
     tree = {"a": np.ones(100), "b": np.ones(100)}
     saved: set[bool] = set()
-    for length in range(190, 262, 3):
+    for length in [*range(190, 262, 3), 300, 1000]:
         for many in (None, 800):
             path = tmp_path / f"{length}-{many}" / ("x" * length)
             path.parent.mkdir()
@@ -69,11 +133,16 @@ def test_names_up_to_the_longest_are_saved_or_a_typed_error(tmp_path: Path) -> N
             except ts.CheckpointError as raised:
                 error = str(raised)
             saved.add(not error)
-            if error:
-                assert "ile name too long" in error
-                assert not any(file.name.endswith(".part") for file in path.parent.iterdir())
-            else:
+            if not error:
                 assert load_safetensors(path).keys() == tree.keys()
+                continue
+            assert "ile name too long" in error
+            assert not any(file.name.endswith(".part") for file in path.parent.iterdir())
+            if length >= 240:
+                assert error.endswith("cannot be written to: File name too long.")
+                assert files_in(path.parent) == []
+                with pytest.raises(ts.CheckpointError):  # whose text leaves out the middle
+                    load_safetensors(path)
     assert saved == {True, False}
 
 
@@ -83,6 +152,6 @@ def test_float0_is_not_saved(tmp_path: Path) -> None:
         save(tmp_path / "x", gradients)
     with pytest.raises(ts.errors.LeafError, match="ids: .*safetensors does not have this dtype"):
         save_safetensors(tmp_path / "x", gradients)
-    assert list(tmp_path.iterdir()) == []
+    assert files_in(tmp_path) == []
     save(tmp_path / "x", TREE)
     assert restore(tmp_path / "x", gradients)["ids"] is gradients["ids"]

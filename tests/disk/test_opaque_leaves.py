@@ -103,33 +103,3 @@ def test_a_checkpoint_of_nothing_is_an_error(tree, tmp_path: Path) -> None:
     with pytest.raises(ts.errors.LeafError, match="save: the tree has no array, number, text or"):
         save(tmp_path / "x", tree)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("url", "text"),
-    [
-        ("gs://bucket/run", "gs://bucket/run"),
-        ("s3://bucket/run", "s3://bucket/run"),
-        ("file:///runs/1", "file:///runs/1"),
-    ],
-)
-def test_a_path_object_of_a_url_is_refused(url, text, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    path, tree = Path(url), {"w": ONES}
-    calls = (
-        lambda: save(path, tree),
-        lambda: restore(path),
-        lambda: save_safetensors(path, tree),
-        lambda: load_safetensors(path),
-        lambda: ts.checkpoint.Checkpoints(path),
-        lambda: ts.checkpoint.Checkpoints(path, read_only=True),
-        lambda: ts.checkpoint.inspect(path),
-        lambda: ts.checkpoint.verify(path),
-        lambda: ts.interchange.tensor_shapes(path),
-    )
-    for call in calls:
-        with pytest.raises(ts.CheckpointError) as told:
-            call()
-        assert str(told.value).endswith(f"is a `Path` of a URL. Pass it as text: {text!r}.")
-    assert list(tmp_path.iterdir()) == []
-    save(tmp_path / "a:b" / "c", tree)

@@ -264,42 +264,41 @@ def _lock(file: Path, what: str, *, to_sweep: bool) -> int | None:
         except OSError as error:
             why = _NOT_OURS.format(file) if os.path.islink(file) else error.strerror
             raise CheckpointError(f"{what}: cannot be written to: {why}.") from None
-        if not _is_only_ours(handle):
-            os.close(handle)
-            why = _NOT_OURS.format(file)
-            raise CheckpointError(f"{what}: cannot be written to: {why}.")
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(handle, 200).decode(errors="replace")
-            os.close(handle)
-            if to_sweep or not holder.endswith(_SWEEPS):
-                tries -= 1
-            if tries:
+        with ExitStack() as opened:
+            opened.callback(os.close, handle)
+            if not _is_only_ours(handle):
+                why = _NOT_OURS.format(file)
+                raise CheckpointError(f"{what}: cannot be written to: {why}.")
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.read(handle, 200).decode(errors="replace")
+                if to_sweep or not holder.endswith(_SWEEPS):
+                    tries -= 1
+                if not tries:
+                    is_me = holder.startswith(f"{me},")
+                    why = (
+                        _IS_OURS if is_me else _IS_OF_ANOTHER.format(holder or "an unknown process")
+                    )
+                    raise CheckpointError(f"{what}: {why}") from None
                 time.sleep(0.01)
                 continue
-            why = _IS_OF_ANOTHER.format(holder or "an unknown process")
-            if holder.startswith(f"{me},"):
-                why = _IS_OURS
-            raise CheckpointError(f"{what}: {why}") from None
-        except OSError as error:
-            os.close(handle)
-            if not to_sweep:
-                warn(_NO_LOCKS.format(what, error.strerror))
-            return None
-        if not _is_open_as(file, handle):
-            os.close(handle)  # its holder removed it after we had opened it: lock the new one
-            continue
-        since = f"since {datetime.now():%Y-%m-%d %H:%M:%S}"
-        try:
-            os.ftruncate(handle, 0)
-            os.write(handle, f"{me}, {_SWEEPS if to_sweep else since}".encode())
-        except OSError as error:  # a full disk
-            with suppress(OSError):
-                file.unlink()
-            os.close(handle)
-            raise CheckpointError(f"{what}: cannot be written to: {error.strerror}.") from None
-        return handle
+            except OSError as error:
+                if not to_sweep:
+                    warn(_NO_LOCKS.format(what, error.strerror))
+                return None
+            if not _is_open_as(file, handle):
+                continue  # its holder removed it after we had opened it: lock the new one
+            since = f"since {datetime.now():%Y-%m-%d %H:%M:%S}"
+            try:
+                os.ftruncate(handle, 0)
+                os.write(handle, f"{me}, {_SWEEPS if to_sweep else since}".encode())
+            except OSError as error:  # a full disk
+                with suppress(OSError):
+                    file.unlink()
+                raise CheckpointError(f"{what}: cannot be written to: {error.strerror}.") from None
+            opened.pop_all()
+            return handle
 
 
 def _is_only_ours(handle: int) -> bool:

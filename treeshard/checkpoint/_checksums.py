@@ -13,6 +13,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import lru_cache
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -81,18 +82,15 @@ def registers(arrays: Sequence[jax.Array | np.ndarray], *, replicas: bool = Fals
     contribution = np.zeros(len(arrays), _CONTRIBUTION)
     contribution["is_copy"] = [not is_spread(x) for x in arrays]
     # Parts of one layout are joined many at once: numpy takes as long for one as for hundreds.
-    waiting = defaultdict[_Layout, list[_Read]](list)
+    waiting = defaultdict[_Layout, list[tuple[_Part, _Registers]]](list)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as readers:
-        for index, data, part in _parts(arrays, replicas):
-            layout, reads = part.layout, waiting[part.layout]
-            if data.nbytes // layout.runs >= FOR_A_THREAD:
-                reads.append(_Read(index, part, _read_by(readers, data, layout.runs)))
-            else:
-                reads.append(_Read(index, part, _read(data, layout.runs)))
-            if 4 * layout.runs * len(reads) >= BLOCK:  # the bytes of their registers
+        for part in _parts(arrays, replicas):
+            layout = part.layout
+            waiting[layout].append((part, _read(part, readers)))
+            if 4 * layout.runs * len(waiting[layout]) >= BLOCK:  # the bytes of their registers
                 _join(contribution, layout, waiting.pop(layout))
-        for layout, reads in waiting.items():
-            _join(contribution, layout, reads)
+        for layout, parts in waiting.items():
+            _join(contribution, layout, parts)
     return contribution.tobytes()
 
 
@@ -173,41 +171,46 @@ def _layout(part: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -> _La
 
 
 class _Part(NamedTuple):
-    """A part of an array, the bytes that follow it, and its weight in the balance of replicas."""
+    """A part of the array of an index, or a replica of one.
 
+    `after` are the bytes of the array that follow it, and `weight` is that of the replica in the
+    balance.
+    """
+
+    array: int
+    data: Any
     layout: _Layout
-    after: int
+    after: int = 0
     is_first: bool = True
     weight: int = 0
 
 
-def _parts(
-    arrays: Sequence[jax.Array | np.ndarray], replicas: bool
-) -> Iterator[tuple[int, Any, _Part]]:
-    """The index, data and part of each first replica that this process has, or of all replicas."""
+def _parts(arrays: Sequence[jax.Array | np.ndarray], replicas: bool) -> Iterator[_Part]:
+    """The first replica of each part that this process has, or all replicas."""
     known: dict[Any, dict[Any, _Part]] = {}  # arrays that agree in the key have the same parts
     for i, x in enumerate(arrays):
         if not x.size:
             continue
         if not isinstance(x, jax.Array):
-            yield i, x, _Part(_layout(x.shape, x.shape, x.dtype.itemsize), 0)
+            yield _Part(i, x, _layout(x.shape, x.shape, x.dtype.itemsize))
             continue
         shards = to_read(x).addressable_shards if replicas else [*own_shards(x)]
         key = (x.sharding, x.shape, x.dtype.itemsize)
         if key not in known:
             known[key] = {shard.device: _part(x, shard, replicas) for shard in shards}
-        yield from ((i, shard.data, known[key][shard.device]) for shard in shards)
+        for shard in shards:
+            yield known[key][shard.device]._replace(array=i, data=shard.data)
 
 
 def _part(x: jax.Array, shard: Any, replicas: bool) -> _Part:
     region = regions_here(x.sharding, x.shape)[shard.device]
     layout = _layout(lengths(region), x.shape, x.dtype.itemsize)
     after = layout.bytes_after(region, x.shape)
-    is_first = shard.replica_id == 0
-    if not replicas:
-        return _Part(layout, after, is_first)
-    count = x.sharding.num_devices * math.prod(layout.part) // x.size
-    return _Part(layout, after, is_first, _weight(shard.replica_id, count, after))
+    weight = 0
+    if replicas:
+        count = x.sharding.num_devices * math.prod(layout.part) // x.size
+        weight = _weight(shard.replica_id, count, after)
+    return _Part(0, None, layout, after, shard.replica_id == 0, weight)
 
 
 @lru_cache(1024)
@@ -222,25 +225,25 @@ def _weight(replica: int, count: int, after: int) -> int:
     return -sum(_weight(i, count, after) for i in range(1, count)) % 2**64
 
 
-class _Read(NamedTuple):
-    """A part that was read, or is being read on a thread: a register for each of its runs.
-
-    `array` is the index of the array that it belongs to.
-    """
-
-    array: int
-    part: _Part
-    registers: Future[np.ndarray] | np.ndarray
-
-    def result(self) -> np.ndarray:
-        return self.registers.result() if isinstance(self.registers, Future) else self.registers
+# Of each run of a part that was read, or is being read on a thread, the register.
+_Registers = np.ndarray | Future[np.ndarray]
 
 
-def _join(contribution: np.ndarray, layout: _Layout, reads: Sequence[_Read]) -> None:
+def _read(part: _Part, readers: ThreadPoolExecutor) -> _Registers:
+    runs = part.layout.runs
+    if part.data.nbytes // runs >= FOR_A_THREAD:
+        with suppress(RuntimeError):  # there are no threads once the process ends
+            return readers.submit(lambda: _of_runs(np.asarray(part.data), runs))
+    return _of_runs(np.asarray(part.data), runs)
+
+
+def _join(
+    contribution: np.ndarray, layout: _Layout, read: Sequence[tuple[_Part, _Registers]]
+) -> None:
     """Adds parts of one layout to the registers of their arrays, which start from zero."""
-    arrays = [read.array for read in reads]
-    parts = [read.part for read in reads]
-    runs = np.stack([read.result() for read in reads])
+    parts = [part for part, _ in read]
+    runs = np.stack([x.result() if isinstance(x, Future) else x for _, x in read])
+    arrays = [part.array for part in parts]
     after = np.array([part.after for part in parts])
     weights = np.array([part.weight for part in parts], np.uint64)
     first = np.array([part.is_first for part in parts])
@@ -248,18 +251,6 @@ def _join(contribution: np.ndarray, layout: _Layout, reads: Sequence[_Read]) -> 
     # `ufunc.at`, since an array may have several of these parts.
     np.bitwise_xor.at(contribution["register"], arrays, np.where(first, advanced, np.uint32(0)))
     np.add.at(contribution["balance"], arrays, advanced * weights)
-
-
-def _read_by(readers: ThreadPoolExecutor, data: Any, runs: int) -> Future[np.ndarray] | np.ndarray:
-    """As `_read`, on a thread; here once the process ends, when there are none."""
-    try:
-        return readers.submit(_read, data, runs)
-    except RuntimeError:
-        return _read(data, runs)
-
-
-def _read(data: Any, runs: int) -> np.ndarray:
-    return _of_runs(np.asarray(data), runs)
 
 
 def _of_runs(part: np.ndarray, count: int) -> np.ndarray:

@@ -248,30 +248,26 @@ def gone(path: epath.Path) -> CheckpointError:
     )
 
 
-_NOTHING = "There is no checkpoint at {path}.{near}"
-_SEVERAL = "{path} is a directory of checkpoints, not a checkpoint.{steps} Name one: {latest!r}."
-_NO_TABLE = "{path}: its table of leaves is missing, so its contents are unknown."
-_ONLY_ORBAX = (
-    "{path} is a checkpoint that Orbax wrote without treeshard: it has no table of leaves. Read it"
-    " with Orbax."
-)
-_SOMETHING_ELSE = "{path} is not a checkpoint: it has no table of leaves."
-
-
 def _none_at(path: epath.Path) -> CheckpointError:
     """The error for a path without a table of leaves, which says what is there."""
     if not is_there(path):
         near = _steps(path.parent) or did_you_mean(path.name, _visible_names(path.parent))
-        return CheckpointError(_NOTHING.format(path=path, near=near))
+        return CheckpointError(f"There is no checkpoint at {path}.{near}")
     steps = steps_in(path)
     if steps:
         latest = str(path / str(steps[-1]))
-        return CheckpointError(_SEVERAL.format(path=path, steps=_steps(path), latest=latest))
+        return CheckpointError(
+            f"{path} is a directory of checkpoints, not a checkpoint.{_steps(path)} Name one:"
+            f" {latest!r}."
+        )
     if (path / TABLE).is_dir():
-        return DamagedError(_NO_TABLE.format(path=path))
+        return DamagedError(f"{path}: its table of leaves is missing, so its contents are unknown.")
     if any((path / name).exists() for name in _OF_ORBAX):
-        return CheckpointError(_ONLY_ORBAX.format(path=path))
-    return CheckpointError(_SOMETHING_ELSE.format(path=path))
+        return CheckpointError(
+            f"{path} is a checkpoint that Orbax wrote without treeshard: it has no table of leaves."
+            " Read it with Orbax."
+        )
+    return CheckpointError(f"{path} is not a checkpoint: it has no table of leaves.")
 
 
 def _visible_names(directory: epath.Path) -> list[str]:
