@@ -249,7 +249,7 @@ def _compared(
         tuple(compiled),
         (*matcher.unplanned(), *_idle_axes(plan, batch_axes, compiled), *_to_host(read.graph)),
         tuple(matcher.activations),
-        tuple(matcher.batch_sums()),
+        tuple(moved.collective for moved in matcher.sums),
         tuple(matcher.matrices),
         tuple(matcher.by_compiler()),
         platform,

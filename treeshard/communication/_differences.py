@@ -1,7 +1,8 @@
 """The words for the ways in which a program differs from its plan.
 
-All of them are templates in tables, so that a page or a test can list them without a program. Who
-finds a difference names its case: words that were chosen here would need all that is known there.
+All of them are templates in one table, so that a page or a test can list them without a program.
+Who finds a difference names its case: words that were chosen here would need all that is known
+there.
 """
 
 from collections import Counter, defaultdict
@@ -55,121 +56,141 @@ class Unplanned(NamedTuple):
 # ------------------------------------------------------------------ words
 
 
-# The fact and the hint of each case: its code, and what else chooses among its words. They are
-# templates of the fields that `explain` fills.
+class _Words(NamedTuple):
+    """Templates of the fields that `explain` fills; `own` is what a report says of a compiler that
+    does so by itself."""
+
+    fact: str
+    hint: str
+    own: str = ""
+
+
+# The words of each case: its code, and what else chooses among them.
 WORDS = {
-    "activation": (
+    "activation": _Words(
         "unplanned {kind} of computed values, {size}.",
         "Constrain the value to the axes of the batch: {constrain}, and gather weights"
         " with `unshard`.",
     ),
-    "activation, batch": (
+    "activation, batch": _Words(
         "{kind} of an argument that is not a parameter, {size}.",
         "If a constraint splits another dim than that of the batch, write {constrain}. To"
         " split a batch for accumulation, use `accumulate_gradients`.",
     ),
-    "activation, loop": (
+    "activation, loop": _Words(
         "unplanned {kind} of computed values, {size}.",
         "Gather the layer's weights at the start of the scan's body, so that the"
         " activations stay where they are: `unshard(layer, layer_specs(specs), axis)`. If they are,"
         " constrain values in the loop: {constrain}.",
     ),
-    "again": (
+    "again": _Words(
         "{kind} more often than planned, {size}.",
         "Call `unshard` once, before all uses of the weight, and before a loop that does not change"
         " it. Without a step, `remat=` says that the forward pass is repeated.",
     ),
-    "again, gradient": (
+    "again, gradient": _Words(
         "{kind} of gradients more often than planned, {size}.",
         "Compilers reduce the gradient of each use of a weight before they add these. On Explicit"
         " axes `training.value_and_grad` adds them first, and so does `treeshard.manual`. Gradients"
         " at several points, as in SAM and MAML, are reduced one by one.",
     ),
-    "all-reduce": (
+    "all-reduce": _Words(
         "all-reduce of full gradients, {size}, where a reduce-scatter was planned.",
         "{on_cpus}Use `training.value_and_grad`, which constrains gradients to the plan's"
         " specs, or reduce-scatter them by hand (`treeshard.manual`).",
     ),
-    "all-reduce, scattered": (
+    "all-reduce, scattered": _Words(
         "all-reduce of full gradients, {size}, where a reduce-scatter was planned.",
         "{on_cpus}The step scatters them already, by a constraint or by hand, so this is the"
         " compiler's choice. It does not make it on Explicit axes, or in `treeshard.manual`.",
     ),
-    "batch-not-split": (
+    "batch-not-split": _Words(
         "weights are gathered along {gathered}, {size}, but the batch is"
         " not split over it: devices along it do the same work.",
         "Split the batch: `batch=P({batch_and_gathered})`. If the axis is for tensor parallelism,"
         " constrain the activations so that the weights stay sharded.",
     ),
-    "batch-not-split, idle": (
+    "batch-not-split, idle": _Words(
         "{detail} shards neither the state nor the batch, and nothing is moved"
         " along it: devices along it do the same work.",
         "Split the batch over it too: `batch=P({batch})`.",
     ),
-    "inside-loop": (
+    "inside-loop": _Words(
         "{kind} of gradients in each trip of a loop, {size_of_trips}.",
         "Add the gradients of each device in the loop, and reduce them once after it:"
         " `accumulate_gradients(..., axis_names=...)`; by hand, `manual.vary` the weights"
         " before the loop and `sync_gradients` after it.{elsewhere}",
     ),
-    "not-moved": (
+    "not-moved": _Words(
         "the planned {kind} ({detail}) is not in the program.",
         "Check that the step uses the leaf, and that the plan is of this step. If computed values"
         " are moved instead, call `unshard` where the weight is used.",
     ),
-    "other, devices": (
+    "other, devices": _Words(
         "{kind} between devices that do not form axes of the mesh, {size}.",
         "A reshape splits a sharded dim differently from the mesh. To split a batch for"
         " accumulation, use `accumulate_gradients`, or reshape it to (batch / k, k), swap the dims,"
         " and constrain it: `with_sharding_constraint(x, P(None, axis))`.",
     ),
-    "other, host": (
+    "other, host": _Words(
         "a callback takes {detail}.",
         "Call it on what the step returns, and not in each step, or pass it scalars.",
     ),
-    "other, unreadable": (
+    "other, unreadable": _Words(
         "{kind} with unknown axes, bytes or count.",
         "Pass the mesh. A loop whose trips depend on data has no count.",
     ),
-    "other, update": (
+    "other, update": _Words(
         "{kind} in the update, {size}, which multiplies sharded matrices.",
         "Use `training.by_matrix(optimizer, plan)`, which gives each device full matrices for the"
         " update; or stack the layers and shard the stacked dim: `P(axis, None, None)`.",
     ),
-    "other, wider": (
+    "other, wider": _Words(
         "{kind} in a wider dtype than the planned {detail}.",
         "{on_cpus}Cast the weights before the gather: `unshard(w.astype(dtype), ...)`, or"
         " `dtype=` of `manual.value_and_grad`.",
     ),
-    "sharded-further": (
+    "sharded-further": _Words(
         "{kind} of a leaf that a step does not have to gather, {size}.",
         "Shard the leaf like the arrays that it is used with: optimizer state with"
         " `Plan.follow`, and weights along the axis of the activations.",
     ),
-    "sharded-further, axis": (
+    "sharded-further, axis": _Words(
         "weights are gathered along {detail} too, along which the plan keeps them split, {size}.",
         "Constrain the values that they produce, so that this axis splits the computation:"
         " `with_sharding_constraint(x, P({batch}, ..., {detail}))`.",
     ),
-    # What compilers do by themselves
-    "by-all-reduce": (
+    # What compilers do by themselves, in the order in which a report says it
+    "all-reduce, own": _Words(
+        "all-reduce of full gradients, {size}, where a reduce-scatter was planned.",
+        "Use `training.value_and_grad`, which constrains gradients to the plan's"
+        " specs, or reduce-scatter them by hand (`treeshard.manual`).",
+        "all-reduces full gradients ({size}) where a reduce-scatter was planned",
+    ),
+    "wider": _Words(
+        "{kind} in a wider dtype than the planned {detail}.",
+        "The CPU's compiler has no collectives of 16-bit floats.",
+        "moves 16-bit floats as float32",
+    ),
+    "merged": _Words(
+        "gathered once in the program, and more often in the step.",
+        "The compiler saw that these gathers are alike.",
+        "gathers once what the step gathers more often",
+    ),
+    "by-all-reduce": _Words(
         "{kind} as an all-reduce of shards in arrays of zeros, {size}, which sends twice"
         " the bytes.",
         "Compilers do so for small shards: split the leaf over fewer devices.",
+        "gathers {size} by all-reduces, which send twice the bytes",
     ),
-    "merged": (
-        "gathered once in the program, and more often in the step.",
-        "The compiler saw that these gathers are alike.",
-    ),
-    "narrower": (
+    "narrower": _Words(
         "{kind} in a narrower dtype than the planned {detail}, {size}.",
         "The step casts it, or the compiler does, since its matrix products round to that dtype.",
-    ),
-    "wider": (
-        "{kind} in a wider dtype than the planned {detail}.",
-        "The CPU's compiler has no collectives of 16-bit floats.",
+        "{size} move as {dtypes}, narrower than planned: the step casts it, or the compiler does,"
+        " since its matrix products round to it.",
     ),
 }
+OWN = [case for case, words in WORDS.items() if words.own]
 # What a CPU's compiler does by itself is reported only if the program may be for another.
 _ON_CPUS = "If the program is for CPUs, this is the compiler's own. "
 _ELSEWHERE = " Compilers for TPUs and GPUs may do that by themselves."
@@ -201,7 +222,7 @@ def explain(
         "on_cpus": "" if platform else _ON_CPUS,
         "elsewhere": _ELSEWHERE if platform == "cpu" else "",
     }
-    fact, hint = (words.format_map(fields) for words in WORDS[case])
+    fact, hint = (words.format_map(fields) for words in WORDS[case][:2])
     return Unplanned(case.partition(",")[0], fact, hint, tuple(moved), tuple(paths))
 
 
@@ -214,36 +235,25 @@ def _size_of_trips(moved: Sequence[Collective]) -> str:
     return f"{human_bytes(of_one_trip)} x {trips.pop()} trips = "
 
 
-# What the compiler of a platform does by itself, in the order in which it is said.
-_BY_COMPILERS = {
-    "all-reduce": "all-reduces full gradients ({}) where a reduce-scatter was planned",
-    "wider": "moves 16-bit floats as float32",
-    "merged": "gathers once what the step gathers more often",
-    "by-all-reduce": "gathers {} by all-reduces, which send twice the bytes",
-}
-
-
 def by_compiler_lines(own: Iterable[Unplanned], platform: str | None) -> list[str]:
     """A line for what the compiler of a platform does by itself, and one for narrower dtypes."""
     moved: dict[str, list[Collective]] = defaultdict(list)
     for difference in own:
         moved[difference.code] += difference.collectives
-    sizes = {
-        code: human_bytes(total_bytes(collectives) or 0) for code, collectives in moved.items()
-    }
-    facts = [text.format(sizes[code]) for code, text in _BY_COMPILERS.items() if code in sizes]
-    lines: list[str] = []
-    if facts:
-        name = f"{platform.upper()} compiler" if platform else "compiler"
-        others = " Compilers for TPUs and GPUs need not." if platform == "cpu" else ""
-        lines.append(f"The {name} {' and '.join(facts)}.{others}")
-    if "narrower" in sizes:
-        dtypes = " and ".join(sorted({x.dtype for x in moved["narrower"]}))
-        lines.append(
-            f"{sizes['narrower']} move as {dtypes}, narrower than planned: the step casts it,"
-            " or the compiler does, since its matrix products round to it."
-        )
-    return lines
+    said: dict[str, str] = {}
+    for case in OWN:
+        code = case.partition(",")[0]
+        if code in moved:
+            size = human_bytes(total_bytes(moved[code]) or 0)
+            dtypes = " and ".join(sorted({x.dtype for x in moved[code]}))
+            said[code] = WORDS[case].own.format(size=size, dtypes=dtypes)
+    # A step may have chosen narrower dtypes itself.
+    narrower = [said.pop("narrower")] if "narrower" in said else []
+    if not said:
+        return narrower
+    name = f"{platform.upper()} compiler" if platform else "compiler"
+    others = " Compilers for TPUs and GPUs need not." if platform == "cpu" else ""
+    return [f"The {name} {' and '.join(said.values())}.{others}", *narrower]
 
 
 # ------------------------------------------------------------------ lines

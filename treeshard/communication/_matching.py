@@ -4,13 +4,13 @@ Compilers combine, split, reorder and peel collectives, so that the ops of a pro
 transfers of a plan are seldom one to one. So each planned transfer is an account of elements, from
 which each collective of its kind, axes and leaf takes what it moves. The text of a program names
 the leaf of a gathered weight. It names none for a gradient: one of the same size stands for it.
-What no account takes is a difference, filed under a code.
+What no account takes is a difference, filed under a case.
 """
 
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, combinations
 from typing import NamedTuple
 
@@ -21,9 +21,9 @@ from treeshard._core.spec_trees import get_names_from_partition_spec
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import BY_MATRIX
-from treeshard._trace.roles import Roles
+from treeshard._trace.roles import Role, Roles
 from treeshard.communication._collectives import TINY, Collective, is_scalar
-from treeshard.communication._differences import Unplanned, explain
+from treeshard.communication._differences import OWN, Unplanned, explain
 from treeshard.communication._forecast import PlannedTransfer
 
 _REDUCTIONS = ("all-reduce", "reduce-scatter")
@@ -35,9 +35,8 @@ _SUM = re.compile(r"\breduce_\w+(?=[:)]|$)")
 class _Moved(NamedTuple):
     """A collective, and what is asked of it.
 
-    `name` is its `op_name`, such as `jit(step)/jvp()/while/body/dot_general`; `leaf` the plan's
-    path of the argument that it moves, if that is in the plan. `size` counts the elements of all
-    its executions, and `one` those of one.
+    `leaf` is the plan's path of the argument that it moves, if that is in the plan. `size` counts
+    the elements of all its executions, and `one` those of one.
     """
 
     number: int
@@ -50,41 +49,44 @@ class _Moved(NamedTuple):
     axes: frozenset[str]
     is_in_loop: bool
 
-    @property
-    def is_differentiated(self) -> bool:
-        # `jit(step)/jvp()/dot_general` is of the forward pass, `transpose(jvp())` of the backward
-        return "jvp(" in self.name or "transpose(" in self.name
-
 
 class _Gather:
     """The account of a planned all-gather."""
 
-    def __init__(self, planned: PlannedTransfer) -> None:
+    def __init__(self, planned: PlannedTransfer, role: Role) -> None:
         self.planned, self.path = planned, planned.path or ""
         self.axes = frozenset(planned.axes)
-        self.one = elements(planned.bytes, planned.dtype)
+        self.one = _elements(planned.bytes, planned.dtype)
         self.total = self.left = self.one * planned.count
+        self.is_update = planned.why == "update"
+        # No text names the leaf of an update, or of a weight that the step changes first.
+        self.may_be_unnamed = self.is_update or any(x.is_changed for x in role.gathers)
+        self.layers = max((gather.parts for gather in role.gathers), default=1)
+
+    def has(self, moved: _Moved) -> bool:
+        if self.axes != moved.axes or self.left < moved.size:
+            return False
+        if moved.leaf is not None:
+            return moved.leaf == self.path and not self.is_update
+        return self.may_be_unnamed and (moved.size == self.left or moved.one == self.one)
 
 
 class _Gradient:
     """The account of a leaf's gradient: over which axes how many of its elements are not reduced.
 
-    `steps` are the planned transfers, each with the number of parts that those before it leave on
-    each device. `units` are the elements that one reduction may have: all, or those of one trip of
-    a loop; `layer` those of one layer of a leaf that is not scattered: no gather tells its layers.
+    `units` are the elements that one reduction may have: all, or those of one trip of a loop;
+    `layer` those of one layer of a leaf that is not scattered: no gather tells its layers.
     """
 
     def __init__(self, leaf: PlannedLeaf, planned: Sequence[PlannedTransfer]) -> None:
-        self.path, self.shape = leaf.path, leaf.shape
-        self.total = elements(planned[0].total_bytes, planned[0].dtype)
-        of_steps = [elements(x.total_bytes, x.dtype) for x in planned]
-        self.steps = [(x, self.total // size) for x, size in zip(planned, of_steps, strict=True)]
+        self.path, self.shape, self.planned = leaf.path, leaf.shape, planned
+        self.split = {*get_names_from_partition_spec(leaf.given)}
+        self.total = _elements(planned[0].total_bytes, planned[0].dtype)
         self.left = {axis: self.total for x in planned for axis in x.axes}
-        self.units = {self.total, elements(planned[0].bytes, planned[0].dtype)}
+        self.units = {self.total, _elements(planned[0].bytes, planned[0].dtype)}
         self.scattered = {axis for x in planned if x.kind == "reduce-scatter" for axis in x.axes}
         is_stack = len(leaf.shape) > 1 and not self.scattered
-        layers = math.prod(leaf.shape[:1]) if is_stack else 1
-        self.layer = self.total // layers
+        self.layer = self.total // math.prod(leaf.shape[:1] if is_stack else ())
 
     def take(self, axes: frozenset[str], size: int) -> None:
         for axis in axes & self.left.keys():
@@ -94,14 +96,19 @@ class _Gradient:
         """Whether so many elements are left over each of some axes."""
         return bool(axes) and all(self.left.get(axis, 0) >= size for axis in axes)
 
-    def missing(self) -> Iterator[PlannedTransfer]:
-        for planned, _ in self.steps:
-            if any(self.left[axis] for axis in planned.axes):
-                yield planned
-
-
-# The collectives of each case, kind and detail, with the leaf that they concern.
-_Filed = dict[tuple[str, str, str], list[tuple[Collective, str | None]]]
+    def planned_as(self, moved: _Moved) -> tuple[PlannedTransfer, int] | None:
+        """The planned reduction that a collective is, of all or of some layers, and the number of
+        parts that those before it leave on each device."""
+        for planned in self.planned:
+            if planned.kind != moved.kind or frozenset(planned.axes) != moved.axes:
+                continue
+            parts = self.total // _elements(planned.total_bytes, planned.dtype)
+            # Layer by layer, all together as much as is planned
+            is_all = moved.size * parts == self.total
+            is_unit = moved.one * parts in {*self.units, self.layer}
+            if (is_unit or is_all) and self.has(moved.axes, moved.size * parts):
+                return planned, parts
+        return None
 
 
 class Matcher:
@@ -119,6 +126,7 @@ class Matcher:
         activations: Collectives of computed values along axes that shard parameters but not the
             batch, or along which parameters stay split where they are used.
         matrices: Those of `training.by_matrix`.
+        sums: Those over all rows of the batch.
         leaves: The leaf that each collective is of, or `None`.
     """
 
@@ -136,72 +144,58 @@ class Matcher:
         self.plan_leaves = {leaf.path: leaf for leaf in plan.leaves}
         self.axes_of_activations = {*get_names_from_partition_spec(plan)} - {*batch_axes}
         self.axes_of_activations.update(*(role.split for role in roles.values()))
-        self.gathers: list[_Gather] = []
-        self.gradients: list[_Gradient] = []
-        self._open(planned)
-        self.differences: _Filed = defaultdict(list)
-        self.of_compiler: _Filed = defaultdict(list)
         self.activations: list[Collective] = []
         self.matrices: list[Collective] = []
-        self.leaves: list[str | None] = []
         self.sums: list[_Moved] = []
-        # Weights that are gathered along axes that do not split the batch.
-        self.gathered_for_nothing: set[str] = set()
-
-    def _open(self, planned: Sequence[PlannedTransfer]) -> None:
-        """Opens the accounts, but for scalars: no text tells these from a loss."""
+        self.leaves: list[str | None] = []
+        # The collectives of each case, kind and detail, with the leaf that they concern.
+        self.filed: dict[tuple[str, str, str], list[tuple[Collective, str | None]]]
+        self.filed = defaultdict(list)
+        leaves = self.plan_leaves
+        self.gathers: list[_Gather] = []
         of_gradients: dict[str, list[PlannedTransfer]] = defaultdict(list)
         for transfer in planned:
-            if transfer.path is None or transfer.bytes <= TINY:
-                continue
-            if not self.plan_leaves[transfer.path].shape:
+            # No text tells scalars from a loss.
+            if transfer.path is None or transfer.bytes <= TINY or not leaves[transfer.path].shape:
                 continue
             if transfer.why == "gradient":
                 of_gradients[transfer.path].append(transfer)
             else:
-                self.gathers.append(_Gather(transfer))
-        for path, transfers in of_gradients.items():
-            self.gradients.append(_Gradient(self.plan_leaves[path], transfers))
+                self.gathers.append(_Gather(transfer, roles[transfer.path]))
+        self.gradients = [_Gradient(leaves[path], each) for path, each in of_gradients.items()]
 
     def match(self, compiled: Sequence[Collective]) -> None:
         """Books all collectives: first what is exactly as planned, then what may stand for it."""
-        left = list(filter(None, map(self._moved, range(len(compiled)), compiled)))
-        for rule in _RULES:
-            left = [moved for moved in left if not rule(self, moved)]
+        left: list[_Moved] = []
+        for number, collective in enumerate(compiled):
+            leaf = None if collective.path is None else self.names.get(collective.path)
+            self.leaves.append(leaf)
+            is_part = collective.completes is not None
+            if collective.axes != () and not is_scalar(collective) and not is_part:
+                left.append(_moved(number, collective, leaf))
+        for rule in (
+            self._file_unreadable,
+            self._book_gather,
+            self._book_gradient,
+            self._take_matrix,
+            self._book_gradient_otherwise,
+            self._file_gather,
+            self._file_argument,
+            self._take_activation,
+            self._take_batch_sum,
+            self._file_gradient,
+            self._file_activation,
+        ):
+            left = [moved for moved in left if not rule(moved)]
+        if any(x.left == x.total and not self._is_merged(x) for x in self.gathers):
+            # Weights are not gathered: such sums are what is moved instead.
+            for moved in self.sums:
+                self._file_activation(moved)
+            self.sums = []
 
-    def _moved(self, number: int, collective: Collective) -> _Moved | None:
-        leaf = None if collective.path is None else self.names.get(collective.path)
-        self.leaves.append(leaf)
-        if collective.axes == () or is_scalar(collective) or collective.completes is not None:
-            return None
-        name = collective.op_name or ""
-        return _Moved(
-            number,
-            collective,
-            collective.kind,
-            name,
-            leaf,
-            elements(collective.total_bytes, collective.dtype),
-            elements(collective.bytes, collective.dtype),
-            frozenset(collective.axes or ()),
-            (collective.count or 0) > 1 or "while/body" in name,
-        )
-
-    def _file(
-        self,
-        case: str,
-        moved: _Moved,
-        leaf: str | None = None,
-        detail: str = "",
-        *,
-        is_own: bool = False,
-    ) -> bool:
-        """Files a collective under a case; `is_own` if it is the compiler's own doing."""
-        filed = self.of_compiler if is_own else self.differences
+    def _file(self, case: str, moved: _Moved, leaf: str | None = None, detail: str = "") -> bool:
         self.leaves[moved.number] = self.leaves[moved.number] or leaf
-        # Reductions of the gradients of such weights belong to their gathers.
-        kind = "all-gather" if case == "batch-not-split" else moved.kind
-        filed[case, kind, detail].append((moved.collective, leaf))
+        self.filed[case, moved.kind, detail].append((moved.collective, leaf))
         return True
 
     # ---------------------------------------------------------------- as planned
@@ -216,36 +210,21 @@ class Matcher:
     def _book_gather(self, moved: _Moved) -> bool:
         if moved.kind != "all-gather":
             return False
-        for account in sorted(self.gathers, key=lambda x: x.left != moved.size):
-            if account.axes == moved.axes and self._may_gather(account, moved):
-                account.left -= moved.size
-                self._note_dtype(moved, account.planned)
-                return True
-        return False
-
-    def _may_gather(self, account: _Gather, moved: _Moved) -> bool:
-        if account.left < moved.size:
+        accounts = [account for account in self.gathers if account.has(moved)]
+        if not accounts:
             return False
-        if account.planned.why != "update" and moved.leaf == account.path:
-            return True
-        # No text names the leaf of an update, or of a weight that the step changes first.
-        is_changed = any(x.is_changed for x in self.roles[account.path].gathers)
-        if moved.leaf is not None or not (account.planned.why == "update" or is_changed):
-            return False
-        return moved.size == account.left or moved.one == account.one
+        account = next((x for x in accounts if x.left == moved.size), accounts[0])
+        account.left -= moved.size
+        self._note_dtype(moved, account.planned)
+        return True
 
     def _book_gradient(self, moved: _Moved) -> bool:
-        """Whether it is a planned reduction, of all or of some layers of a leaf."""
         for gradient in self._nearest(moved):
-            for planned, parts in gradient.steps:
-                is_like = (planned.kind, frozenset(planned.axes)) == (moved.kind, moved.axes)
-                is_unit = moved.one * parts in {*gradient.units, gradient.layer}
-                # Layer by layer, all together as much as is planned
-                is_unit = is_unit or moved.size * parts == gradient.total
-                if is_like and is_unit and gradient.has(moved.axes, moved.size * parts):
-                    gradient.take(moved.axes, moved.size * parts)
-                    self._note_dtype(moved, planned)
-                    return True
+            if found := gradient.planned_as(moved):
+                planned, parts = found
+                gradient.take(moved.axes, moved.size * parts)
+                self._note_dtype(moved, planned)
+                return True
         return False
 
     def _book_gradient_otherwise(self, moved: _Moved) -> bool:
@@ -258,40 +237,40 @@ class Matcher:
                 continue
             gradient.take(moved.axes, moved.size * parts)
             if moved.kind == "reduce-scatter" or moved.axes.isdisjoint(gradient.scattered):
-                self._note_dtype(moved, gradient.steps[-1][0])
+                self._note_dtype(moved, gradient.planned[-1])
                 return True
+            if self.platform == "cpu":
+                return self._file("all-reduce, own", moved)
             is_asked = self.roles[gradient.path].is_scattered
             case = "all-reduce, scattered" if is_asked else "all-reduce"
-            # XLA's compiler for CPUs never scatters what the partitioner reduces.
-            is_own = self.platform == "cpu"
-            return self._file(case, moved, None if is_own else gradient.path, is_own=is_own)
+            return self._file(case, moved, gradient.path)
         return False
 
-    def _nearest(self, moved: _Moved) -> Iterator[_Gradient]:
+    def _nearest(self, moved: _Moved) -> list[_Gradient]:
         """All gradients that it may be of, those of which exactly so much is left first: the
         gradient of a final norm has the size of one layer of the other norms."""
         fits = [x for x in self.gradients if moved.leaf in (None, x.path)]
-        exact = [x for x in fits if moved.size in {x.left.get(axis) for axis in moved.axes}]
-        yield from exact
-        yield from (x for x in fits if x not in exact)
+        return sorted(fits, key=lambda x: all(x.left.get(i) != moved.size for i in moved.axes))
 
-    def _fitting(self, moved: _Moved, *, by_layer: bool) -> Iterator[tuple[_Gradient, int]]:
+    def _fitting(self, moved: _Moved, *, by_layer: bool) -> list[tuple[_Gradient, int]]:
         """The gradients that have its size if they are split into so many parts; last, if
         `by_layer`, those of which one layer has."""
-        nearest = list(self._nearest(moved))
-        parts = {gradient.path: self._parts(gradient, moved) for gradient in nearest}
-        for is_layer in (False, True)[: 1 + by_layer]:
-            for gradient in nearest:
-                units = {gradient.layer} if is_layer else gradient.units
-                fitting = [n for n in parts[gradient.path] if moved.one * n in units]
-                if fitting:
-                    yield gradient, fitting[0]
+        sizes = [
+            (gradient, parts, moved.one * parts)
+            for gradient in self._nearest(moved)
+            for parts in self._parts(gradient, moved)
+        ]
+        whole = [(gradient, parts) for gradient, parts, size in sizes if size in gradient.units]
+        layers = [(gradient, parts) for gradient, parts, size in sizes if size == gradient.layer]
+        return whole + layers if by_layer else whole
 
     def _parts(self, gradient: _Gradient, moved: _Moved) -> list[int]:
-        """Into how many parts other axes than those of a reduction may split a gradient."""
-        spec = self.plan_leaves[gradient.path].given
-        split = {*get_names_from_partition_spec(spec)} - {*self.batch_axes}
-        return _products([n for axis, n in self.sizes.items() if axis not in moved.axes | split])
+        """Into how many parts other axes than those of a reduction may split a gradient: the
+        products of some of their sizes, of none first."""
+        done = moved.axes | (gradient.split - {*self.batch_axes})
+        sizes = [size for axis, size in self.sizes.items() if axis not in done]
+        chosen = (combinations(sizes, count) for count in range(len(sizes) + 1))
+        return sorted({math.prod(each) for each in chain.from_iterable(chosen)})
 
     def _note_dtype(self, moved: _Moved, planned: PlannedTransfer) -> None:
         """Files a collective that is planned, but in another dtype or by another op."""
@@ -300,12 +279,11 @@ class Matcher:
         size, planned_size = (jnp.dtype(x.dtype).itemsize for x in (collective, planned))
         if size > planned_size:
             is_own = self.platform == "cpu" and self._is_widened(collective, planned)
-            case = "wider" if is_own else "other, wider"
-            self._file(case, moved, path, planned.dtype, is_own=is_own)
+            self._file("wider" if is_own else "other, wider", moved, path, planned.dtype)
         elif size < planned_size:
-            self._file("narrower", moved, path, planned.dtype, is_own=True)
+            self._file("narrower", moved, path, planned.dtype)
         if planned.kind == "all-gather" and (collective.wire_bytes or 0) >= (collective.bytes or 0):
-            self._file("by-all-reduce", moved, path, is_own=True)
+            self._file("by-all-reduce", moved, path)
 
     def _is_widened(self, collective: Collective, planned: PlannedTransfer) -> bool:
         """Whether a CPU's compiler chose the wider dtype: it has no collectives of 16-bit floats,
@@ -338,7 +316,6 @@ class Matcher:
         if planned and kept:
             return self._file("sharded-further, axis", moved, leaf, ", ".join(map(repr, kept)))
         if self.roles[leaf].is_used and moved.axes.isdisjoint(self.batch_axes):
-            self.gathered_for_nothing.add(leaf)
             for gradient in self.gradients:
                 if gradient.path == leaf:
                     gradient.left = dict.fromkeys(gradient.left, 0)
@@ -381,91 +358,74 @@ class Matcher:
             return False
         is_backward = moved.is_in_loop or "transpose(" in moved.name
         fitting = [x for x, _ in self._fitting(moved, by_layer=moved.is_in_loop)]
-        fitting.sort(key=lambda x: not x.has(moved.axes, 1))  # what is not reduced yet, first
-        for gradient in fitting:
-            path = gradient.path
-            if not is_backward and self.roles[path].uses < 2:
-                continue
-            if path in self.gathered_for_nothing:
-                return self._file("batch-not-split", moved, path)
-            gradient.take(moved.axes, gradient.total)
-            return self._file("inside-loop" if moved.is_in_loop else "again, gradient", moved, path)
-        return False
+        fitting = [x for x in fitting if is_backward or self.roles[x.path].uses > 1]
+        if not fitting:
+            return False
+        # What is not reduced yet, first
+        gradient = next((x for x in fitting if x.has(moved.axes, 1)), fitting[0])
+        gradient.take(moved.axes, gradient.total)
+        case = "inside-loop" if moved.is_in_loop else "again, gradient"
+        return self._file(case, moved, gradient.path)
 
     def _file_activation(self, moved: _Moved) -> bool:
         is_multiplied = any(role.is_multiplied for role in self.roles.values())
-        if is_multiplied and not moved.is_differentiated:
+        # `jit(step)/jvp()/dot_general` is of the forward pass, `transpose(jvp())` of the backward
+        is_differentiated = "jvp(" in moved.name or "transpose(" in moved.name
+        if is_multiplied and not is_differentiated:
             return self._file("other, update", moved)
         return self._file("activation, loop" if moved.is_in_loop else "activation", moved)
 
     # ---------------------------------------------------------------- results
 
-    def batch_sums(self) -> list[Collective]:
-        """The sums over all rows. If weights are not gathered, they are what is moved instead."""
-        return [] if self._are_weights_missing() else [moved.collective for moved in self.sums]
-
-    def _are_weights_missing(self) -> bool:
-        return any(x.left == x.total and not self._is_merged(x) for x in self.gathers)
-
     def by_compiler(self) -> Iterator[Unplanned]:
         """The differences that are the compiler's own."""
-        yield from self._explained(self.of_compiler)
+        yield from self._explained(is_own=True)
         merged = [x.path for x in self.gathers if x.left and self._is_merged(x)]
         if merged:
             yield explain("merged", paths=merged)
+
+    def unplanned(self) -> Iterator[Unplanned]:
+        """The differences, and last the planned transfers that the program does not have."""
+        yield from self._explained(is_own=False)
+        missing = [x.planned for x in self.gathers if x.left and not self._is_merged(x)]
+        for gradient in self.gradients:
+            missing += [x for x in gradient.planned if any(gradient.left[i] for i in x.axes)]
+        paths: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for transfer in missing:
+            paths[transfer.kind, transfer.why].append(transfer.path or "")
+        for (kind, why), of_kind in paths.items():
+            yield explain("not-moved", kind, why, paths=of_kind)
 
     def _is_merged(self, account: _Gather) -> bool:
         """Whether the step gathers the same more often than the program: twice in one way, or in
         each trip of a loop that does not change it."""
         if account.left == account.total:
-            same = [x for x in self.gathers if x.planned == account.planned]
-            return any(not x.left for x in same)
-        layers = max(gather.parts for gather in self.roles[account.path].gathers)
-        return account.left % (layers * account.one) == 0
+            return any(not x.left for x in self.gathers if x.planned == account.planned)
+        return account.left % (account.layers * account.one) == 0
 
-    def unplanned(self) -> Iterator[Unplanned]:
-        """The differences, and last the planned transfers that the program does not have."""
-        if self._are_weights_missing():
-            for moved in self.sums:
-                self._file_activation(moved)
-        yield from self._explained(self.differences)
-        gathers = (x.planned for x in self.gathers if x.left and not self._is_merged(x))
-        gradients = (x for gradient in self.gradients for x in gradient.missing())
-        missing: dict[tuple[str, str], list[str]] = defaultdict(list)
-        for transfer in chain(gathers, gradients):
-            missing[transfer.kind, transfer.why].append(transfer.path or "")
-        for (kind, why), paths in missing.items():
-            yield explain("not-moved", kind, why, paths=paths)
-
-    def _explained(self, filed: _Filed) -> Iterator[Unplanned]:
-        for (case, kind, detail), members in filed.items():
-            moved = [collective for collective, _ in members]
-            paths = [leaf for _, leaf in members if leaf is not None]
-            yield explain(case, kind, detail, moved, paths, self.batch_axes, self.platform)
+    def _explained(self, *, is_own: bool) -> Iterator[Unplanned]:
+        for (case, kind, detail), members in self.filed.items():
+            if (case in OWN) == is_own:
+                moved = [collective for collective, _ in members]
+                paths = [leaf for _, leaf in members if leaf is not None]
+                yield explain(case, kind, detail, moved, paths, self.batch_axes, self.platform)
 
 
-# Each is tried on all that those before it leave. The last takes what is left.
-_RULES: Sequence[Callable[[Matcher, _Moved], bool]] = (
-    Matcher._file_unreadable,
-    Matcher._book_gather,
-    Matcher._book_gradient,
-    Matcher._take_matrix,
-    Matcher._book_gradient_otherwise,
-    Matcher._file_gather,
-    Matcher._file_argument,
-    Matcher._take_activation,
-    Matcher._take_batch_sum,
-    Matcher._file_gradient,
-    Matcher._file_activation,
-)
+def _moved(number: int, collective: Collective, leaf: str | None) -> _Moved:
+    name = collective.op_name or ""
+    return _Moved(
+        number,
+        collective,
+        collective.kind,
+        name,
+        leaf,
+        _elements(collective.total_bytes, collective.dtype),
+        _elements(collective.bytes, collective.dtype),
+        frozenset(collective.axes or ()),
+        (collective.count or 0) > 1 or "while/body" in name,
+    )
 
 
-def _products(numbers: Sequence[int]) -> list[int]:
-    """The products of some of these numbers, of none of them first."""
-    chosen = (combinations(numbers, count) for count in range(len(numbers) + 1))
-    return sorted({math.prod(each) for each in chain.from_iterable(chosen)})
-
-
-def elements(size: int | None, dtype: str) -> int:
+def _elements(size: int | None, dtype: str) -> int:
     """The number of elements in `size` bytes; 0 if that is unknown."""
     return 0 if size is None else size // jnp.dtype(dtype).itemsize
