@@ -201,9 +201,8 @@ def subtrees(plan: Plan, treedef: Any) -> Iterator[int]:
 plan_in_force = jax.make_user_context(None)
 INITIALISING = "initialising"
 
-# The scope in which `accumulate_gradients` adds them up: by its name a trace tells that it does.
-ACCUMULATES = "accumulate_gradients"
-# The scope in which it averages gradients over parts of the batch, by `axis_names`.
+# The scope in which `accumulate_gradients` averages gradients over parts of the batch, by
+# `axis_names`: by its name a trace tells that it does.
 AVERAGES_PARTS = "mean_of_parts"
 # The scope in which `by_matrix` moves matrices.
 BY_MATRIX = "by_matrix"

@@ -18,7 +18,6 @@ from jax.sharding import AxisType
 
 from treeshard._core.jax_private import shard_map_axes
 from treeshard._core.mesh import axes_of_type
-from treeshard._planning.plan_in_force import ACCUMULATES
 from treeshard._trace.values import (
     ELEMENTWISE,
     LAY_OUT,
@@ -526,30 +525,6 @@ def bodies(eqn: Any) -> list[Any]:
             if hasattr(part, "eqns"):
                 found.append(getattr(part, "jaxpr", part))
     return found
-
-
-class Means(NamedTuple):
-    """What a step does to need less memory, so that nobody advises it.
-
-    Attributes:
-        repeats: Whether it repeats a part of the forward pass, by `jax.checkpoint`.
-        accumulates: Whether it runs minibatches, by `accumulate_gradients`.
-    """
-
-    repeats: bool = False
-    accumulates: bool = False
-
-
-def means_of(jaxpr: Any) -> Means:
-    """What the trace of a step says of its means to need less memory."""
-    repeats = accumulates = False
-    for eqn in jaxpr.eqns:
-        parts = [means_of(body) for body in bodies(eqn)]
-        # remat2[differentiated=True jaxpr={ ... }] is in the backward pass
-        repeats |= bool(eqn.params.get("differentiated")) or any(x.repeats for x in parts)
-        is_sum = ACCUMULATES in str(eqn.source_info.name_stack)
-        accumulates |= is_sum or any(x.accumulates for x in parts)
-    return Means(repeats, accumulates)
 
 
 def region_of(name: str) -> str:

@@ -1,28 +1,23 @@
 """What a compiled step needs in the memory of one device, against what the device has.
 
-The compiler's own numbers are the amounts. Which arrays they are, and what would lower them, it
-does not say: these come from the text of the program (`_buffers`) and from the plan.
+The compiler's own numbers are the amounts. Which arrays they are it does not say: that comes from
+the text of the program (`_buffers`) and from the plan.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
-from jax.sharding import NamedSharding
 
 from treeshard._core.arrays import has_shape
 from treeshard._core.make_mesh import is_attached, with_devices
-from treeshard._core.mesh import AnyMesh
-from treeshard._core.text import columns, fold_paths, human_bytes
+from treeshard._core.text import columns, human_bytes
 from treeshard._core.topologies import chip_of, usable_memory
-from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
 from treeshard._trace.roles import Roles
-from treeshard._trace.uses import Means, means_of
 from treeshard.communication._collectives import bytes_text, path_of
 from treeshard.communication._dataflow import Context, Dataflow, value
 from treeshard.communication._hlo import HloProgram
@@ -30,7 +25,6 @@ from treeshard.errors import DoesNotFitError
 from treeshard.programs._buffers import Buffer, peak_of
 
 _CPU_NOTE = "The temporaries are those of the CPU's program; accelerators need others."
-_MOST_OF_A_GPU = 0.95
 
 
 class LiveBuffer(NamedTuple):
@@ -84,7 +78,6 @@ class Memory:
             TPUs, buffers in the chip's vector memory are not among them. Their sum is near
             `temporaries`; it is larger where the compiler puts them into the memory of donated
             arguments, as it does on TPUs with replicated weights.
-        advice: What would lower the total by a tenth or more, a sentence each.
         host: The bytes of the state that the plan places in the memory of the device's host. They
             are not in `total`.
         offloaded: The bytes of intermediate values there at most, which policies of
@@ -106,7 +99,6 @@ class Memory:
     capacity: int | None
     device: str
     at_peak: tuple[LiveBuffer, ...]
-    advice: tuple[str, ...] = ()
     host: int = 0
     offloaded: int = 0
     device_memory: int | None = None
@@ -145,11 +137,10 @@ class Memory:
         if whole is None or whole == self.capacity:
             return f"{self.device} has {size}."
         has = f"JAX allocates {size} of the {human_bytes(whole)} of {self.device}."
-        # Kernels, and the libraries for collectives, need some of the rest.
-        part = math.ceil(100 * self.total / whole + 2) / 100
-        if part > _MOST_OF_A_GPU:
+        if self.total > whole:
             return has
-        return f"{has} It may fit with XLA_CLIENT_MEM_FRACTION={part:.2f} in the environment."
+        # Kernels, and the libraries for collectives, need some of the rest.
+        return f"{has} XLA_CLIENT_MEM_FRACTION in the environment says which part it allocates."
 
     def __str__(self) -> str:
         rows = [(kind, size) for kind, size in self.kinds.items() if size]
@@ -173,9 +164,6 @@ class Memory:
         if self.at_peak:
             lines.append("live when most memory is in use:")
             lines += [f"    {buffer}" for buffer in self.at_peak[:10]]
-        if self.advice:
-            lines.append("what would help:")
-            lines += [f"    {sentence}" for sentence in self.advice]
         return "\n".join(lines)
 
 
@@ -185,7 +173,6 @@ def memory_of(
     plan: Plan,
     roles: Roles,
     batch: Sequence[Any],
-    jaxpr: ClosedJaxpr,
 ) -> Memory:
     """Reads the memory of a compiled step; `program` is its text, parsed, and `batch` has
     shardings."""
@@ -194,7 +181,7 @@ def memory_of(
     host, chip = host_bytes(plan), chip_of(device)
     # The compiler for CPUs, which have one memory, counts what is on the host with the rest.
     counted_host = host if device.platform == "cpu" else 0
-    memory = Memory(
+    return Memory(
         _kinds(plan, roles, batch),
         arguments=analysis.argument_size_in_bytes - counted_host,
         results=analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
@@ -207,7 +194,6 @@ def memory_of(
         host=host,
         offloaded=analysis.host_temp_size_in_bytes,
     )
-    return replace(memory, advice=tuple(advise(memory, plan, means_of(jaxpr.jaxpr))))
 
 
 def host_bytes(plan: Plan) -> int:
@@ -275,107 +261,3 @@ def _described(buffer: Buffer, flow: Dataflow) -> LiveBuffer:
         path = path_of(flow.origins(value(Context(buffer.computation), op.name)))
     source = flow.program.source(op)
     return LiveBuffer(buffer.array.bytes, buffer.array.text, path, op.op_name, source)
-
-
-# ------------------------------------------------------------------ what would lower it
-
-_ADVICE = {
-    "donate": "Donate the state (`donate=True`): the new state takes {size} beside the old one.",
-    "shard": "Shard the leaves that are replicated, {size} on each device: {paths}.",
-    "gather later": (
-        "Gather the weights of each layer just before their use, in a scan with `jax.checkpoint`"
-        " around the layer: {count} gathered ones are live at once, {size}."
-    ),
-    "repeat": (
-        "Put `jax.checkpoint` around the layers: {size} of values of the forward pass are kept for"
-        " the gradients, of which the largest is {largest}."
-    ),
-    "gather later, repeats": (
-        "Gather the weights of each layer inside of the function that `jax.checkpoint` repeats:"
-        " {count} gathered ones are live at once, {size}."
-    ),
-    "repeat more": (
-        "Repeat more of the forward pass: {size} of its values are kept for the gradients, of which"
-        " the largest is {largest}. Put `jax.checkpoint` around what is outside of it, or keep less"
-        " by its `policy=`."
-    ),
-    "split more": (
-        "Split the batch over more devices, or into more minibatches: {size} are values that grow"
-        " with their rows, or gathered weights."
-    ),
-    "split": (
-        "Split the batch over more devices, or run it in minibatches (`accumulate_gradients`):"
-        " {size} are values that grow with its rows, or gathered weights."
-    ),
-}
-_WORTH = 0.1  # parts of all memory that are worth a line
-
-
-def advise(memory: Memory, plan: Plan, means: Means) -> list[str]:
-    """A sentence for each thing that would save a tenth of the memory of a step or more."""
-    least = _WORTH * memory.total
-    advice = [
-        _donate(memory, plan, least),
-        _shard(plan, least),
-        _gather_later(memory, plan, least, means),
-        _repeat(memory, least, means) or _split(memory, means),
-    ]
-    return [sentence for sentence in advice if sentence is not None]
-
-
-def _donate(memory: Memory, plan: Plan, least: float) -> str | None:
-    if memory.results < max(least, plan.bytes_per_device() / 2):
-        return None
-    return _ADVICE["donate"].format(size=human_bytes(memory.results))
-
-
-def _shard(plan: Plan, least: float) -> str | None:
-    if plan.mesh.size == 1:
-        return None
-    leaves = [leaf for leaf in plan.leaves if leaf.bytes_per_device(plan.mesh) == leaf.bytes]
-    size = sum(leaf.bytes for leaf in leaves)
-    if size < least:
-        return None
-    leaves.sort(key=lambda leaf: -leaf.bytes)
-    paths = ", ".join(fold_paths(leaf.path for leaf in leaves[:3]))
-    return _ADVICE["shard"].format(size=human_bytes(size), paths=paths)
-
-
-def _gather_later(memory: Memory, plan: Plan, least: float, means: Means) -> str | None:
-    shards = {f"state/{leaf.path}": _shard_text(leaf, plan.mesh) for leaf in plan.leaves}
-    of_leaves = [buffer for buffer in memory.at_peak if buffer.path in shards]
-    # A shard that is cast before a loop has not been gathered.
-    weights = [x for x in of_leaves if not x.array.endswith(shards[x.path or ""])]
-    size = sum(buffer.bytes for buffer in weights)
-    if size < least or len(weights) <= 2:
-        return None
-    case = "gather later, repeats" if means.repeats else "gather later"
-    return _ADVICE[case].format(count=len(weights), size=human_bytes(size))
-
-
-def _shard_text(leaf: PlannedLeaf, mesh: AnyMesh) -> str:
-    shape = NamedSharding(mesh, leaf.given).shard_shape(leaf.shape)
-    return f"[{','.join(map(str, shape))}]"
-
-
-def _repeat(memory: Memory, least: float, means: Means) -> str | None:
-    # JAX names the ops of a step by what traced them: `jit(step)/jvp()/dot_general` in the forward
-    # pass, `jit(step)/transpose(jvp())/dot_general` in the backward pass, with `checkpoint` between
-    # where it is repeated. What a scan keeps for the gradients has no name.
-    names = " ".join(buffer.op_name or "" for buffer in memory.at_peak)
-    if "checkpoint" in names or "transpose(" not in names:
-        return None
-    computed = [buffer for buffer in memory.at_peak if buffer.path is None]
-    kept = [buffer for buffer in computed if "transpose(" not in (buffer.op_name or "")]
-    size = sum(buffer.bytes for buffer in kept)
-    if size < least:
-        return None
-    case = "repeat more" if means.repeats else "repeat"
-    return _ADVICE[case].format(size=human_bytes(size), largest=kept[0].array)
-
-
-def _split(memory: Memory, means: Means) -> str | None:
-    if memory.temporaries < memory.total / 2:
-        return None
-    case = "split more" if means.accumulates else "split"
-    return _ADVICE[case].format(size=human_bytes(memory.temporaries))

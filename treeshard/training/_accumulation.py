@@ -32,7 +32,7 @@ from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.spec_trees import get_names_from_partition_spec
 from treeshard._core.specs import UNCONSTRAINED, dims_over, without_axes
 from treeshard._placement.constraint import with_sharding_constraint
-from treeshard._planning.plan_in_force import ACCUMULATES, AVERAGES_PARTS, current_plan
+from treeshard._planning.plan_in_force import AVERAGES_PARTS, current_plan
 from treeshard.errors import SpecError, listed
 from treeshard.training._metrics import check_metrics, map_metrics
 
@@ -150,9 +150,7 @@ def _summed_up(
     minibatches = jax.tree.map(partial(_split, count=count), batch)
 
     def add(total: Any, minibatch_and_key: tuple[Any, Any]) -> tuple[Any, None]:
-        grads_and_metrics = grad_fn(*minibatch_and_key)
-        with jax.named_scope(ACCUMULATES):  # by which reports know it
-            new = jax.tree.map(jnp.add, total, grads_and_metrics)
+        new = jax.tree.map(jnp.add, total, grad_fn(*minibatch_and_key))
         return jax.tree.map(pinned, new), None
 
     types: list[Any] = []
