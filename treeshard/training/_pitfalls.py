@@ -1,8 +1,7 @@
-"""Pitfalls of a step: shared memory, and arrays put on one device.
+"""Pitfalls of a step: arrays that it cannot take as they are, and arrays put on one device.
 
 JAX donates an array's buffers, and ends the process if a call on several devices gets one of them
-twice: arrays of the state that share memory with others are copied. A `device_put` to one device
-has no effect in a program for several: the step warns of it.
+twice, or one that is deleted. A `device_put` to one device has no effect in a program for several.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,11 +10,96 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 
 from treeshard._core.arrays import data_of
+from treeshard._placement.shard import shard
 from treeshard._planning.matching import PlannedLeaf
-from treeshard.errors import counted, listed, own_lines, warn
+from treeshard.errors import (
+    DeletedLeafError,
+    SpecError,
+    counted,
+    listed,
+    user_line,
+    warn,
+)
+
+# ------------------------------------------------------------------ the arrays of a state
+
+
+def has_deleted(arrays: Sequence[Any]) -> bool:
+    """Whether one of some arrays is deleted."""
+    try:
+        return any([x.is_deleted() for x in arrays])
+    except AttributeError:  # a numpy array, which the state of a first step may have
+        return any([_is_live(x) and x.is_deleted() for x in arrays])
+
+
+def check_not_deleted(arrays: Sequence[Any], leaves: Sequence[PlannedLeaf]) -> None:
+    """Raises `DeletedLeafError` if arrays of a state are deleted."""
+    if not has_deleted(arrays):
+        return
+    facts = [
+        f"{leaf.path}: deleted, or donated to an earlier step. Continue with the state that"
+        " the step returned, or make the step with `donate=False`."
+        for x, leaf in zip(arrays, leaves, strict=True)
+        if _is_live(x) and x.is_deleted()
+    ]
+    raise DeletedLeafError(listed(f"{len(facts)} leaves of the state are deleted:", facts))
+
+
+def check_sharded(
+    arrays: Sequence[Any],
+    leaves: Sequence[PlannedLeaf],
+    shardings: Sequence[NamedSharding],
+    cause: Exception,
+) -> None:
+    """Raises `SpecError` if a call failed for arrays that are not sharded as planned."""
+    facts = []
+    for x, leaf, sharding in zip(arrays, leaves, shardings, strict=True):
+        if _is_live(x) and not x.sharding.is_equivalent_to(sharding, x.ndim):
+            memory = "" if leaf.memory is None else f" in {leaf.memory}"
+            facts.append(
+                f"{leaf.path}: sharded as {x.sharding}, planned as {leaf.given}{memory}. Place the"
+                " state with `treeshard.shard(state, plan)`."
+            )
+    if facts:
+        raise SpecError(
+            listed(f"{len(facts)} leaves are not sharded as planned:", facts)
+        ) from cause
+
+
+def _is_live(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer)
+
+
+def typed_as_planned(arrays: list[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
+    """The arrays, with those placed for which JAX would trace another program than for the plan's.
+
+    Arrays of a mesh of the same devices and other types of axes are not copied.
+    """
+    pairs = enumerate(zip(arrays, shardings, strict=True))
+    others = {i: planned for i, (x, planned) in pairs if _is_typed_otherwise(x, planned)}
+    if not others:
+        return arrays
+    placed = shard([arrays[i] for i in others], [*others.values()])
+    return _with(arrays, dict(zip(others, placed, strict=True)))
+
+
+def _is_typed_otherwise(x: Any, planned: NamedSharding) -> bool:
+    types = planned.mesh.axis_types
+    if not getattr(x, "committed", False):  # its type does not say how it is sharded
+        return AxisType.Explicit in types
+    if not isinstance(x.sharding, NamedSharding) or x.sharding.mesh.axis_types == types:
+        return False
+    return x.sharding.is_equivalent_to(planned, x.ndim)
+
+
+def _with(arrays: list[Any], new: dict[int, Any]) -> list[Any]:
+    return [new.get(i, x) for i, x in enumerate(arrays)]
+
+
+# ------------------------------------------------------------------ arrays that share memory
 
 # Set on the arrays that a step returned: each has memory of its own, so only the same object may
 # be in a tree twice. Asking for the buffers of 1000 arrays takes longer than calling a step.
@@ -36,7 +120,9 @@ def separated(
     Warns:
         ShardingWarning: If there are any; it names the paths of both arrays.
     """
-    if _have_own_memory(arrays) and not any([hasattr(x, _MARK) for x in batch]):
+    are_marked = all([hasattr(x, _MARK) for x in arrays])
+    are_distinct = len(set(map(id, arrays))) == len(arrays)
+    if are_marked and are_distinct and not any([hasattr(x, _MARK) for x in batch]):
         return arrays
     shared = _shared(arrays, batch, leaves)
     if not shared:
@@ -49,14 +135,10 @@ def separated(
     ]
     warn(f"{where}: {listed(f'{len(facts)} arrays of the state share memory:', facts)}")
     originals = [arrays[i] for i in shared]
-    copies = jax.jit(_copied, out_shardings=[x.sharding for x in originals])(originals)
-    new = dict(zip(shared, copies, strict=True))
-    return [new.get(i, x) for i, x in enumerate(arrays)]
-
-
-def _have_own_memory(arrays: list[Any]) -> bool:
-    """Whether these are arrays that a step returned, each once."""
-    return all([hasattr(x, _MARK) for x in arrays]) and len(set(map(id, arrays))) == len(arrays)
+    copy = jax.jit(
+        lambda arrays: [jnp.copy(x) for x in arrays], out_shardings=[x.sharding for x in originals]
+    )
+    return _with(arrays, dict(zip(shared, copy(originals), strict=True)))
 
 
 def _shared(
@@ -77,13 +159,9 @@ def _shared(
     return shared
 
 
-def _copied(arrays: list[Any]) -> list[Any]:
-    return [jnp.copy(x) for x in arrays]
-
-
 def _buffers(x: Any) -> list[Any]:
     """What identifies the memory of an array: device and address of each shard on this process."""
-    if not isinstance(x, jax.Array) or isinstance(x, Tracer):
+    if not _is_live(x):
         return []
     try:
         # An address is unique on its own device only. Empty shards have no memory to share.
@@ -101,10 +179,7 @@ def _buffers(x: Any) -> list[Any]:
 
 def warn_of_device_puts(jaxpr: Any, where: str) -> None:
     """Warns once of all `jax.device_put` to one device in a traced step."""
-    facts = [
-        f"`device_put` of {array} to {device} at {source}"
-        for array, device, source in dict.fromkeys(_device_puts(jaxpr))
-    ]
+    facts = [*dict.fromkeys(_device_puts(jaxpr))]
     if facts:
         headline = f"{where}: the step puts {counted(len(facts), 'array')} on one device:"
         message = listed(headline, facts, headed=True)
@@ -115,16 +190,23 @@ def warn_of_device_puts(jaxpr: Any, where: str) -> None:
         )
 
 
-def _device_puts(jaxpr: Any) -> Iterator[tuple[str, str, str]]:
-    """The array, the device and the source line of each."""
+def _device_puts(jaxpr: Any) -> Iterator[str]:
     for eqn in equations(jaxpr):
-        if eqn.primitive.name == "device_put":
-            # Of a tree it is one equation: `device_put[devices=(CpuDevice(id=0), None) ...] a b`.
-            for variable, target in zip(eqn.invars, eqn.params["devices"], strict=True):
-                if isinstance(target, SingleDeviceSharding):
-                    [target] = target.device_set
-                if isinstance(target, jax.Device):
-                    yield variable.aval.str_short(), str(target), source_line(eqn)
+        if eqn.primitive.name != "device_put":
+            continue
+        # Of a tree it is one equation: `device_put[devices=(CpuDevice(id=0), None) ...] a b`.
+        for variable, target in zip(eqn.invars, eqn.params["devices"], strict=True):
+            if isinstance(target, SingleDeviceSharding):
+                [target] = target.device_set
+            if isinstance(target, jax.Device):
+                array = variable.aval.str_short()
+                yield f"`device_put` of {array} to {target} at {_source_line(eqn)}"
+
+
+def _source_line(eqn: Any) -> str:
+    traceback = eqn.source_info.traceback
+    frames = [] if traceback is None else traceback.frames
+    return user_line(f"{x.file_name}:{x.line_num}" for x in frames) or "an unknown line"
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
@@ -135,18 +217,3 @@ def equations(jaxpr: Any) -> Iterator[Any]:
         for inner in jax.tree.leaves(list(eqn.params.values())):
             if hasattr(inner, "eqns"):
                 yield from equations(inner)
-
-
-def source_line(eqn: Any) -> str:
-    """The innermost line that is neither treeshard's nor another package's, as `file:line`."""
-    return user_line(eqn) or next(iter(_lines(eqn)), "an unknown line")
-
-
-def user_line(eqn: Any) -> str:
-    """The same, or `""` if all lines are treeshard's or another package's."""
-    return next(iter(own_lines(_lines(eqn))), "")
-
-
-def _lines(eqn: Any) -> list[str]:
-    traceback = eqn.source_info.traceback
-    return [] if traceback is None else [f"{x.file_name}:{x.line_num}" for x in traceback.frames]

@@ -13,16 +13,16 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.tree_util import DictKey, register_pytree_with_keys, tree_flatten
+from jax.tree_util import DictKey, register_pytree_with_keys, tree_flatten, tree_leaves
 
 from treeshard._core.arrays import StaticSplit, array_text, has_shape, is_array
-from treeshard._core.jax_private import varying_axes
-from treeshard._core.paths import PyTree, leaf_paths, pair
+from treeshard._core.jax_private import is_tracing, varying_axes
+from treeshard._core.paths import PyTree, leaf_paths, pair, path_under
 from treeshard._core.spec_trees import get_names_from_partition_spec
 from treeshard._core.text import fold_paths
 from treeshard._placement.constraint import with_sharding_constraint
 from treeshard._planning.plan import Plan
-from treeshard._planning.plan_in_force import PlanInForce
+from treeshard._planning.plan_in_force import PlanInForce, plan_in_force
 from treeshard.errors import SpecError, StateError, listed, warn
 from treeshard.training._batch import BatchPlacement
 from treeshard.training._pitfalls import equations, warn_of_device_puts
@@ -37,6 +37,8 @@ class Program:
     Attributes:
         state: Splits a state of this structure into its arrays and its constants.
         batch: The same for a batch; Python numbers in it are arguments too.
+        leaves: Those of the plan, in the order of the arrays.
+        shardings: Theirs.
         run: The jitted function of the arrays of a state and of a batch.
         compiled: What `Step.compile` made of `run`, if it was called.
         is_traced: Whether `run` has been traced.
@@ -57,44 +59,36 @@ class Program:
         placement: BatchPlacement,
         *,
         donate: bool,
-        per_device: bool,
     ) -> None:
-        self.fn, self.in_force, plan = fn, in_force, in_force.plan
         self.state, self.batch = state, batch
-        self.placement, self.per_device = placement, per_device
-        self.paths = leaf_paths(state.combine(range(len(state.indices))))
-        array_paths = state.dynamic(self.paths)
-        _check_fits_plan(array_paths, plan)
-        self.leaves, self.shardings = plan.leaves, plan.sharding_of_each()
+        self.leaves, self.shardings = in_force.plan.leaves, in_force.plan.sharding_of_each()
+        self._fn, self._in_force, self._placement, self._donate = fn, in_force, placement, donate
+        self._paths = leaf_paths(state.combine(range(len(state.indices))))
+        array_paths = state.dynamic(self._paths)
+        _check_fits_plan(array_paths, in_force.plan)
         # `collectives` reads these names of the arguments from the compiled program.
         unique = len(set(array_paths)) == len(array_paths)
-        self.names = _Names(array_paths if unique else [f"{i}" for i in range(len(array_paths))])
+        self._names = _Names(array_paths if unique else [f"{i}" for i in range(len(array_paths))])
         self._once_on_host: set[int] = set()  # the arrays that a call had as numpy arrays
-        self._donate = donate
-        self.run = self._jitted(in_force)
-
-    def matches(self, leaves: list[Any], treedef: Any, data: list[Any], data_def: Any) -> bool:
-        """Whether this is the program for a state and a batch."""
-        return self.state.matches(leaves, treedef) and self.batch.matches(data, data_def)
+        self._jit()
 
     def __call__(self, arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
-        """Runs the step on the arrays of a state and of a batch."""
-        if not self.is_traced:
-            self.trace(arrays, data)
-        run = self.run if self.compiled is None else self.compiled
-        new, aux = run(self.named(arrays), data)
+        """Runs the step, which has been traced, on the arrays of a state and of a batch."""
+        # Inside a jit of the user's, a compiled program cannot be called.
+        run = self.run if self.compiled is None or is_tracing() else self.compiled
+        new, aux = run(_Named(arrays, self._names), data)
         return new.arrays, aux
 
     def trace(self, arrays: Sequence[Any], data: list[Any]) -> jax.stages.Traced:
         """Traces the step, and warns of pitfalls that the trace shows, once."""
-        traced = self._traced(self.named(arrays), data)
+        traced = self._traced(_Named(arrays, self._names), data)
         if not self.is_traced:
             self.is_traced = True
-            warn_of_device_puts(traced.jaxpr, self.placement.where)
+            warn_of_device_puts(traced.jaxpr, self._placement.where)
         return traced
 
     def _traced(self, state: "_Named", data: list[Any]) -> jax.stages.Traced:
-        if self.in_force.waits:
+        if self._in_force.waits:
             with suppress(Exception):
                 traced = self.run.trace(state, data)
                 from treeshard._placement.reduced import loses_sums
@@ -102,19 +96,16 @@ class Program:
                 if not loses_sums(equations(traced.jaxpr.jaxpr)):
                     return traced
             # JAX has no types for all that can be done with weights whose gradients wait.
-            self.in_force = replace(self.in_force, waits=False)
-            self.run = self._jitted(self.in_force)
-        with explaining_types(self.placement.mesh, self.in_force):
+            self._in_force = replace(self._in_force, waits=False)
+            self._jit()
+        with explaining_types(self._placement.mesh, self._in_force):
             return self.run.trace(state, data)
-
-    def named(self, arrays: Sequence[Any]) -> "_Named":
-        return _Named(arrays, self.names)
 
     # -------------------------------------------------------------- the traced function
 
-    def _jitted(self, in_force: PlanInForce) -> Any:
-        mesh = self.placement.mesh
-        body = in_force.inside(self._sharded_body if self.per_device else self._constrained_body)
+    def _jit(self) -> None:
+        mesh, in_force = self._placement.mesh, self._in_force
+        body = self._on_shards if in_force.gather else self._on_whole_arrays
 
         def run(state: _Named, data: list[Any]) -> tuple[_Named, Any]:
             # An op on arrays in host and in device memory is an error in JAX: they are copied
@@ -124,75 +115,83 @@ class Program:
                 for x, leaf in zip(state.arrays, self.leaves, strict=True)
             ]
             self._check_arrays(arrays, self.leaves, "enters the step as")
-            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), plan_in_force(in_force):
                 new, aux = body(arrays, data)
-            return self.named(new), aux
+            return _Named(new, self._names), aux
 
-        run.__name__ = getattr(self.fn, "__name__", "step")  # what profiles show
-        shardings = self.named(self.shardings)
+        run.__name__ = getattr(self._fn, "__name__", "step")  # what profiles show
+        shardings = _Named(self.shardings, self._names)
         # `None` takes arguments as they are sharded, and leaves results to the partitioner. JAX
         # donates whole arguments, so the batch is another one than the state.
-        return jax.jit(
+        self.run = jax.jit(
             run,
             in_shardings=(shardings, None),
             out_shardings=(shardings, None),
             donate_argnums=0 if self._donate else (),
         )
 
-    def _constrained_body(self, arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
-        """The step under `jit`. A batch that comes from a jit around it is not placed yet."""
+    def _on_whole_arrays(self, arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
+        # A batch that comes from a jit around this one is not placed yet.
         leaves, treedef = tree_flatten(self.batch.combine(data))
-        for i, target in self.placement.targets(leaves, treedef).items():
+        for i, target in self._placement.targets(leaves, treedef).items():
             leaves[i] = with_sharding_constraint(leaves[i], target)
-        return self._body(arrays, treedef.unflatten(leaves))
+        return self._step(arrays, treedef.unflatten(leaves))
 
-    def _sharded_body(self, arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
-        """The step on each device's shards of state and batch."""
+    def _on_shards(self, arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
+        def on_this_device(arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
+            new, aux = self._step(arrays, self.batch.combine(data))
+            self._check_equal(new, aux)
+            return new, aux
+
         specs = [leaf.given for leaf in self.leaves]
-        batch_specs = self.placement.specs_of(self.batch.combine(data))
+        batch_specs = self.batch.dynamic(self._placement.specs_of(self.batch.combine(data)))
         sharded = jax.shard_map(
-            self._checked_body,
-            mesh=self.placement.mesh,
-            in_specs=(specs, [_spec_of(spec) for spec in self.batch.dynamic(batch_specs)]),
+            on_this_device,
+            mesh=self._placement.mesh,
+            in_specs=(specs, [_spec_of(spec) for spec in batch_specs]),
             out_specs=(specs, PartitionSpec()),
         )
         return sharded(arrays, data)
 
-    def _body(self, arrays: list[Any], batch: PyTree) -> tuple[list[Any], Any]:
-        out = self.fn(self.state.combine(arrays), batch)
+    def _step(self, arrays: list[Any], batch: PyTree) -> tuple[list[Any], Any]:
+        """What the user's function returns: the new arrays, and `aux`."""
+        out = self._fn(self.state.combine(arrays), batch)
         if not isinstance(out, tuple) or len(out) != 2:
             raise StateError(f"the step must return (state, aux), not {type(out).__name__}.")
-        if self._is_like(out[1], arrays) and not self._is_like(out[0], arrays):
+        state, aux = out
+        if self._is_like(aux, arrays) and not self._is_like(state, arrays):
             raise StateError(
                 "The step returns (aux, state): its second result has the form of the state. Return"
                 " the state first, as in `return state, loss`."
             )
-        new, treedef = tree_flatten(out[0])
+        new, treedef = tree_flatten(state)
         self._check_static(new, treedef)
         new = self.state.dynamic(new)
         self._check_arrays(new, arrays, "leaves the step as")
-        return new, out[1]
+        return new, aux
 
-    def _checked_body(self, arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
-        """The step on one device's shards; raises if results differ that must be equal."""
-        new, aux = self._body(arrays, self.batch.combine(data))
+    # -------------------------------------------------------------- what a step may return
+
+    def _check_equal(self, new: list[Any], aux: PyTree) -> None:
+        """Raises if results on this device may differ from others that must be equal."""
         # JAX checks `out_specs` too, by the same types, but knows neither the plan nor the way out.
-        facts = [
-            f"{leaf.path}: the result differs along {_quoted(more)}, but the plan shards it as"
-            f" {leaf.given}. Average its gradients: `manual.sync_gradients`, or"
-            " `manual.value_and_grad`."
-            for x, leaf in zip(new, self.leaves, strict=True)
-            if (more := varying_axes(x) - set(get_names_from_partition_spec(leaf.given)))
-        ]
-        facts += [
-            f"aux{'/' + path if path else ''}: it differs along {_quoted(varying_axes(x))}. Reduce"
-            " it: `Metrics.reduce`, or `jax.lax.pmean`."
-            for path, x in zip(leaf_paths(aux), tree_flatten(aux)[0], strict=True)
-            if is_array(x) and varying_axes(x)
-        ]
+        facts = []
+        for x, leaf in zip(new, self.leaves, strict=True):
+            more = varying_axes(x) - set(get_names_from_partition_spec(leaf.given))
+            if more:
+                facts.append(
+                    f"{leaf.path}: the result differs along {_quoted(more)}, but the plan shards it"
+                    f" as {leaf.given}. Average its gradients: `manual.sync_gradients`, or"
+                    " `manual.value_and_grad`."
+                )
+        for path, x in zip(leaf_paths(aux), tree_leaves(aux), strict=True):
+            if is_array(x) and varying_axes(x):
+                facts.append(
+                    f"{path_under('aux', path)}: it differs along {_quoted(varying_axes(x))}."
+                    " Reduce it: `Metrics.reduce`, or `jax.lax.pmean`."
+                )
         if facts:
             raise StateError(listed(f"{len(facts)} results differ between devices:", facts))
-        return new, aux
 
     def _is_like(self, tree: Any, arrays: list[Any]) -> bool:
         """Whether a tree has the structure and the shapes of the state."""
@@ -207,7 +206,7 @@ class Program:
         if treedef != self.state.treedef:
             paths = leaf_paths(treedef.unflatten(new))
             facts = _unpaired(
-                self.paths, paths, "the returned state lacks it.", "the step adds it to the state."
+                self._paths, paths, "the returned state lacks it.", "the step adds it to the state."
             ) or ["the step changes a container of the state, or a static field in it."]
             headline = "The step changes the structure of its state:"
             raise StateError(listed(headline, facts, headed=True))
@@ -215,7 +214,7 @@ class Program:
         for i in self.state.changed(new):
             old = self.state.static[i]
             facts.append(
-                f"{self.paths[i]}: the step turns {_described(old)} into {_described(new[i])}. A"
+                f"{self._paths[i]}: the step turns {_described(old)} into {_described(new[i])}. A"
                 f" leaf that is not an array is a constant of the compiled program. {_advice(old)}"
             )
         if facts:
@@ -239,7 +238,7 @@ class Program:
         if again:
             paths = ", ".join(fold_paths([self.leaves[i].path for i in again]))
             warn(
-                f"{self.placement.where}: {paths}: in host memory in every step, so that each step"
+                f"{self._placement.where}: {paths}: in host memory in every step, so that each step"
                 " copies it to the devices. Pass the state that the step returned, and only read"
                 " from it."
             )

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh
 from jax.tree_util import tree_flatten, tree_leaves
 
 from treeshard._core.arguments import check_tree
@@ -29,12 +28,18 @@ from treeshard._core.paths import PyTree
 from treeshard._core.processes import participating_processes
 from treeshard._core.reports import are_used, report
 from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
-from treeshard._placement.shard import shard
 from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import PlanInForce, row_axes
-from treeshard.errors import ArgumentError, DeletedLeafError, SpecError, TreeShardError, listed
+from treeshard.errors import ArgumentError, TreeShardError
 from treeshard.training._batch import BatchPlacement, structs_of
-from treeshard.training._pitfalls import mark_as_separate, separated
+from treeshard.training._pitfalls import (
+    check_not_deleted,
+    check_sharded,
+    has_deleted,
+    mark_as_separate,
+    separated,
+    typed_as_planned,
+)
 from treeshard.training._program import Program, StepFn
 
 if TYPE_CHECKING:
@@ -63,20 +68,22 @@ class Step:
         per_device: bool = False,
     ) -> None:
         update_wrapper(self, fn)
-        self.plan, self.batch_specs = plan, batch
+        self.plan, self.batch_specs, self.is_by_hand = plan, batch, per_device
         self._name = "shard_map_step" if per_device else "jit_step"
         self._mesh = with_devices(plan.mesh, self._name, compile_only=True)
         self._processes = participating_processes((), [self._mesh])
-        self._is_attached = is_attached(self._mesh.devices.flat[0])
         gather = None
         if per_device:
             from treeshard.manual import gather_params as gather
         waits = can_wait(self._mesh) and not per_device
-        self._has_types = bool(axes_of_type(self._mesh, AxisType.Explicit))
         self._in_force = PlanInForce(plan, row_axes(batch), gather, waits)
-        self._fn, self._donate, self.is_by_hand = fn, donate, per_device
+        self._fn, self._donate = fn, donate
         self._batches = BatchPlacement(batch, self._mesh, self._processes, self._name)
         self._programs: list[Program] = []
+        self._is_attached = is_attached(self._mesh.devices.flat[0])
+        self._has_types = bool(axes_of_type(self._mesh, AxisType.Explicit))
+        # On one device JAX refuses deleted and shared arrays, and leaves all as they are.
+        self._looks_first = self._mesh.size > 1 or self._has_types
 
     def __call__(self, state: PyTree, batch: PyTree, *others: Any) -> tuple[PyTree, Any]:
         if others:
@@ -94,21 +101,31 @@ class Step:
         program = self._program(leaves, treedef, data, data_def)
         arrays = program.state.dynamic(leaves)
         if is_tracing():  # in a jit of the user's, which neither places nor donates
-            new, aux = program(arrays, program.batch.dynamic(data))
+            data = program.batch.dynamic(data)
+            program.trace(arrays, data)
+            new, aux = program(arrays, data)
             return program.state.combine(new), aux
         data, entry = self._batches.place(data, data_def)
         data = program.batch.dynamic(data)
         if np.ndarray in set(map(type, arrays)):
             program.warn_of_host_leaves(arrays)
-        if self._has_types:
-            arrays = _placed(arrays, program)
-        # On one device JAX refuses such arrays, and leaves them as they are: `_run` looks then.
-        if self._mesh.size > 1 or not program.is_traced:
-            arrays = self._usable(program, arrays, data)
+        if self._looks_first or not program.is_traced:
+            # What is nowhere yet has no sharding in its type, and JAX would trace another program.
+            are_placed = not self._has_types or all(
+                [getattr(x, "committed", False) for x in arrays]
+            )
+            types = not (program.is_traced and are_placed)
+            arrays = self._ready(program, arrays, data, types=types)
         with in_turn(self._processes), jax.set_mesh(self._mesh):
             new, aux = self._run(program, arrays, data)
-            if self._processes and is_main_thread():
-                note(self._processes, f"{self._called(program)}, {entry}")
+            if self._processes:
+                call = count_step(self._processes)
+                set_origin(new, self._processes, call, [leaf.path for leaf in program.leaves])
+                set_origin(tree_leaves(aux), self._processes, f"{call}, aux,")
+                if is_main_thread():
+                    note(self._processes, f"{self._called(program)}, {entry}")
+        if self._donate and self._looks_first:
+            mark_as_separate(new)
         return program.state.combine(new), aux
 
     def on(self, plan: Plan, batch: SpecTree) -> "Step":
@@ -126,7 +143,7 @@ class Step:
     def _program(self, leaves: list[Any], treedef: Any, data: list[Any], data_def: Any) -> Program:
         """The program for arguments of this structure, which is made at their first call."""
         for program in self._programs:
-            if program.matches(leaves, treedef, data, data_def):
+            if program.state.matches(leaves, treedef) and program.batch.matches(data, data_def):
                 return program
         check_tree(treedef.unflatten(leaves), self._name, "step(state, batch)", "the state")
         program = Program(
@@ -136,53 +153,39 @@ class Step:
             StaticSplit(data, data_def, _is_data),
             self._batches,
             donate=self._donate,
-            per_device=self.is_by_hand,
         )
         self._programs.append(program)
         return program
 
-    def _usable(self, program: Program, arrays: list[Any], data: list[Any]) -> list[Any]:
-        """The arrays of a state that can be passed, and donated: JAX would end the process if
-        several devices get deleted arrays, or one array twice to donate."""
-        if _has_deleted(arrays):
-            facts = [
-                f"{leaf.path}: deleted, or donated to an earlier step. Continue with the state that"
-                " the step returned, or make the step with `donate=False`."
-                for x, leaf in zip(arrays, program.leaves, strict=True)
-                if _is_live(x) and x.is_deleted()
-            ]
-            headline = f"{len(facts)} leaves of the state are deleted:"
-            raise DeletedLeafError(listed(headline, facts))
+    def _ready(
+        self, program: Program, arrays: list[Any], data: list[Any], *, types: bool
+    ) -> list[Any]:
+        """The arrays of a state as JAX takes them, of the plan's types too if it is to look at
+        `types`: raises for deleted ones, copies shared ones."""
+        check_not_deleted(arrays, program.leaves)
+        if types:
+            arrays = typed_as_planned(arrays, program.shardings)
         return separated(arrays, data, program.leaves, self._name) if self._donate else arrays
 
     def _run(self, program: Program, arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
         try:
             if not program.is_traced:
-                arrays = _on_the_mesh(arrays, program)
                 traced = program.trace(arrays, data)
                 if not self.is_by_hand and are_used():
                     # JAX keeps this program for the call, so that it compiles once.
                     self._warn_of_activations(traced.lower().compile(), traced.jaxpr)
-            new, aux = program(arrays, data)
+            return program(arrays, data)
         except TreeShardError:
             raise
         except Exception as error:
             # A program that fails while it runs has deleted what was donated to it by then.
-            has_run = isinstance(error, jax.errors.JaxRuntimeError) and _has_deleted(arrays)
-            usable = arrays if has_run else self._usable(program, arrays, data)
-            usable = _on_the_mesh(usable, program)
-            if usable is not arrays:
-                return self._run(program, usable, data)
-            if (problem := _misplaced(arrays, program)) is None:
+            if isinstance(error, jax.errors.JaxRuntimeError) and has_deleted(arrays):
                 raise
-            raise problem from error
-        if self._processes:
-            call = count_step(self._processes)
-            set_origin(new, self._processes, call, [leaf.path for leaf in program.leaves])
-            set_origin(tree_leaves(aux), self._processes, f"{call}, aux,")
-        if self._donate and self._mesh.size > 1:
-            mark_as_separate(new)
-        return new, aux
+            ready = self._ready(program, arrays, data, types=True)
+            check_sharded(ready, program.leaves, program.shardings, error)
+            if ready is arrays:
+                raise
+        return program(ready, data)
 
     # -------------------------------------------------------------- before a call
 
@@ -412,64 +415,3 @@ def _context_of(mesh: Mesh) -> AbstractContextManager[Any]:
     # `jit` compiles once per mesh context, so every call runs in the same one. Inside another
     # jit the context cannot be set, and does not change either.
     return nullcontext() if is_tracing() else jax.set_mesh(mesh)
-
-
-def _placed(arrays: list[Any], program: Program) -> list[Any]:
-    """The arrays, with those placed that are nowhere yet: their types do not say how they are
-    sharded, and JAX would trace another program for them."""
-    nowhere = [i for i, x in enumerate(arrays) if not getattr(x, "committed", False)]
-    if not nowhere:
-        return arrays
-    placed = shard([arrays[i] for i in nowhere], [program.shardings[i] for i in nowhere])
-    new = dict(zip(nowhere, placed, strict=True))
-    return [new.get(i, x) for i, x in enumerate(arrays)]
-
-
-def _on_the_mesh(arrays: list[Any], program: Program) -> list[Any]:
-    """The arrays, with those of a mesh of the same devices and other types of axes on the plan's.
-
-    Nothing is copied: only the type that JAX traces differs.
-    """
-    pairs = zip(arrays, program.shardings, strict=True)
-    others = [i for i, (x, planned) in enumerate(pairs) if _differs_in_type(x, planned)]
-    if not others:
-        return arrays
-    moved = arrays.copy()
-    for i in others:
-        moved[i] = jax.device_put(arrays[i], program.shardings[i])
-    return moved
-
-
-def _differs_in_type(x: Any, planned: NamedSharding) -> bool:
-    if not _is_live(x) or not isinstance(x.sharding, NamedSharding):
-        return False
-    kinds = x.sharding.mesh.axis_types
-    return kinds != planned.mesh.axis_types and x.sharding.is_equivalent_to(planned, x.ndim)
-
-
-# ------------------------------------------------------------------ errors of a call
-
-
-def _has_deleted(arrays: list[Any]) -> bool:
-    try:
-        return any([x.is_deleted() for x in arrays])
-    except AttributeError:  # a numpy array, which the state of a first step may have
-        return any([_is_live(x) and x.is_deleted() for x in arrays])
-
-
-def _is_live(x: Any) -> bool:
-    return isinstance(x, jax.Array) and not isinstance(x, Tracer)
-
-
-def _misplaced(arrays: list[Any], program: Program) -> SpecError | None:
-    """An error about leaves that are not sharded as planned, which may be why a call failed."""
-    facts = [
-        f"{leaf.path}: sharded as {x.sharding}, planned as {planned}. Place the state with"
-        " `treeshard.shard(state, plan)`."
-        for x, leaf, sharding in zip(arrays, program.leaves, program.shardings, strict=True)
-        if _is_live(x) and not x.sharding.is_equivalent_to(sharding, x.ndim)
-        for planned in [leaf.given if leaf.memory is None else f"{leaf.given} in {leaf.memory}"]
-    ]
-    if not facts:
-        return None
-    return SpecError(listed(f"{len(facts)} leaves are not sharded as planned:", facts))
