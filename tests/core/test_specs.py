@@ -16,6 +16,7 @@ import treeshard as ts
 from treeshard._core.arrays import is_array
 from treeshard._core.spec_trees import specs_of_leaves
 from treeshard._core.specs import (
+    all_axes,
     axes_of,
     entries,
     is_logical,
@@ -122,6 +123,8 @@ def test_a_projection_is_valid_and_stable(requested, shape) -> None:
     spec, shape = P(*requested), tuple(shape)
     got, adjustments = project(spec, MESH, shape)
     used = [axis for entry in entries(got) for axis in axes_of(entry)]
+    dropped = [axis for note in adjustments for axis in note.axes]
+    assert sorted([*used, *dropped]) == sorted(all_axes(requested))
     assert len(set(used)) == len(used)
     assert set(used) <= set(MESH.shape)
     assert len(entries(got)) <= len(shape)

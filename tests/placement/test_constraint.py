@@ -841,9 +841,13 @@ def test_unshard_of_an_axis_that_no_spec_names(mesh: Mesh):
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_unshard_of_no_axis():
-    with pytest.raises(TypeError, match="unshard: 3 is int; axis names are a string"):
-        ts.unshard(SQUARE, BOTH, 3)  # pyright: ignore
+@pytest.mark.parametrize("specs", [BOTH, None])
+def test_unshard_of_no_axis(specs: Any, mesh: Mesh):
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(TypeError, match="unshard: 3 is int; axis names are a string"),
+    ):
+        ts.unshard(SQUARE, specs, 3)  # pyright: ignore
 
 
 def test_unshard_in_a_scan_gathers_each_layer_once_and_moves_no_activation(fsdp_mesh: Mesh):

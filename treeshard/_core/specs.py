@@ -209,91 +209,40 @@ def project(
         if sizes is None or not axes:
             given.append(entry)
             continue
-        free, dropped = _free_axes(spec, dim, sizes, manual, used)
-        used.update(free)
+        free: list[str] = []
+        for axis in axes:
+            note = _absent(axis, sizes, manual, dim)
+            if note is None and axis in used:
+                why = f"{spec} names the axis {axis!r} twice. An axis can split one dim only."
+                note = Adjustment("axis-already-used", why, (axis,), dim)
+            if note is None:
+                free.append(axis)
+                used.add(axis)
+            else:
+                adjustments.append(note)
         kept = free
         if divisible and shape is not None:
-            kept, uneven = _dividing_axes(spec, dim, free, sizes, shape)
-            dropped += uneven
-        adjustments += dropped
+            kept = _dividing_axes(free, sizes, shape[dim])
+            if kept != free:
+                adjustments.append(_indivisible(spec, dim, shape, free, kept, sizes))
         given.append(entry if len(kept) == len(axes) else entry_of(kept))
-    if shape is not None:
-        adjustments += _beyond_rank(spec, shape)
-    result, dropped = spec, []
-    if spec.unreduced or spec.reduced:
-        has_types = typed and (mesh is None or not axes_of_type(as_mesh(mesh), AxisType.Auto))
-        if not has_types:
-            result, dropped = _untyped(spec, mesh)
-        elif mesh is not None:
-            result, dropped = _typed(spec, mesh, manual)
-    adjustments += dropped
+    beyond = all_axes(requested[rank:])
+    if beyond:
+        extra = len(requested) - rank
+        last = "the last entry" if extra == 1 else f"the last {extra} entries"
+        why = (
+            f"{spec} has {counted(len(requested), 'entry')}, but shape {shape} has"
+            f" {counted(rank, 'dim')}. Drop {last}."
+        )
+        adjustments.append(Adjustment("rank", why, tuple(beyond)))
+    lost = _lost_types(spec, mesh, manual, typed)
+    adjustments += lost
     if not adjustments and len(requested) <= rank:
         return spec, ()
-    return with_entries(result, given), tuple(adjustments)
-
-
-# Why an adjustment was made, and the fix, by its kind.
-_WHY = {
-    "axis-is-manual": "{axis!r} is Manual here: the code already runs once per device along it.",
-    "axis-already-used": "{spec} names the axis {axis!r} twice. An axis can split one dim only.",
-    "indivisible": (
-        "{spec} splits dim {dim} of shape {shape} into {parts} parts, and {length} is not divisible"
-        " by {parts}. Pad it to {padded}, or use another dim or axis."
-    ),
-    "rank": "{spec} has {entries}, but shape {shape} has {dims}. Drop {last}.",
-    "reduced-type": (
-        "{names} are part of a type, which values have inside jit, under `jax.set_mesh` of a mesh"
-        " of Explicit axes alone.{auto} Elsewhere, write {plain}."
-    ),
-}
-
-
-def _untyped(spec: PartitionSpec, mesh: MeshLike | None) -> tuple[PartitionSpec, list[Adjustment]]:
-    """A spec without its `unreduced` and `reduced` axes."""
-    names = [f"`{name}` axes" for name in ("unreduced", "reduced") if getattr(spec, name)]
-    auto = () if mesh is None else axes_of_type(as_mesh(mesh), AxisType.Auto)
-    plain = with_types(spec, (), ())
-    why = _WHY["reduced-type"].format(
-        names=" and ".join(names),
-        auto=f" Auto here: {', '.join(map(repr, auto))}." if auto else "",
-        plain=plain,
-    )
-    axes = tuple(sorted(spec.unreduced | spec.reduced))
-    return plain, [Adjustment("reduced-type", why, axes)]
-
-
-def _typed(
-    spec: PartitionSpec, mesh: MeshLike, manual: frozenset[str]
-) -> tuple[PartitionSpec, list[Adjustment]]:
-    """A spec with those of its `unreduced` and `reduced` axes that values can have on a mesh."""
-    sizes = axis_sizes(mesh)
-    dropped: list[Adjustment] = []
-    for axis in sorted(spec.unreduced | spec.reduced):
-        if note := _absent(axis, sizes, manual):
-            dropped.append(note)
-    gone = {axis for note in dropped for axis in note.axes}
-    return with_types(spec, spec.unreduced - gone, spec.reduced - gone), dropped
-
-
-def _free_axes(
-    spec: PartitionSpec,
-    dim: int,
-    sizes: Mapping[str, int],
-    manual: frozenset[str],
-    used: set[str],
-) -> tuple[list[str], list[Adjustment]]:
-    """The axes of a dim that may shard it: in the mesh, not Manual, and not used before."""
-    free: list[str] = []
-    dropped: list[Adjustment] = []
-    for axis in axes_of(entries(spec)[dim]):
-        if note := _absent(axis, sizes, manual, dim):
-            dropped.append(note)
-        elif axis in used or axis in free:
-            why = _WHY["axis-already-used"].format(spec=spec, axis=axis)
-            dropped.append(Adjustment("axis-already-used", why, (axis,), dim))
-        else:
-            free.append(axis)
-    return free, dropped
+    if lost:
+        gone = {axis for note in lost for axis in note.axes}
+        spec = with_types(spec, spec.unreduced - gone, spec.reduced - gone)
+    return with_entries(spec, given), tuple(adjustments)
 
 
 def _absent(
@@ -303,47 +252,58 @@ def _absent(
     if axis not in sizes:
         return Adjustment("axis-not-in-mesh", unknown_axis(axis, sizes), (axis,), dim)
     if axis in manual:
-        return Adjustment("axis-is-manual", _WHY["axis-is-manual"].format(axis=axis), (axis,), dim)
+        why = f"{axis!r} is Manual here: the code already runs once per device along it."
+        return Adjustment("axis-is-manual", why, (axis,), dim)
     return None
 
 
-def _dividing_axes(
-    spec: PartitionSpec,
-    dim: int,
-    axes: list[str],
-    sizes: Mapping[str, int],
-    shape: tuple[int, ...],
-) -> tuple[list[str], list[Adjustment]]:
-    """The longest prefix of the axes that divides the dim."""
-    length = shape[dim]
+def _dividing_axes(axes: list[str], sizes: Mapping[str, int], length: int) -> list[str]:
+    """The longest prefix of the axes that divides a dim."""
     end = len(axes)
     while length % part_count(axes[:end], sizes):
         end -= 1
-    if end == len(axes):
-        return axes, []
+    return axes[:end]
+
+
+def _indivisible(
+    spec: PartitionSpec,
+    dim: int,
+    shape: tuple[int, ...],
+    axes: list[str],
+    kept: list[str],
+    sizes: Mapping[str, int],
+) -> Adjustment:
+    length = shape[dim]
     parts = part_count(axes, sizes)
     padded = -(-length // parts) * parts
-    why = _WHY["indivisible"].format(
-        spec=spec, dim=dim, shape=shape, length=length, parts=parts, padded=padded
+    why = (
+        f"{spec} splits dim {dim} of shape {shape} into {parts} parts, and {length} is not"
+        f" divisible by {parts}. Pad it to {padded}, or use another dim or axis."
     )
-    return axes[:end], [Adjustment("indivisible", why, tuple(axes[end:]), dim)]
+    return Adjustment("indivisible", why, tuple(axes[len(kept) :]), dim)
 
 
-def _beyond_rank(spec: PartitionSpec, shape: tuple[int, ...]) -> list[Adjustment]:
-    """The axes in entries beyond the rank."""
-    requested = entries(spec)
-    extra = requested[len(shape) :]
-    axes = tuple(all_axes(extra))
+def _lost_types(
+    spec: PartitionSpec, mesh: MeshLike | None, manual: frozenset[str], typed: bool
+) -> list[Adjustment]:
+    """Why values cannot have some of the `unreduced` and `reduced` axes of a spec here."""
+    axes = sorted(spec.unreduced | spec.reduced)
     if not axes:
         return []
-    why = _WHY["rank"].format(
-        spec=spec,
-        entries=counted(len(requested), "entry"),
-        shape=shape,
-        dims=counted(len(shape), "dim"),
-        last="the last entry" if len(extra) == 1 else f"the last {len(extra)} entries",
+    auto = () if mesh is None else axes_of_type(as_mesh(mesh), AxisType.Auto)
+    if typed and not auto:
+        if mesh is None:
+            return []
+        notes = (_absent(axis, axis_sizes(mesh), manual) for axis in axes)
+        return [note for note in notes if note is not None]
+    names = [f"`{name}` axes" for name in ("unreduced", "reduced") if getattr(spec, name)]
+    auto_here = f" Auto here: {', '.join(map(repr, auto))}." if auto else ""
+    why = (
+        f"{' and '.join(names)} are part of a type, which values have inside jit, under"
+        f" `jax.set_mesh` of a mesh of Explicit axes alone.{auto_here} Elsewhere, write"
+        f" {with_types(spec, (), ())}."
     )
-    return [Adjustment("rank", why, axes)]
+    return [Adjustment("reduced-type", why, tuple(axes))]
 
 
 def shard_size(shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh) -> int:

@@ -271,12 +271,9 @@ def usable_memory(chip: Chip) -> int:
         return chip.memory
     for name in _FRACTION:
         if text := os.environ.get(name):
-            return int(_fraction(name, text) * chip.memory)
+            try:
+                fraction = float(text)
+            except ValueError:
+                raise FormatError(f"{name} is {text!r}, and not a number, such as 0.9.") from None
+            return int(fraction * chip.memory)
     return int(_DEFAULT_FRACTION * chip.memory)
-
-
-def _fraction(name: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise FormatError(f"{name} is {text!r}, and not a number, such as 0.9.") from None

@@ -201,23 +201,21 @@ def _facts(leaf: Any) -> _Facts:
     is_number = isinstance(leaf, bool | int | float | complex)
     if not is_number and not has_shape(leaf):
         return {"value": leaf}
-    facts = _facts_of_place(leaf)
-    aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+    # `committed` is a fact of arrays only: JAX may move uncommitted ones to other devices.
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        aval = leaf
+        facts: _Facts = {} if leaf.sharding is None else _facts_of_sharding(leaf.sharding)
+    else:
+        aval = jax.typeof(leaf)
+        # jit places host values as it places uncommitted arrays.
+        facts = {"sharding": "one device (uncommitted)", "committed": "no"}
+        if isinstance(leaf, jax.Array) and leaf.committed:
+            facts = _facts_of_sharding(leaf.sharding) | {"committed": "yes"}
     facts |= {"shape": aval.shape, "dtype": aval.dtype}
     facts["weak type"] = "yes" if aval.weak_type else "no"
     if is_number:
         facts["value"] = leaf
     return facts
-
-
-def _facts_of_place(leaf: Any) -> _Facts:
-    # `committed` is a fact of arrays only: JAX may move uncommitted ones to other devices.
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return {} if leaf.sharding is None else _facts_of_sharding(leaf.sharding)
-    if isinstance(leaf, jax.Array) and leaf.committed:
-        return _facts_of_sharding(leaf.sharding) | {"committed": "yes"}
-    # jit places host values as it places uncommitted arrays.
-    return {"sharding": "one device (uncommitted)", "committed": "no"}
 
 
 def _facts_of_sharding(sharding: Sharding) -> _Facts:

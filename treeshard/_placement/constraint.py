@@ -195,21 +195,33 @@ def unshard(
         specs = _specs_here(tree, step, axis)
         if specs is None:
             return tree
-    axes = _axes_to_gather(axis, source)
+    if axis is not None:
+        axes = axis_tuple(axis, "unshard")
+    elif source is not None:
+        axes = source.gathered_axes
+    else:
+        raise SpecError(f"unshard: pass the axis to gather over, {_NO_PLAN}.")
     if step is not None and step.gather is not None:
         manual = [name for name in axes if name in manual_axes()]
         if manual:
             return step.gather(tree, manual, specs)
     leaf_specs = specs_of_leaves(specs, tree, resolve=resolve_names)
     if axis is not None:
-        _warn_of_misspelled(axes, leaf_specs)
+        named = get_names_from_partition_spec(leaf_specs)
+        for name in axes:
+            hint = did_you_mean(name, named, _NEAR_MISS)
+            if hint and name not in named:
+                warn(f"unshard: no spec names the axis {name!r}, so nothing is gathered.{hint}")
     mesh, treedef = as_mesh(mesh, make_mesh), tree_structure(tree)
     gathered = [_gathered(spec, axes) for spec in leaf_specs]
     if is_tracing():
         if step is not None and step.waits and can_wait(context_mesh()):
             tree = _for_scatter(tree, gathered, axes, step.rows)
-        before = treedef.unflatten(map(_spec_of_gradient, leaf_specs, gathered))
-        tree = _constrain_tree("unshard", tree, before, mesh)
+        # The gradient of a leaf that is constrained to its own spec is constrained to it too.
+        # Compilers may otherwise all-reduce full gradients, where a reduce-scatter is enough.
+        pairs = zip(leaf_specs, gathered, strict=True)
+        of_gradients = [None if after is None else spec for spec, after in pairs]
+        tree = _constrain_tree("unshard", tree, treedef.unflatten(of_gradients), mesh)
     return _constrain_tree("unshard", tree, treedef.unflatten(gathered), mesh)
 
 
@@ -225,14 +237,18 @@ def _specs_here(tree: PyTree, step: PlanInForce | None, axis: Any) -> SpecTree |
         return None
     mesh = context_mesh()
     # Types do not name Auto axes. A plan does.
-    if is_all_explicit(mesh) or (step is None and _are_explicit(axis, mesh)):
+    if is_all_explicit(mesh):
         return tree_map(_spec_of_type, tree)
-    if step is None:
-        is_missing = _misses_a_mesh(tree) if mesh is None else mesh.size > 1
-        if is_missing:
-            warn(f"unshard: nothing is gathered: no plan is in force here. Pass it, {_NO_PLAN}.")
-        return None
-    return _specs_in_plan(tree, step)
+    if step is not None:
+        return _specs_in_plan(tree, step)
+    if mesh is not None and axis is not None:
+        explicit = axes_of_type(mesh, AxisType.Explicit)
+        if {*axis_tuple(axis, "unshard")} <= {*explicit}:
+            return tree_map(_spec_of_type, tree)
+    is_missing = _misses_a_mesh(tree) if mesh is None else mesh.size > 1
+    if is_missing:
+        warn(f"unshard: nothing is gathered: no plan is in force here. Pass it, {_NO_PLAN}.")
+    return None
 
 
 def _specs_in_plan(tree: PyTree, step: PlanInForce) -> SpecTree:
@@ -240,12 +256,6 @@ def _specs_in_plan(tree: PyTree, step: PlanInForce) -> SpecTree:
         return step.specs_of(tree)
     except SpecError as error:
         raise SpecError(f"unshard: {error} Pass its specs: `unshard(tree, specs, axis)`.") from None
-
-
-def _are_explicit(axis: str | Sequence[str] | None, mesh: AnyMesh | None) -> bool:
-    if mesh is None or axis is None:
-        return False
-    return set(axis_tuple(axis, "unshard")) <= {*axes_of_type(mesh, AxisType.Explicit)}
 
 
 def _spec_of_type(x: Any) -> PartitionSpec | None:
@@ -257,33 +267,6 @@ def _spec_of_type(x: Any) -> PartitionSpec | None:
         return sharding.spec
     dims = dim_entries(sharding.spec, x.ndim)
     return sharding.spec.update(partitions=tuple(UNCONSTRAINED if d is None else d for d in dims))
-
-
-def _axes_to_gather(axis: str | Sequence[str] | None, step: PlanInForce | None) -> tuple[str, ...]:
-    if axis is not None:
-        return axis_tuple(axis, "unshard")
-    if step is None:
-        raise SpecError(f"unshard: pass the axis to gather over, {_NO_PLAN}.")
-    return step.gathered_axes
-
-
-def _spec_of_gradient(spec: Any, gathered: Any) -> Any:
-    """The spec of a leaf that is gathered, and `None` for another.
-
-    The gradient of a leaf that is constrained to its own spec is constrained to it too. Compilers
-    may otherwise all-reduce full gradients, where a reduce-scatter is enough.
-    """
-    return None if gathered is None else spec
-
-
-def _warn_of_misspelled(axes: Sequence[str], leaf_specs: Sequence[Any]) -> None:
-    named = get_names_from_partition_spec(leaf_specs)
-    for name in axes:
-        if name in named:
-            continue
-        hint = did_you_mean(name, named, _NEAR_MISS)
-        if hint:
-            warn(f"unshard: no spec names the axis {name!r}, so nothing is gathered.{hint}")
 
 
 def _for_scatter(
@@ -342,7 +325,7 @@ def _targets(
         # Arrays outside a trace need devices to be placed on.
         return chosen if tracing or is_struct or isinstance(chosen, Mesh) else None
 
-    laid_specs = lay(
+    targets = lay(
         tree,
         shardings,
         mesh,
@@ -352,23 +335,21 @@ def _targets(
         resolve=resolve_names,
         typed=tracing,
     )
-    pairs = zip(tree_leaves(tree), laid_specs, strict=True)
-    return [_target_of(leaf, laid, tracing, manual, keep_uneven) for leaf, laid in pairs]
-
-
-def _target_of(
-    leaf: Any, laid: LaidSpec | None, tracing: bool, manual: frozenset[str], keep_uneven: bool
-) -> LaidSpec | None:
-    if laid is None or laid.mesh is None:
-        return None
-    if not tracing or isinstance(leaf, jax.ShapeDtypeStruct):
-        return replace(laid, spec=fill_unconstrained(laid.spec, _current_spec(laid.mesh, leaf)))
-    auto = axes_of_type(laid.mesh, AxisType.Auto)
-    uneven = [axis for note in laid.adjustments if note.kind == "indivisible" for axis in note.axes]
-    if not keep_uneven or not uneven or not set(auto).issuperset(uneven):
-        return laid
-    padded, others = project(laid.requested, laid.mesh, leaf.shape, manual=manual, divisible=False)
-    return replace(laid, spec=padded, adjustments=others)
+    for i, (leaf, laid) in enumerate(zip(tree_leaves(tree), targets, strict=True)):
+        if laid is None or laid.mesh is None:
+            targets[i] = None
+        elif not tracing or isinstance(leaf, jax.ShapeDtypeStruct):
+            spec = fill_unconstrained(laid.spec, _current_spec(laid.mesh, leaf))
+            targets[i] = replace(laid, spec=spec)
+        elif keep_uneven:
+            notes = [note for note in laid.adjustments if note.kind == "indivisible"]
+            uneven = {axis for note in notes for axis in note.axes}
+            if uneven and uneven <= {*axes_of_type(laid.mesh, AxisType.Auto)}:
+                spec, others = project(
+                    laid.requested, laid.mesh, leaf.shape, manual=manual, divisible=False
+                )
+                targets[i] = replace(laid, spec=spec, adjustments=others)
+    return targets
 
 
 def _mesh_for(requested: AnyMesh | None, value: Any) -> AnyMesh | None:
@@ -421,36 +402,31 @@ def _report(tree: PyTree, targets: Sequence[LaidSpec | None], uneven: Uneven, wh
     adjusted = {i: t for i, t in enumerate(targets) if t is not None and t.adjustments}
     if not adjusted:
         return
+    kinds = {"rank", "reduced-type"}
+    if uneven in ("error", "keep"):
+        kinds.add("indivisible")
     misfits: dict[int, Misfit] = {}
     warnings: list[str] = []
     is_uneven = False
     paths = leaf_paths(tree)
-    kinds = {"rank", "reduced-type"}
-    if uneven in ("error", "keep"):
-        kinds.add("indivisible")
     for i, target in adjusted.items():
         misfit = target.misfit(kinds)
         if misfit is not None:
             misfits[i] = misfit
-            is_uneven |= target.misfit({"indivisible"}) is not None
-        warnings += _warnings_of(paths[i] or "the array", target, uneven)
+        for note in target.adjustments:
+            why = f"{paths[i] or 'the array'}: {note.why}"
+            is_uneven |= note.kind == "indivisible"
+            if note.kind == "indivisible" and uneven == "warn":
+                mesh = describe_mesh(target.mesh)
+                instead = f"The mesh: {mesh}. It is constrained to {target.spec} instead."
+                warnings.append(f"{why} {instead}")
+            elif note.kind == "axis-already-used" or _is_misspelled(note, target):
+                warnings.append(why)
     advice = _KEEP if uneven == "keep" and is_uneven else ""
     raise_misfits(tree, misfits, where, "constraints do not fit:", advice=advice)
     if warnings:
         headline = f"{len(warnings)} constraints were only applied in part:"
         warn(f"{where}: {listed(headline, warnings)}")
-
-
-def _warnings_of(path: str, target: LaidSpec, uneven: Uneven) -> list[str]:
-    warnings = []
-    for note in target.adjustments:
-        if note.kind == "indivisible" and uneven == "warn":
-            mesh = describe_mesh(target.mesh)
-            instead = f"The mesh: {mesh}. It is constrained to {target.spec} instead."
-            warnings.append(f"{path}: {note.why} {instead}")
-        elif note.kind == "axis-already-used" or _is_misspelled(note, target):
-            warnings.append(f"{path}: {note.why}")
-    return warnings
 
 
 _KEEP = '`uneven="keep"` works inside jit, on Auto axes: arrays are stored in equal shards.'

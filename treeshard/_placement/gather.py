@@ -133,7 +133,8 @@ def iter_gather(
     """
     _check_receiver(to, "iter_gather")
     leaves = tree_flatten(tree)[0]
-    call = _Call("iter_gather", tree, leaves, to, _processes(leaves, to), timeout, meet=True)
+    processes = _processes(leaves, to)
+    call = _Call("iter_gather", tree, leaves, to, processes, timeout, leaf_by_leaf=True)
     read = _reader(call)
     named = list(zip(leaf_paths(tree), leaves, strict=True))
     return _arrays(with_bar(named, "iter_gather", show=progress), read)
@@ -155,7 +156,8 @@ class _Call(NamedTuple):
         processes: Those that hold parts of the leaves, and the receiver; none if this process has
             all parts, or no part.
         prefix: The path of the tree in a larger one.
-        meet: Whether the processes wait for each other at each leaf whose data travels.
+        leaf_by_leaf: Whether one leaf is in memory at a time. Then the processes wait for each
+            other at each leaf whose data travels.
     """
 
     where: str
@@ -165,7 +167,7 @@ class _Call(NamedTuple):
     processes: list[int]
     timeout: float
     prefix: str = ""
-    meet: bool = False
+    leaf_by_leaf: bool = False
 
 
 def _processes(leaves: list[Any], to: To) -> list[int]:
@@ -194,7 +196,10 @@ def _agreed_paths(call: _Call) -> list[str]:
     paths = leaf_paths(call.tree) if call.processes else []
     paths = [path_under(call.prefix, path) for path in paths]
     with agreeing(call.where, among=call.processes, timeout=call.timeout) as facts:
-        _check_readable(call)
+        # numpy arrays can always be copied, whatever their dtype.
+        of_jax = jax.Array | jax.ShapeDtypeStruct
+        misfits = {i: unreadable(x) for i, x in enumerate(call.leaves) if isinstance(x, of_jax)}
+        raise_unmovable(call.tree, misfits, call.where, call.prefix)
         _check_memory(call)
         if call.processes:
             rows = (
@@ -214,7 +219,7 @@ def _turns(call: _Call, paths: list[str]) -> Callable[[int], AbstractContextMana
     @contextmanager
     def turn(i: int) -> Iterator[None]:
         with in_turn(call.processes):
-            if call.meet:
+            if call.leaf_by_leaf:
                 at = f"{call.where}, at {named[i]} (call of {met})"
                 with together(at, among=call.processes, timeout=call.timeout):
                     pass
@@ -246,23 +251,17 @@ def _check_receiver(to: To, where: str) -> None:
         )
 
 
-def _check_readable(call: _Call) -> None:
-    # numpy arrays can always be copied, whatever their dtype.
-    of_jax = jax.Array | jax.ShapeDtypeStruct
-    misfits = {i: unreadable(x) for i, x in enumerate(call.leaves) if isinstance(x, of_jax)}
-    raise_unmovable(call.tree, misfits, call.where, call.prefix)
-
-
 def _check_memory(call: _Call) -> None:
     if call.to not in ("all", jax.process_index()):
         return
     sizes = [x.size * x.dtype.itemsize for x in call.leaves if is_array(x)]
-    needed = max(sizes, default=0) if call.where == "iter_gather" else sum(sizes)
+    needed = sum(sizes)
+    way_out = "Gather leaf by leaf (`iter_gather`), or save the tree, which gathers nothing."
+    if call.leaf_by_leaf:
+        needed = max(sizes, default=0)
+        way_out = "Save the tree, which gathers nothing."
     if lacking := lacking_memory(needed):
         why, free = lacking
-        way_out = "Gather leaf by leaf (`iter_gather`), or save the tree, which gathers nothing."
-        if call.where == "iter_gather":
-            way_out = "Save the tree, which gathers nothing."
         raise DoesNotFitError(f"{call.where}: the arrays need {why} {way_out}", needed, free)
 
 

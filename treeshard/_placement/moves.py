@@ -48,7 +48,11 @@ def choose_move(leaf: Any, target: NamedSharding, from_single_device: Move) -> M
         return shard_from_full
     current = leaf.sharding
     if current.is_equivalent_to(target, leaf.ndim):
-        return _relabel(current, target)
+        # A compiled step distinguishes meshes, so the same placement on another mesh is still
+        # relabelled, without a copy.
+        if isinstance(current, NamedSharding) and current.mesh == target.mesh:
+            return None
+        return _by_jax if target.is_fully_addressable else _compiled
     if leaf.dtype.name in ("int2", "uint2"):
         # Compiled programs that move these end the process or are wrong (JAX 0.10 to 0.12).
         return through_host if leaf.is_fully_addressable else transfer_across_processes
@@ -57,15 +61,6 @@ def choose_move(leaf: Any, target: NamedSharding, from_single_device: Move) -> M
     if isinstance(current, NamedSharding) and _devices(current.mesh) == _devices(target.mesh):
         return _compiled
     return _shard_by_shard if leaf.is_fully_addressable else transfer_across_processes
-
-
-def _relabel(current: Sharding, target: NamedSharding) -> Move | None:
-    """How an array gets the sharding `target`, which places it as it is now."""
-    # A compiled step distinguishes meshes, so the same placement on another mesh is still
-    # relabelled, without a copy.
-    if isinstance(current, NamedSharding) and current.mesh == target.mesh:
-        return None
-    return _by_jax if target.is_fully_addressable else _compiled
 
 
 def _devices(mesh: AnyMesh) -> list[Any]:

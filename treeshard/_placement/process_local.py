@@ -109,7 +109,9 @@ def from_process_local(
     arrays = [x for x in leaves if has_shape(x)]
     if arrays and all(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):
         for i, target in _joint_shardings(tree, leaves, specs, mesh, structs=True).items():
-            leaves[i] = _joint_struct(leaves[i], target)
+            shape = _joint_shape(leaves[i].shape, target.mesh, target.spec)
+            dtype = device_dtype(leaves[i].dtype)
+            leaves[i] = jax.ShapeDtypeStruct(shape, dtype, sharding=target)
         return treedef.unflatten(leaves)
     if jax.process_count() == 1:
         return place(tree, specs, mesh, Call(WHERE, through_host))
@@ -176,11 +178,6 @@ def _joint_array(part: Any, target: NamedSharding) -> jax.Array:
     else:
         joint = jax.make_array_from_single_device_arrays(shape, target, [], dtype=data.dtype)
     return as_keys(joint, part)
-
-
-def _joint_struct(part: jax.ShapeDtypeStruct, target: NamedSharding) -> jax.ShapeDtypeStruct:
-    shape = _joint_shape(part.shape, target.mesh, target.spec)
-    return jax.ShapeDtypeStruct(shape, device_dtype(part.dtype), sharding=target)
 
 
 def _joint_shardings(

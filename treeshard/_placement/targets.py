@@ -94,7 +94,11 @@ def on_meshes(specs: SpecTree, mesh: AnyMesh | None, where: str) -> tuple[SpecTr
                 f"{where}: a SingleDeviceSharding has its own device, and `mesh` is for all leaves."
                 " Leave `mesh` out, and give the other leaves `NamedSharding(mesh, spec)`."
             )
-        leaf_specs = [_on_mesh(spec) for spec in leaf_specs]
+        for i, spec in enumerate(leaf_specs):
+            if isinstance(spec, SingleDeviceSharding):
+                own = Mesh([*spec.device_set], ("device",))
+                kind = spec.memory_kind
+                leaf_specs[i] = NamedSharding(own, PartitionSpec(), memory_kind=kind)
         specs = treedef.unflatten(leaf_specs)
     if mesh is not None:
         return specs, [mesh]
@@ -102,13 +106,6 @@ def on_meshes(specs: SpecTree, mesh: AnyMesh | None, where: str) -> tuple[SpecTr
     given = [spec for spec in leaf_specs if spec is not None]
     meshes = {spec.mesh if isinstance(spec, NamedSharding) else current for spec in given}
     return specs, [mesh for mesh in meshes if mesh is not None]
-
-
-def _on_mesh(spec: Any) -> Any:
-    if not isinstance(spec, SingleDeviceSharding):
-        return spec
-    mesh = Mesh([*spec.device_set], ("device",))
-    return NamedSharding(mesh, PartitionSpec(), memory_kind=spec.memory_kind)
 
 
 def raise_unmovable(
