@@ -128,6 +128,8 @@ def test_what_does_not_fit_is_exit_code_1_whatever_it_moves(run, monkeypatch) ->
     code, out, _ = run("steps:activations")
     assert code == 1
     assert "It does NOT fit: " in out
+    code, out, _ = run("steps:activations", "--json")
+    assert (code, json.loads(out)["fits"]) == (1, False)
 
 
 def test_activations_that_a_plan_cannot_predict_are_counted(run) -> None:
