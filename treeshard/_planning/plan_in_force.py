@@ -8,7 +8,7 @@ the structure and the shapes of what it is called with.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, wraps
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -22,11 +22,12 @@ from treeshard._core.spec_trees import SpecTree, layer_specs
 from treeshard._core.specs import all_axes, entries, entry_of, is_spec, trimmed, without_axes
 from treeshard._core.text import fold_paths
 from treeshard._planning.axis_names import splits_rows
-from treeshard._planning.matching import PlannedLeaf, parameters
+from treeshard._planning.matching import PlannedLeaf, Shape, parameters
 from treeshard._planning.plan import Plan
 from treeshard.errors import SpecError
 
 T = TypeVar("T")
+_Specs = tuple[PartitionSpec | None, ...]
 
 
 def default_batch(plan: Plan) -> PartitionSpec:
@@ -87,13 +88,13 @@ class PlanInForce:
         Raises:
             SpecError: If the plan has no such subtree, or several with different specs.
         """
-        found = self._subtrees_like(tree)
+        structure, paths_of, of_parameters = self._subtrees_like(tree)
         # Optimizer state has the structure of its parameters.
-        for candidates in (found.of_parameters, found.paths_of.keys()):
+        for candidates in (of_parameters, paths_of.keys()):
             if len(candidates) == 1:
                 [specs] = candidates
-                return found.structure.unflatten(specs)
-        shapes, paths_of = found.shapes, found.paths_of
+                return structure.unflatten(specs)
+        shapes = _shapes(tree)
         shown = ", ".join(str(shape) for shape in shapes[:5]) + (", ..." if shapes[5:] else "")
         if not paths_of:
             raise SpecError(
@@ -109,19 +110,20 @@ class PlanInForce:
     def specs_of_state(self, parameters: PyTree) -> SpecTree | None:
         """The specs of the optimizer state of parameters; `None` if the plan has none that is
         sharded otherwise than they are, or several that differ."""
-        found = self._subtrees_like(parameters)
-        of_state = found.paths_of.keys() - found.of_parameters
-        if len(of_state) != 1 or len(found.of_parameters) != 1:
+        structure, paths_of, of_parameters = self._subtrees_like(parameters)
+        of_state = paths_of.keys() - of_parameters
+        if len(of_state) != 1 or len(of_parameters) != 1:
             return None
         [specs] = of_state
-        return found.structure.unflatten(specs)
+        return structure.unflatten(specs)
 
-    def _subtrees_like(self, tree: PyTree) -> "_Subtrees":
-        arrays = tree_map(lambda x: x if has_shape(x) else None, tree)
-        shapes = [tuple(x.shape) for x in tree_leaves(arrays)]
-        paths_of: dict[tuple[Any, ...], str] = {}
-        of_parameters: set[tuple[Any, ...]] = set()
-        structure = tree_structure(arrays)
+    def _subtrees_like(self, tree: PyTree) -> tuple[Any, dict[_Specs, str], set[_Specs]]:
+        """The structure of a tree without what is no array; the specs of each subtree of the plan
+        that has it and these shapes, with its first paths; and which of them parameters have."""
+        structure = tree_structure(tree_map(lambda x: x if has_shape(x) else None, tree))
+        shapes = _shapes(tree)
+        paths_of: dict[_Specs, str] = {}
+        of_parameters: set[_Specs] = set()
         for start in subtrees(self.plan, structure):
             leaves = self.plan.leaves[start : start + structure.num_leaves]
             specs = self._fitting(leaves, shapes)
@@ -130,15 +132,13 @@ class PlanInForce:
             paths_of.setdefault(specs, ", ".join(fold_paths([x.path for x in leaves])[:3]))
             if self._parameters.issuperset(leaf.path for leaf in leaves):
                 of_parameters.add(specs)
-        return _Subtrees(structure, shapes, paths_of, of_parameters)
+        return structure, paths_of, of_parameters
 
     @cached_property
     def _parameters(self) -> frozenset[str]:
         return frozenset(leaf.path for leaf in parameters(self.plan.leaves))
 
-    def _fitting(
-        self, leaves: Sequence[PlannedLeaf], shapes: list[tuple[int, ...]]
-    ) -> tuple[Any, ...] | None:
+    def _fitting(self, leaves: Sequence[PlannedLeaf], shapes: list[Shape]) -> _Specs | None:
         """The specs of arrays of these shapes, if leaves or their slices have them."""
         specs = [trimmed(leaf.given) for leaf in leaves]
         here = [self._shape_here(leaf) for leaf in leaves]
@@ -146,7 +146,7 @@ class PlanInForce:
         if here == shapes:
             return tuple(specs)
         if full == shapes:
-            return (None,) * len(specs)
+            return (None,) * len(leaves)
         if not all(full):  # scalars have no slices
             return None
         if [shape[1:] for shape in here] == shapes:
@@ -154,30 +154,18 @@ class PlanInForce:
             sliced = layer_specs(dict(zip(paths, specs, strict=True)))
             return tuple(sliced[path] for path in paths)
         if [shape[1:] for shape in full] == shapes:
-            return (None,) * len(specs)
+            return (None,) * len(leaves)
         return None
 
-    def _shape_here(self, leaf: PlannedLeaf) -> tuple[int, ...]:
+    def _shape_here(self, leaf: PlannedLeaf) -> Shape:
         """The shape of a leaf where this is traced: inside `shard_map`, that of a shard."""
         mesh = self.plan.mesh
         local = without_axes(leaf.given, axis_sizes(mesh).keys() - manual_axes())
         return NamedSharding(mesh, local).shard_shape(leaf.shape)
 
 
-class _Subtrees(NamedTuple):
-    """The subtrees of a plan that have the structure and the shapes of a tree.
-
-    Attributes:
-        structure: That of the tree, without what is no array.
-        shapes: Those of its arrays.
-        paths_of: The specs of each subtree, and its first paths.
-        of_parameters: Those of these specs that are specs of parameters.
-    """
-
-    structure: Any
-    shapes: list[tuple[int, ...]]
-    paths_of: dict[tuple[Any, ...], str]
-    of_parameters: set[tuple[Any, ...]]
+def _shapes(tree: PyTree) -> list[Shape]:
+    return [tuple(x.shape) for x in tree_leaves(tree) if has_shape(x)]
 
 
 def subtrees(plan: Plan, treedef: Any) -> Iterator[int]:
