@@ -7,7 +7,7 @@ are known together, and a plan can show them.
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -336,8 +336,29 @@ def parameters(leaves: Sequence[PlannedLeaf], pattern: str | None = None) -> lis
     floats = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     if pattern is not None:
         return [leaf for leaf in floats if re.search(pattern, leaf.path)]
-    mirrors = _mirrors(floats)
-    return [leaf for leaf in floats if _branch(leaf) not in mirrors]
+    shapes: dict[str, dict[str, Shape]] = defaultdict(dict)  # tail -> branch -> shape
+    for leaf in floats:
+        branch, _, tail = leaf.path.partition("/")
+        if leaf.shape:
+            shapes[tail][branch] = leaf.shape
+    sources: dict[str, set[str]] = {}  # the branches that all leaves of a branch may be made from
+    for leaf in floats:
+        branch = leaf.path.partition("/")[0]
+        if leaf.shape:
+            of_leaf = {
+                other
+                for tail in tails(leaf.path)
+                for other, shape in shapes.get(tail, {}).items()
+                if other != branch and _may_be_made_from(leaf.shape, shape)
+            }
+            sources[branch] = sources.get(branch, of_leaf) & of_leaf
+    return [leaf for leaf in floats if not sources.get(leaf.path.partition("/")[0])]
+
+
+def _may_be_made_from(shape: Shape, parameter: Shape) -> bool:
+    # A moment has the shape of its parameter, or fewer dims if it is factored. The `q/weight` of a
+    # layer, whose path ends in that of `norm/weight`, has more.
+    return shape == parameter or len(shape) < max(len(parameter), 2)
 
 
 def state_with_parameters(
@@ -363,39 +384,6 @@ def state_of_parameters(
     """Path of a parameter -> the first leaf of its optimizer state, if it has any."""
     pairs = reversed(state_with_parameters(leaves, pattern))
     return {parameter.path: leaf for leaf, parameter in pairs}
-
-
-def _mirrors(floats: Sequence[PlannedLeaf]) -> set[str]:
-    """The top-level branches whose leaves all mirror those of another branch."""
-    branches: dict[str, list[PlannedLeaf]] = defaultdict(list)
-    shapes: dict[str, dict[str, Shape]] = defaultdict(dict)  # tail -> branch -> shape
-    for leaf in floats:
-        if leaf.shape:
-            branch, _, tail = leaf.path.partition("/")
-            branches[branch].append(leaf)
-            shapes[tail][branch] = leaf.shape
-    mirrors: set[str] = set()
-    for branch, leaves in branches.items():
-        sources = [_mirrored(leaf, shapes) for leaf in leaves]
-        if set.intersection(*sources) - {branch}:
-            mirrors.add(branch)
-    return mirrors
-
-
-def _mirrored(leaf: PlannedLeaf, shapes: Mapping[str, Mapping[str, Shape]]) -> set[str]:
-    """The branches with a leaf whose path ends this one, and that this one may be made from."""
-    # A moment has the shape of its parameter, or fewer dims if it is factored. The `q/weight` of a
-    # layer, whose path ends in that of `norm/weight`, has more.
-    return {
-        branch
-        for tail in tails(leaf.path)
-        for branch, shape in shapes.get(tail, {}).items()
-        if leaf.shape == shape or len(leaf.shape) < max(len(shape), 2)
-    }
-
-
-def _branch(leaf: PlannedLeaf) -> str:
-    return leaf.path.partition("/")[0]
 
 
 def tails(path: str) -> list[str]:
