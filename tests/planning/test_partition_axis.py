@@ -1,6 +1,7 @@
 """PartitionAxis: its fields, the derived ones, and the specs that its names resolve to."""
 
 from dataclasses import fields, replace
+from typing import Any
 
 import jax
 import pytest
@@ -8,9 +9,12 @@ from helpers import mesh_of
 from jax.sharding import PartitionSpec as P
 
 from treeshard import PartitionAxis, ShardingRuleError, ShardingWarning, SpecError, make_mesh
+from treeshard._core.specs import axes_of
 
 U = P.UNCONSTRAINED
 MESH = mesh_of(fsdp=2, tp=4)
+TRAINING = ("batch", "query_sequence", "head", "attention_dim")
+GENERATION = {"mode": "generation"}
 
 DEFAULTS = {
     "data_parallel_axis": "dp",
@@ -51,12 +55,8 @@ def test_derived_fields_follow_the_mesh_axes() -> None:
     renamed = {"dp": "replica", "fsdp": "data", "tp": "model", "sp": "seq", "ep": "expert"}
     axes = PartitionAxis(*renamed.values())
     for name, value in DEFAULTS.items():
-        expected = (
-            tuple(renamed[axis] for axis in value)
-            if isinstance(value, tuple)
-            else value and renamed[value]
-        )
-        assert getattr(axes, name) == expected, name
+        expected = tuple(renamed[axis] for axis in axes_of(value))
+        assert axes_of(getattr(axes, name)) == expected, name
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
@@ -91,48 +91,28 @@ def test_it_is_hashable_and_has_no_leaves() -> None:
     assert jax.jit(lambda a, x: x * len(a.batch_axis))(axes, 3) == 6
 
 
-RESOLVED = {
-    "none": ((), "train", None, P()),
-    "activations": (
-        ("batch", "sequence", "hidden_state"),
-        "train",
-        None,
-        P(("fsdp", "dp"), "sp", "tp"),
-    ),
-    "full names": (("batch_axis", "head_axis"), "train", None, P(("fsdp", "dp"), "tp")),
-    "every dim has an entry": (("head", None, None), "train", None, P("tp", None, None)),
-    "unconstrained": ((U, "head"), "train", None, P(U, "tp")),
-    "the first name that uses it": (("head", "hidden_state"), "train", None, P("tp", None)),
-    "what is left of a tuple": (
-        ("fully_sharded_data_parallel", "batch"),
-        "train",
-        None,
-        P("fsdp", "dp"),
-    ),
-    "twice": (("head", "head"), "train", None, P("tp", None)),
-    "several in one": ((("batch", "sequence"),), "train", None, P(("fsdp", "dp", "sp"))),
-    "several in one, one taken": (("head", ("expert", "vocab")), "train", None, P("tp", "ep")),
-    "generation": (
-        ("batch", "query_sequence", "head", "attention_dim"),
-        "generation",
-        None,
-        P(None, None, "tp", None),
-    ),
-    "no generation field": (("sequence", "vocab"), "generation", None, P("sp", "tp")),
-    "by its generation name": (("generation_key_sequence",), "train", None, P("sp")),
-    "axes that the mesh lacks": (
-        ("batch", "sequence", "head", None),
-        "train",
-        MESH,
-        P("fsdp", None, "tp", None),
-    ),
+# The names, and what they resolve to, in training and without a mesh unless a row says else.
+RESOLVED: dict[str, tuple[Any, P, dict[str, Any]]] = {
+    "none": ((), P(), {}),
+    "activations": (("batch", "sequence", "hidden_state"), P(("fsdp", "dp"), "sp", "tp"), {}),
+    "full names": (("batch_axis", "head_axis"), P(("fsdp", "dp"), "tp"), {}),
+    "every dim has an entry": (("head", None, None), P("tp", None, None), {}),
+    "unconstrained": ((U, "head"), P(U, "tp"), {}),
+    "the first name that uses it": (("head", "hidden_state"), P("tp", None), {}),
+    "of a tuple, the rest": (("fully_sharded_data_parallel", "batch"), P("fsdp", "dp"), {}),
+    "twice": (("head", "head"), P("tp", None), {}),
+    "several in one": ((("batch", "sequence"),), P(("fsdp", "dp", "sp")), {}),
+    "several in one, one taken": (("head", ("expert", "vocab")), P("tp", "ep"), {}),
+    "generation": (TRAINING, P(None, None, "tp", None), GENERATION),
+    "no generation field": (("sequence", "vocab"), P("sp", "tp"), GENERATION),
+    "by its generation name": (("generation_key_sequence",), P("sp"), {}),
+    "absent axes": (("batch", "sequence", "head"), P("fsdp", None, "tp"), {"mesh": MESH}),
 }
 
 
-@pytest.mark.parametrize("case", RESOLVED.values(), ids=RESOLVED.keys())
-def test_resolve(case) -> None:
-    names, mode, mesh, expected = case
-    assert PartitionAxis().resolve(*names, mode=mode, mesh=mesh) == expected
+@pytest.mark.parametrize(("names", "spec", "options"), RESOLVED.values(), ids=RESOLVED)
+def test_resolve(names: Any, spec: P, options: Any) -> None:
+    assert PartitionAxis().resolve(*names, **options) == spec
 
 
 def test_all_unknown_names_are_listed_with_the_known_ones() -> None:
@@ -168,15 +148,15 @@ def test_all_bad_fields_are_listed() -> None:
             head_axis=("a", None),
             expert_gate_axis=...,
         )
-    message = str(error.value)
-    assert "PartitionAxis(data_parallel_axis=None): give a mesh axis." in message
-    assert "PartitionAxis(vocab_axis=3): give a mesh axis, a tuple of them, or None." in message
-    assert "PartitionAxis(batch_axis=('a', 'a'))" in message
-    assert "PartitionAxis(head_axis=('a', None))" in message
-    assert "PartitionAxis(expert_gate_axis=Ellipsis)" in message
-
-
-TRAINING = ("batch", "query_sequence", "head", "attention_dim")
+    several = "give a mesh axis, a tuple of them, or None."
+    assert str(error.value).splitlines() == [
+        "5 fields are not mesh axes:",
+        "  PartitionAxis(data_parallel_axis=None): give a mesh axis.",
+        f"  PartitionAxis(batch_axis=('a', 'a')): {several}",
+        f"  PartitionAxis(head_axis=('a', None)): {several}",
+        f"  PartitionAxis(vocab_axis=3): {several}",
+        f"  PartitionAxis(expert_gate_axis=Ellipsis): {several}",
+    ]
 
 
 @pytest.mark.parametrize(

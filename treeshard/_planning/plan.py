@@ -13,13 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.tree_util import (
-    keystr,
-    tree_flatten,
-    tree_flatten_with_path,
-    tree_leaves,
-    tree_structure,
-)
+from jax.tree_util import tree_flatten, tree_leaves, tree_structure
 
 from treeshard._core.arguments import check_tree
 from treeshard._core.arrays import StaticSplit, device_dtype, has_shape, same_arrays
@@ -33,7 +27,7 @@ from treeshard._core.mesh import (
     describe_mesh,
     parse_axes,
 )
-from treeshard._core.paths import PyTree
+from treeshard._core.paths import PyTree, children_with_keys
 from treeshard._core.spec_trees import SpecCarrier, SpecTree
 from treeshard._core.specs import all_axes, entries, trimmed
 from treeshard._core.text import human_bytes
@@ -632,8 +626,7 @@ _INSTEAD = (
 
 def _child(node: Any, path: str, prefix: str, whole: Plan) -> tuple[str, Any]:
     """The first key of a path below a node, and what the node has there."""
-    pairs, _ = tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
-    children = {keystr(key, simple=True, separator="/"): child for key, child in pairs}
+    children = dict(children_with_keys(node))
     # A key may have a slash of its own: the longest one counts.
     keys = [key for key in children if key and f"{path}/".startswith(f"{key}/")]
     if keys:
