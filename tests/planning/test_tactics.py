@@ -22,111 +22,93 @@ def refined(tactic: Tactic, shape: tuple[int, ...], spec: P = WHOLE, floor: int 
     return given, [note.kind for note in notes]
 
 
-@pytest.mark.parametrize(
-    ("tactic", "shape", "spec", "given"),
-    [
-        pytest.param(fsdp("fsdp"), (8, 16), P(), P(None, "fsdp"), id="largest"),
-        pytest.param(fsdp("fsdp"), (16, 8), P(), P("fsdp"), id="largest-first"),
-        pytest.param(fsdp("fsdp"), (8, 8, 8), P(), P(None, None, "fsdp"), id="equal-last"),
-        pytest.param(fsdp("fsdp"), (8, 18), P(), P("fsdp"), id="largest-that-divides"),
-        pytest.param(fsdp("fsdp"), (8, 16), P(None, "data"), P("fsdp", "data"), id="free"),
-        pytest.param(fsdp("fsdp"), (8, 16), P("data"), P("data", "fsdp"), id="padded"),
-        pytest.param(
-            fsdp("fsdp"), (8, 16), P(None, P.UNCONSTRAINED), P("fsdp", P.UNCONSTRAINED), id="uncon"
-        ),
-        pytest.param(fsdp(("data", "fsdp")), (8, 12), P(), P(("data", "fsdp")), id="two-axes"),
-        pytest.param(fsdp(["data"]), (8,), P(), P("data"), id="list-of-one"),
-        pytest.param(fsdp("one"), (3, 5), P(), P(None, "one"), id="axis-of-size-1"),
-        pytest.param(fsdp("fsdp", skip=(1,)), (8, 16), P(), P("fsdp"), id="skip"),
-        pytest.param(fsdp("fsdp", skip=(-1,)), (8, 16), P(), P("fsdp"), id="skip-from-back"),
-        pytest.param(fsdp("fsdp", skip=(5,)), (8, 16), P(), P(None, "fsdp"), id="skip-beyond"),
-        pytest.param(fsdp("fsdp"), (0, 4), P(), P(None, "fsdp"), id="never-a-dim-of-length-0"),
-        pytest.param(replicate(), (8, 16), P(), P(), id="replicate"),
-        pytest.param(replicate(), (8, 16), P(None, ()), P(), id="replicate-what-is-replicated"),
-        pytest.param(shard_dim("data", 0), (8, 16), P(), P("data"), id="dim"),
-        pytest.param(shard_dim("data", -1), (8, 16), P(), P(None, "data"), id="dim-from-back"),
-        pytest.param(shard_dim("data", -2), (8, 16), P(), P("data"), id="dim-minus-ndim"),
-        pytest.param(shard_dim(["data", "fsdp"], 0), (8,), P(), P(("data", "fsdp")), id="dim-two"),
-        pytest.param(
-            shard_dim("data", 1), (8, 16), P("fsdp"), P("fsdp", "data"), id="dim-beside-another"
-        ),
-        pytest.param(
-            shard_dim("data", 2, ignore_ndim_error=True),
-            (8, 16),
-            P("fsdp"),
-            P("fsdp"),
-            id="ignored",
-        ),
-        pytest.param(
-            shard_dim("data", -3, True), (8, 16), P("fsdp"), P("fsdp"), id="ignored-from-back"
-        ),
-        pytest.param(
-            shard_dim("data", -1) | fsdp("fsdp"),
-            (16, 8),
-            P(),
-            P("fsdp", "data"),
-            id="dim-then-fsdp",
-        ),
-        pytest.param(
-            fsdp("fsdp") | fsdp("data"), (8, 16), P(), P("data", "fsdp"), id="left-to-right"
-        ),
-    ],
-)
+U = P.UNCONSTRAINED
+BOTH = ("data", "fsdp")
+# The tactic, the shape, the spec of earlier tactics, and the spec that it gives.
+SHARDED: dict[str, tuple[Tactic, tuple[int, ...], P, P]] = {
+    "largest": (fsdp("fsdp"), (8, 16), P(), P(None, "fsdp")),
+    "largest first": (fsdp("fsdp"), (16, 8), P(), P("fsdp")),
+    "of equal ones the last": (fsdp("fsdp"), (8, 8, 8), P(), P(None, None, "fsdp")),
+    "largest that divides": (fsdp("fsdp"), (8, 18), P(), P("fsdp")),
+    "largest free one": (fsdp("fsdp"), (8, 16), P(None, "data"), P("fsdp", "data")),
+    "a spec of fewer entries": (fsdp("fsdp"), (8, 16), P("data"), P("data", "fsdp")),
+    "unconstrained is not free": (fsdp("fsdp"), (8, 16), P(None, U), P("fsdp", U)),
+    "two axes": (fsdp(BOTH), (8, 12), P(), P(BOTH)),
+    "a list of one": (fsdp(["data"]), (8,), P(), P("data")),
+    "an axis of size 1": (fsdp("one"), (3, 5), P(), P(None, "one")),
+    "skip": (fsdp("fsdp", skip=(1,)), (8, 16), P(), P("fsdp")),
+    "skip from the back": (fsdp("fsdp", skip=(-1,)), (8, 16), P(), P("fsdp")),
+    "skip beyond": (fsdp("fsdp", skip=(5,)), (8, 16), P(), P(None, "fsdp")),
+    "never a dim of length 0": (fsdp("fsdp"), (0, 4), P(), P(None, "fsdp")),
+    "replicate": (replicate(), (8, 16), P(), P()),
+    "replicate what is replicated": (replicate(), (8, 16), P(None, ()), P()),
+    "a dim": (shard_dim("data", 0), (8, 16), P(), P("data")),
+    "a dim from the back": (shard_dim("data", -1), (8, 16), P(), P(None, "data")),
+    "the first dim from the back": (shard_dim("data", -2), (8, 16), P(), P("data")),
+    "a dim over two": (shard_dim([*BOTH], 0), (8,), P(), P(BOTH)),
+    "a dim beside another": (shard_dim("data", 1), (8, 16), P("fsdp"), P("fsdp", "data")),
+    "no such dim": (shard_dim("data", 2, True), (8, 16), P("fsdp"), P("fsdp")),
+    "no such dim, from the back": (shard_dim("data", -3, True), (8, 16), P("fsdp"), P("fsdp")),
+    "a dim, then fsdp": (shard_dim("data", -1) | fsdp("fsdp"), (16, 8), P(), P("fsdp", "data")),
+    "left to right": (fsdp("fsdp") | fsdp("data"), (8, 16), P(), P("data", "fsdp")),
+}
+
+
+@pytest.mark.parametrize(("tactic", "shape", "spec", "given"), SHARDED.values(), ids=SHARDED)
 def test_which_dim_is_sharded(tactic, shape, spec, given) -> None:
     assert refined(tactic, shape, spec) == (given, [])
 
 
+ABSENT, USED, TWICE = "axis-not-in-mesh", "axis-already-used", "already-sharded"
+# What is told of a leaf that cannot be sharded.
+TOLD: dict[str, tuple[Tactic, tuple[int, ...], P, list[str]]] = {
+    "no free dim of shape (7, 9) is divisible by 4": (fsdp("fsdp"), (7, 9), P(), ["no-dim"]),
+    "(0,)": (fsdp("fsdp"), (0,), P(), ["no-dim"]),
+    "(8,)": (fsdp("fsdp", skip=(0,)), (8,), P(), ["no-dim"]),
+    "no axis 'fdsp'. It has data=2, fsdp=4": (fsdp("fdsp"), (8,), P(), [ABSENT]),
+    "no axis 'x'": (fsdp(("x", "fsdp", "y")), (8,), P(), [ABSENT] * 2),
+    "no axis 'fdsp'. It has data=2": (shard_dim("fdsp", 0), (8,), P(), [ABSENT]),
+    "P('fsdp',) uses 'fsdp' already": (fsdp("fsdp"), (8, 8), P("fsdp"), [USED]),
+    "P('data',) uses 'data' already. An axis can split only one dim.": (
+        shard_dim("data", 1),
+        (8, 8),
+        P("data"),
+        [USED],
+    ),
+    "8 elements, fewer than min_size": (fsdp("fsdp", min_size=9), (8,), P(), ["too-small"]),
+    "an earlier tactic sharded it as P('data',), so it cannot be replicated. Drop either.": (
+        replicate(),
+        (8,),
+        P("data"),
+        [TWICE],
+    ),
+    "an earlier tactic already sharded dim 0: P('fsdp',). Give all its axes to one tactic,": (
+        shard_dim("data", 0),
+        (8,),
+        P("fsdp"),
+        [TWICE],
+    ),
+    "shape (8,) has no dim 1. Make the pattern match fewer leaves, or pass"
+    " `ignore_ndim_error=True` to keep the spec of such leaves.": (
+        shard_dim("data", 1),
+        (8,),
+        P(),
+        ["rank"],
+    ),
+    "shape (8,) has no dim -2.": (shard_dim("data", -2), (8,), P(), ["rank"]),
+    "splits dim 0 of shape (6, 8) into 4 parts, and 6 is not divisible by 4. Pad it to 8": (
+        shard_dim("fsdp", 0),
+        (6, 8),
+        P(),
+        ["indivisible"],
+    ),
+}
+
+
 @pytest.mark.parametrize(
-    ("tactic", "shape", "spec", "kinds", "why"),
-    [
-        (fsdp("fsdp"), (7, 9), P(), ["no-dim"], "no free dim of shape (7, 9) is divisible by 4"),
-        (fsdp("fsdp"), (0,), P(), ["no-dim"], "(0,)"),
-        (fsdp("fsdp", skip=(0,)), (8,), P(), ["no-dim"], "(8,)"),
-        (fsdp("fdsp"), (8,), P(), ["axis-not-in-mesh"], "no axis 'fdsp'. It has data=2, fsdp=4"),
-        (fsdp(("x", "fsdp", "y")), (8,), P(), ["axis-not-in-mesh"] * 2, "no axis 'x'"),
-        (fsdp("fsdp"), (8, 8), P("fsdp"), ["axis-already-used"], "P('fsdp',) uses 'fsdp' already"),
-        (fsdp("fsdp", min_size=9), (8,), P(), ["too-small"], "8 elements, fewer than min_size"),
-        (
-            replicate(),
-            (8,),
-            P("data"),
-            ["already-sharded"],
-            "an earlier tactic sharded it as P('data',), so it cannot be replicated. Drop either.",
-        ),
-        (
-            shard_dim("data", 0),
-            (8,),
-            P("fsdp"),
-            ["already-sharded"],
-            "an earlier tactic already sharded dim 0: P('fsdp',). Give all its axes to one tactic,",
-        ),
-        (
-            shard_dim("data", 1),
-            (8, 8),
-            P("data"),
-            ["axis-already-used"],
-            "P('data',) uses 'data' already. An axis can split only one dim.",
-        ),
-        (shard_dim("fdsp", 0), (8,), P(), ["axis-not-in-mesh"], "no axis 'fdsp'. It has data=2"),
-        (
-            shard_dim("data", 1),
-            (8,),
-            P(),
-            ["rank"],
-            "shape (8,) has no dim 1. Make the pattern match fewer leaves, or pass"
-            " `ignore_ndim_error=True` to keep the spec of such leaves.",
-        ),
-        (shard_dim("data", -2), (8,), P(), ["rank"], "shape (8,) has no dim -2."),
-        (
-            shard_dim("fsdp", 0),
-            (6, 8),
-            P(),
-            ["indivisible"],
-            "splits dim 0 of shape (6, 8) into 4 parts, and 6 is not divisible by 4. Pad it to 8",
-        ),
-    ],
+    ("why", "tactic", "shape", "spec", "kinds"), [(why, *case) for why, case in TOLD.items()]
 )
-def test_a_leaf_that_cannot_be_sharded_keeps_its_spec(tactic, shape, spec, kinds, why) -> None:
+def test_a_leaf_that_cannot_be_sharded_keeps_its_spec(why, tactic, shape, spec, kinds) -> None:
     given, notes = tactic.refine(spec, MESH, "w", struct(*shape), 0)
     assert given == spec
     assert [note.kind for note in notes] == kinds
@@ -141,14 +123,12 @@ def test_an_adjustment_names_its_step_among_several() -> None:
 @pytest.mark.parametrize(
     ("tactic", "size", "floor", "given", "kinds"),
     [
-        pytest.param(fsdp("fsdp"), 8, 8, P("fsdp"), [], id="at-the-floor"),
-        pytest.param(fsdp("fsdp"), 4, 5, P(), ["too-small"], id="under-the-calls"),
-        pytest.param(fsdp("fsdp", min_size=4), 4, 99, P("fsdp"), [], id="own-floor-decides"),
-        pytest.param(fsdp("fsdp", min_size=9), 8, 0, P(), ["too-small"], id="under-its-own"),
-        pytest.param(
-            fsdp("fsdp") | fsdp("data", min_size=0), 8, 9, P("data"), ["too-small"], id="each-own"
-        ),
-        pytest.param(replicate(), 8, 99, P(), [], id="replicate-has-none"),
+        (fsdp("fsdp"), 8, 8, P("fsdp"), []),
+        (fsdp("fsdp"), 4, 5, P(), ["too-small"]),
+        (fsdp("fsdp", min_size=4), 4, 99, P("fsdp"), []),
+        (fsdp("fsdp", min_size=9), 8, 0, P(), ["too-small"]),
+        (fsdp("fsdp") | fsdp("data", min_size=0), 8, 9, P("data"), ["too-small"]),
+        (replicate(), 8, 99, P(), []),  # has no threshold
     ],
 )
 def test_the_threshold_of_the_step_or_else_of_the_call(tactic, size, floor, given, kinds) -> None:
@@ -197,23 +177,21 @@ def variable(*names: Any, **metadata: Any) -> Any:
     return nnx.Param(value, out_sharding=names, eager_sharding=False, **metadata)
 
 
-@pytest.mark.parametrize(
-    ("box", "spec"),
-    [
-        pytest.param(logical("embed", "mlp"), P("fsdp", "data"), id="logical"),
-        pytest.param(logical("embed", "vocab"), P("fsdp"), id="an-axis-once"),
-        pytest.param(logical("data", "unknown"), P(), id="logical-names-are-no-axes"),
-        pytest.param(logical("embed", rules=(("embed", "data"),)), P("data"), id="its-own-rules"),
-        pytest.param(linen.Partitioned(struct(8, 8), ("data", None)), P("data"), id="axes"),
-        pytest.param(linen.Partitioned(struct(8), ("mlp",)), P("data"), id="names-or-axes"),
-        pytest.param(variable("embed", "data"), P("fsdp", "data"), id="nnx"),
-        pytest.param(
-            variable("embed", sharding_rules=(("embed", "data"),)), P("data"), id="nnx-own-rules"
-        ),
-        pytest.param(nnx.Param(jax.numpy.zeros(8)), P(), id="nnx-without-names"),
-        pytest.param(struct(8), P(), id="no-box"),
-    ],
-)
+IN_BOXES: dict[str, tuple[Any, P]] = {
+    "logical": (logical("embed", "mlp"), P("fsdp", "data")),
+    "an axis once": (logical("embed", "vocab"), P("fsdp")),
+    "logical names are no axes": (logical("data", "unknown"), P()),
+    "its own rules": (logical("embed", rules=(("embed", "data"),)), P("data")),
+    "axes": (linen.Partitioned(struct(8, 8), ("data", None)), P("data")),
+    "names or axes": (linen.Partitioned(struct(8), ("mlp",)), P("data")),
+    "nnx": (variable("embed", "data"), P("fsdp", "data")),
+    "nnx, its own rules": (variable("embed", sharding_rules=(("embed", "data"),)), P("data")),
+    "nnx, without names": (nnx.Param(jax.numpy.zeros(8)), P()),
+    "no box": (struct(8), P()),
+}
+
+
+@pytest.mark.parametrize(("box", "spec"), IN_BOXES.values(), ids=IN_BOXES)
 def test_names_in_boxes_are_resolved(box, spec) -> None:
     with ts.logical_axis_rules(RULES):
         assert logical_partitioning().refine(P(), MESH, "w", box, 0) == (spec, ())
