@@ -192,109 +192,112 @@ def test_haiku_dicts_with_slashes_in_keys() -> None:
         assert {s for p, s in state_specs.items() if p.endswith("linear/w")} == {P("data")}
 
 
-PLAIN: dict[str, tuple[Any, Any, Any, dict[str, P]]] = {
-    "a bare struct": (
-        optax.sm3(0.1),
-        struct(8, 8),
+def made_by(optimizer: Any, params: Any) -> Any:
+    return jax.eval_shape(optimizer.init, params)
+
+
+MATRIX, LISTS = struct(8, 8), [struct(8), struct(8, 6)]
+PART = {"dense": {"w": struct(8, 4)}, "x": {"dense": {"w": struct(8, 4)}}}
+FIELDS = {"mu": {"w": struct(3)}, "w": MATRIX, "z": {"a": struct(2), "b": struct(2)}}
+MASK = {"mu": {"w": True}, "w": True, "z": False}
+FACTORED = optax.scale_by_factored_rms(min_dim_size_to_factor=4)
+FACTORED_1 = optax.scale_by_factored_rms(min_dim_size_to_factor=1)
+TRACE = optax.trace(0.9)
+BRANCHES = {"a": {"w": MATRIX, "v": struct(8, 4)}, "b": struct(8)}
+D, F = P("data"), P("fsdp")
+# A state, the parameters, their specs, and the specs of the state; what is left out is replicated.
+STATES: dict[str, tuple[Any, Any, Any, dict[str, P]]] = {
+    "a bare array": (
+        made_by(optax.sm3(0.1), MATRIX),
+        MATRIX,
         P("data", "fsdp"),
-        {"0/mu/0": P("data"), "0/mu/1": P("fsdp"), "0/nu": P("data", "fsdp")},
+        {"0/mu/0": D, "0/mu/1": F, "0/nu": P("data", "fsdp")},
     ),
-    "a bare struct, factored": (
-        optax.scale_by_factored_rms(min_dim_size_to_factor=4),
-        struct(8, 8),
+    "a bare array, factored": (
+        made_by(FACTORED, MATRIX),
+        MATRIX,
         P("data", "fsdp"),
-        {"count": P(), "v_row": P("data"), "v_col": P("fsdp"), "v": P()},
+        {"v_row": D, "v_col": F},
     ),
     "a list, where indices are paths and dims": (
-        optax.sm3(0.1),
-        [struct(8), struct(8, 6)],
-        [P("data"), P("fsdp", "data")],
-        {
-            "0/mu/0/0": P("data"),
-            "0/mu/1/0": P("fsdp"),
-            "0/mu/1/1": P("data"),
-            "0/nu/0": P("data"),
-            "0/nu/1": P("fsdp", "data"),
-        },
+        made_by(optax.sm3(0.1), LISTS),
+        LISTS,
+        [D, P("fsdp", "data")],
+        {"0/mu/0/0": D, "0/mu/1/0": F, "0/mu/1/1": D, "0/nu/0": D, "0/nu/1": P("fsdp", "data")},
     ),
     "a tuple of the length of a chain": (
-        optax.chain(optax.trace(0.9), optax.trace(0.9)),
+        made_by(optax.chain(TRACE, TRACE), (struct(8), struct(8))),
         (struct(8), struct(8)),
-        (P("data"), P("fsdp")),
-        {f"{i}/trace/{j}": P(axis) for i in (0, 1) for j, axis in enumerate(("data", "fsdp"))},
+        (D, F),
+        {f"{i}/trace/{j}": spec for i in (0, 1) for j, spec in enumerate((D, F))},
     ),
     "a parameter called like a field": (
-        optax.masked(optax.adam(0.1), {"mu": {"w": True}, "w": True, "z": False}),
-        {"mu": {"w": struct(3)}, "w": struct(8, 8), "z": {"a": struct(2), "b": struct(2)}},
+        made_by(optax.masked(optax.adam(0.1), MASK), FIELDS),
+        FIELDS,
         {"mu": {"w": P()}, "w": P("fsdp", "data"), "z": P()},
-        {
-            "inner_state/0/count": P(),
-            "inner_state/0/mu/mu/w": P(),
-            "inner_state/0/mu/w": P("fsdp", "data"),
-            "inner_state/0/nu/mu/w": P(),
-            "inner_state/0/nu/w": P("fsdp", "data"),
-        },
+        {"inner_state/0/mu/w": P("fsdp", "data"), "inner_state/0/nu/w": P("fsdp", "data")},
     ),
     "dims of length 1": (
-        optax.scale_by_factored_rms(min_dim_size_to_factor=1),
+        made_by(FACTORED_1, {"w": struct(1, 8)}),
         {"w": struct(1, 8)},
         P(None, "fsdp"),
-        {"count": P(), "v_row/w": P(), "v_col/w": P("fsdp"), "v/w": P()},
+        {"v_col/w": F},
     ),
     "one spec for a subtree, and None": (
-        optax.trace(0.9),
-        {"a": {"w": struct(8, 8), "v": struct(8, 4)}, "b": struct(8)},
-        {"a": P("data"), "b": None},
-        {"trace/a/v": P("data"), "trace/a/w": P("data"), "trace/b": P()},
+        made_by(TRACE, BRANCHES),
+        BRANCHES,
+        {"a": D, "b": None},
+        {"trace/a/v": D, "trace/a/w": D},
+    ),
+    "None where the parameters have functions": (
+        made_by(optax.scale_by_sm3(), [LISTS[0], None, LISTS[1]]),
+        [LISTS[0], jax.nn.gelu, LISTS[1]],
+        [D, None, P("fsdp", "data")],
+        {"mu/0/0": D, "mu/2/0": F, "mu/2/1": D, "nu/0": D, "nu/2": P("fsdp", "data")},
+    ),
+    "other keys": (
+        {"x": {"c": struct(8), "d": struct(8)}, "y": (struct(8), struct(8))},
+        {"a": struct(8), "b": struct(8)},
+        D,
+        {},
+    ),
+    "other keys in one branch": (
+        {"a": {"y": struct(8)}, "b": struct(8)},
+        {"a": {"x": struct(8)}, "b": struct(8)},
+        {"a": D, "b": F},
+        {"b": F},
+    ),
+    "of a part of the parameters": (
+        made_by(TRACE, PART),
+        {"params": PART},
+        {"params": {"dense": {"w": D}, "x": {"dense": {"w": F}}}},
+        {"trace/dense/w": D, "trace/x/dense/w": F},
+    ),
+    "equal endings with different specs": (
+        {"w": MATRIX},
+        {"a": {"w": MATRIX}, "b": {"w": MATRIX}},
+        {"a": {"w": D}, "b": {"w": F}},
+        {},
+    ),
+    "equal endings with equal specs": (
+        {"w": MATRIX},
+        {"a": {"w": MATRIX}, "b": {"w": MATRIX}},
+        {"a": {"w": D}, "b": {"w": D}},
+        {"w": D},
+    ),
+    "leaves that are no arrays": (
+        {"w": MATRIX, "name": "adam", "f": jax.nn.gelu, "n": 3, "none": None, "x": [()]},
+        {"w": MATRIX},
+        D,
+        {"w": D},
     ),
 }
 
 
-@pytest.mark.parametrize(("optimizer", "params", "specs", "right"), PLAIN.values(), ids=PLAIN)
-def test_plain_trees(optimizer, params, specs, right) -> None:
-    assert specs_of(optimizer, params, specs) == right
-
-
-def test_a_state_with_none_where_the_parameters_have_functions() -> None:
-    params = [struct(8), jax.nn.gelu, struct(8, 6)]
-    state = jax.eval_shape(optax.scale_by_sm3().init, [params[0], None, params[2]])
-    state_specs = state_specs_of(state, params, [P("data"), None, P("fsdp", "data")])
-    assert by_path(state, state_specs) == {
-        "mu/0/0": P("data"),
-        "mu/2/0": P("fsdp"),
-        "mu/2/1": P("data"),
-        "nu/0": P("data"),
-        "nu/2": P("fsdp", "data"),
-    }
-
-
-def test_a_tree_with_other_keys_is_not_a_copy() -> None:
-    params = {"a": struct(8), "b": struct(8)}
-    state = {"x": {"c": struct(8), "d": struct(8)}, "y": (struct(8), struct(8))}
-    state_specs = state_specs_of(state, params, P("data"))
-    assert set(jax.tree.leaves(state_specs)) == {P()}
-
-
-def test_a_tree_with_other_keys_in_one_branch_is_not_a_copy() -> None:
-    params = {"a": {"x": struct(8)}, "b": struct(8)}
-    state = {"a": {"y": struct(8)}, "b": struct(8)}
-    state_specs = state_specs_of(state, params, {"a": P("data"), "b": P("fsdp")})
-    assert state_specs == {"a": {"y": P()}, "b": P("fsdp")}
-
-
-def test_the_state_of_a_part_of_the_parameters() -> None:
-    params = {"params": {"dense": {"w": struct(8, 4)}, "x": {"dense": {"w": struct(8, 4)}}}}
-    specs = {"params": {"dense": {"w": P("data")}, "x": {"dense": {"w": P("fsdp")}}}}
-    state = jax.eval_shape(optax.trace(0.9).init, params["params"])
-    state_specs = by_path(state, state_specs_of(state, params, specs))
-    assert state_specs == {"trace/dense/w": P("data"), "trace/x/dense/w": P("fsdp")}
-
-
-def test_equal_endings_with_different_specs_are_replicated() -> None:
-    params = {"a": {"w": struct(8, 4)}, "b": {"w": struct(8, 4)}}
-    for b, right in ((P("fsdp"), P()), (P("data"), P("data"))):
-        specs = {"a": {"w": P("data")}, "b": {"w": b}}
-        assert state_specs_of({"w": struct(8, 4)}, params, specs) == {"w": right}
+@pytest.mark.parametrize(("state", "params", "specs", "right"), STATES.values(), ids=STATES)
+def test_plain_trees(state: Any, params: Any, specs: Any, right: dict[str, P]) -> None:
+    found = by_path(state, state_specs_of(state, params, specs))
+    assert found == dict.fromkeys(found, P()) | right
 
 
 def test_a_state_whose_containers_became_dicts_in_a_checkpoint() -> None:
@@ -305,12 +308,6 @@ def test_a_state_whose_containers_became_dicts_in_a_checkpoint() -> None:
     assert state_specs["0/v_row/attn/q"] == P("fsdp")
     assert state_specs["0/count"] == P()
     assert {path[5:]: spec for path, spec in state_specs.items() if "mu" in path} == SPECS
-
-
-def test_non_array_leaves_and_leaves_without_a_parameter() -> None:
-    state = {"w": struct(8, 8), "name": "adam", "f": jax.nn.gelu, "n": 3, "none": None, "x": [()]}
-    state_specs = state_specs_of(state, {"w": struct(8, 8)}, P("data"))
-    assert state_specs == {"w": P("data"), "name": P(), "f": P(), "n": P(), "none": None, "x": [()]}
 
 
 # ------------------------------------------------------------------ shapes
