@@ -8,7 +8,7 @@ apply some of its rules and not others.
 import json
 import re
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from jax import ShapeDtypeStruct
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 VERSION = 1
 _MORE = ("memory", "unpadded")  # what most leaves do not have
-_OF_DECISION = ("asked", "given", "rule", "adjustments", "memory")
 
 
 # ------------------------------------------------------------------ writing
@@ -113,9 +112,8 @@ def from_json(plan_of: Callable[..., "Plan"], text: str, like: PyTree | None) ->
     mesh = AbstractMesh(sizes, names, axis_types=types)
     rules = _read_each(raw, "rules", _read_rule)
     patterns = [re.compile(pattern).pattern for pattern, _ in rules]
-    decide = cache(partial(_read_decision, mesh, patterns))  # equal decisions share one, as in plan
-    leaves = _read_each(raw, "leaves", partial(_read_leaf, decide))
-    leaves = {leaf.path: leaf for leaf in leaves}
+    read_leaf = partial(_read_leaf, mesh, patterns, {})
+    leaves = {leaf.path: leaf for leaf in _read_each(raw, "leaves", read_leaf)}
     if len(leaves) < len(raw["leaves"]):
         raise FormatError("leaves: two have the same path. Paths must be unique.")
     min_size = typed(raw.get("min_size"), int, "min_size", "a number of elements")
@@ -161,15 +159,35 @@ def _read_rule(raw: Any) -> tuple[Any, StoredAction]:
     return pattern, StoredAction(str(raw["kind"]), str(raw["action"]), axes)
 
 
-def _read_leaf(decide: Callable[[Shape, str], Decision], raw: Any) -> PlannedLeaf:
+_parse_spec = lru_cache(4096)(parse_spec)  # most leaves share a few
+
+
+def _read_leaf(
+    mesh: AnyMesh, patterns: list[str], known: dict[Decision, Decision], raw: Any
+) -> PlannedLeaf:
+    """Reads a leaf. Equal decisions are one object, which `known` has, as in `plan`."""
+    path = typed(raw["path"], str, "path", "text")
     shape = _read_shape(raw["shape"])
     unpadded = None if "unpadded" not in raw else _read_shape(raw["unpadded"])
     if unpadded is not None:
         pairs = zip(unpadded, shape, strict=True)  # raises for another rank
         if not all(0 < length <= padded for length, padded in pairs):
             raise FormatError("'unpadded' is not a shape within 'shape'.")
-    path = typed(raw["path"], str, "path", "text")
-    decision = decide(shape, json.dumps([raw.get(key) for key in _OF_DECISION]))
+    asked = None if raw["asked"] is None else _parse_spec(raw["asked"])
+    given = _parse_spec(raw["given"])
+    _, misfits = project(given, mesh, shape)
+    if misfits:
+        raise FormatError(f"{given} does not fit: {misfits[0].why}")
+    rule = raw["rule"]
+    if rule is not None and rule not in range(len(patterns)):
+        raise FormatError(f"rule {rule} is none of {counted(len(patterns), 'rule')}.")
+    pattern = None if rule is None else patterns[rule]
+    notes: list[Adjustment] = []
+    for note in raw["adjustments"]:
+        axes = tuple(map(str, note["axes"]))
+        notes.append(Adjustment(str(note["kind"]), str(note["why"]), axes, note["dim"]))
+    decision = Decision(asked, given, rule, pattern, tuple(notes), raw.get("memory"))
+    decision = known.setdefault(decision, decision)
     return PlannedLeaf(path, shape, parse_dtype(raw["dtype"]), decision, unpadded)
 
 
@@ -178,25 +196,6 @@ def _read_shape(raw: Any) -> Shape:
     if not isinstance(raw, list) or not all(type(n) is int and n >= 0 for n in raw):
         raise FormatError(f"{raw} is not a shape.")
     return tuple(raw)
-
-
-def _read_decision(mesh: AnyMesh, patterns: list[str], shape: Shape, text: str) -> Decision:
-    asked, given, rule, adjustments, memory = json.loads(text)
-    spec = parse_spec(given)
-    _, misfits = project(spec, mesh, shape)
-    if misfits:
-        raise FormatError(f"{spec} does not fit: {misfits[0].why}")
-    if rule is not None and rule not in range(len(patterns)):
-        raise FormatError(f"rule {rule} is none of {counted(len(patterns), 'rule')}.")
-    pattern = None if rule is None else patterns[rule]
-    requested = None if asked is None else parse_spec(asked)
-    notes = tuple(map(_read_adjustment, adjustments))
-    return Decision(requested, spec, rule, pattern, notes, memory)
-
-
-def _read_adjustment(raw: Any) -> Adjustment:
-    axes = tuple(map(str, raw["axes"]))
-    return Adjustment(str(raw["kind"]), str(raw["why"]), axes, raw["dim"])
 
 
 def _paths_like(leaves: Mapping[str, PlannedLeaf], like: PyTree) -> list[str]:
