@@ -10,7 +10,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from treeshard._inspection.memory import elements_by_device
 from treeshard.compat import analyze_sharding_strategy
 
 SPECS = {
@@ -84,14 +83,16 @@ def test_specs_in_every_form_give_the_same(mesh: Mesh, tree: dict[str, Any]) -> 
         assert analyze_sharding_strategy(tree, specs_of(tree)) == expected
 
 
-def test_uneven_dims_are_split_as_the_compiler_does() -> None:
-    mesh = ts.make_mesh("fsdp=8")
+def test_uneven_dims_are_split_as_the_compiler_does(mesh: Mesh) -> None:
     tree = {"a": np.ones((9, 2), np.float32), "b": np.ones(8, np.float32)}
-    analysis = analyze_sharding_strategy(tree, P("fsdp"), mesh)
+    analysis = analyze_sharding_strategy(tree, P("fsdp"), ts.make_mesh("fsdp=8"))
     # Rows of two floats: parts of 2, 2, 2, 2, 1, 0, 0, 0 rows; and one float of the other leaf.
     assert list(analysis["memory_per_device"].values()) == [20, 20, 20, 20, 12, 4, 4, 4]
     assert analysis["balance_score"] == 104 / 8 / 20
     assert analysis["partition_stats"][P("fsdp")]["bytes_per_device"] == 20
+    # Over two axes, the parts are numbered along the last one first.
+    by_two = analyze_sharding_strategy(np.ones((5, 3), np.int8), P(("fsdp", "data")), mesh)
+    assert list(by_two["memory_per_device"].values()) == [3, 3, 3, 0, 3, 3, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -104,17 +105,10 @@ def test_uneven_dims_are_split_as_the_compiler_does() -> None:
         ((2,) * 8 + (4,), P(*(None,) * 8, "fsdp")),
     ],
 )
-def test_elements_by_device_are_those_of_the_shards(mesh: Mesh, shape: Any, spec: P) -> None:
-    live = jax.device_put(np.ones(shape, np.int8), NamedSharding(mesh, spec))
-    counts = elements_by_device(shape, spec, mesh)
-    assert counts.shape == (2, 4)
-    by_id = dict(zip([d.id for d in mesh.devices.flat], counts.ravel(), strict=True))
-    assert by_id == {piece.device.id: piece.data.size for piece in live.addressable_shards}
-
-
-def test_uneven_dims_over_two_axes_are_parts_of_the_whole(mesh: Mesh) -> None:
-    counts = elements_by_device((5, 3), P(("fsdp", "data")), mesh)
-    assert counts.T.ravel().tolist() == [3] * 5 + [0] * 3
+def test_any_shape_against_live_arrays(mesh: Mesh, shape: Any, spec: P) -> None:
+    x = np.ones(shape, np.int8)
+    analysis = analyze_sharding_strategy(x, spec, mesh)
+    assert analysis["memory_per_device"] == measured(ts.shard(x, spec, mesh))
 
 
 def test_leaves_without_specs_count_where_they_are(mesh: Mesh) -> None:

@@ -469,16 +469,6 @@ def test_only_the_last_rule_may_be_a_fallback() -> None:
     assert [x.rule for x in plan.findings] == [1]
 
 
-def test_patterns_that_distinguish_digits_are_searched_on_every_path() -> None:
-    rules = [("layers", ROWS), ("layers/7/", None), ("layers/80/", None)]
-    shadowed, dead = ts.plan(layers(80), rules, "fsdp=4", min_size=0).findings
-    assert (shadowed.code, shadowed.paths) == (
-        "shadowed-rule",
-        ("layers/7/mlp/up", "layers/7/norm"),
-    )
-    assert (dead.code, dead.rule) == ("dead-rule", 2)
-
-
 def test_a_spec_that_min_size_leaves_unused() -> None:
     tree = {"layers": [{"b": struct(8), "w": struct(8, 16)}] * 2}
     rules = [("b", ROWS), (".*", ROWS)]
@@ -501,13 +491,6 @@ def test_fsdp_that_splits_nothing_is_told_once() -> None:
     assert told(tree, rules, "data=2,fsdp=4", min_size=64) == []
     assert told(tree, rules, "data=2,fsdp=1", min_size=65) == []
     assert told(tree, [(".*", None)], "data=2,fsdp=4", min_size=65) == []
-
-
-def test_ten_thousand_leaves_and_thirty_unused_rules() -> None:
-    tree = {f"layer_{i}": {"w": struct(8), "b": struct(8)} for i in range(5000)}
-    rules = [(".*", ROWS), *((f"w{i}|/b$", None) for i in range(30))]
-    decided = ts.plan(tree, rules, "fsdp=4", min_size=0)
-    assert [finding.code for finding in decided.findings] == ["shadowed-rule"] * 30
 
 
 # ------------------------------------------------------------------ left whole

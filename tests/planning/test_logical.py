@@ -175,11 +175,6 @@ def test_resolves_names_as_flax(names, rules, sizes, data) -> None:
 # ------------------------------------------------------------------ bad input
 
 
-def test_flax_refuses_a_name_twice_too() -> None:
-    with pytest.raises(ValueError, match="more than once"):
-        linen.logical_to_mesh_axes(("embed", "embed"), RULES)
-
-
 NOT_A_TUPLE = "is not a tuple of logical names. Give a name or None for"
 
 

@@ -168,12 +168,6 @@ def test_leaves_below_min_size_are_replicated_but_must_match() -> None:
     assert "small: shape (15,), no rule" in message_of([("big", None)], {"small": struct(15)})
 
 
-def test_min_size_of_a_tactic_overrides_the_calls() -> None:
-    rules = [("w", fsdp("fsdp", min_size=0)), (".*", fsdp("fsdp"))]
-    specs = match(rules, {"w": struct(8), "b": struct(8)}, MESH, min_size=100)
-    assert specs == {"w": P("fsdp"), "b": P()}
-
-
 def test_layers_that_differ_in_a_shape_only() -> None:
     layers = [{"w": struct(8), "b": struct(8)} for _ in range(12)]
     layers[7] = {"w": struct(8), "b": struct(6)}
