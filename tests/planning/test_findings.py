@@ -135,8 +135,8 @@ PLANTED = {
     ),
     "shadowed": (
         layers(80),
-        [("norm", ROWS), ("up", ROWS), ("layers/.*/up$", P("data")), ("x", None)],
-        "warning shadowed-rule: rule 2 'layers/.*/up$' decides no leaf: rule 1 'up' takes all"
+        [("norm", ROWS), ("up", ROWS), ("mlp/up$", P("data")), ("x", None)],
+        "warning shadowed-rule: rule 2 'mlp/up$' decides no leaf: rule 1 'up' takes all"
         " 80 leaves that it matches. Move it above rule 1, or remove it.",
     ),
     "left whole by a rule": (
@@ -510,6 +510,14 @@ def test_small_leaves_and_small_savings_are_not_findings() -> None:
     assert told(tree, rules, "data=2,fsdp=4") == []  # 224 of 131,328 bytes
     assert len(told(tree | {"b": struct(4096)}, rules, "data=2,fsdp=4")) == 1
     assert told(tree | {"b": struct(4096)}, rules, "data=2,fsdp=4", min_size=5000) == []
+
+
+def test_state_that_is_small_or_does_not_fit_is_not_compared_with_its_parameter() -> None:
+    split = [("mu", ts.fsdp("data", min_size=0)), ("w", ts.fsdp("fsdp", min_size=0))]
+    wrong = [("mu", P("fdsp")), ("w", ROWS)]
+    for rules, min_size, is_told in ((split, 4096, 1), (split, 4097, 0), (wrong, 0, 0)):
+        findings = told(PAIR, rules, "data=2,fsdp=4", min_size=min_size)
+        assert sum("state-unlike-weight" in finding for finding in findings) == is_told
 
 
 def test_a_rule_that_names_leaves_and_replicates_them_means_it() -> None:
