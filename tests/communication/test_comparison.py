@@ -20,6 +20,7 @@ from treeshard.manual import gather_params, value_and_grad
 from treeshard.training import accumulate_gradients, jit_step, shard_map_step
 
 KIB = 1024
+ROWS = P("fsdp")
 
 # ------------------------------------------------------------------ against compiled
 
@@ -111,26 +112,34 @@ def test_a_scan_without_unshard_moves_activations() -> None:
     assert not any(x.path for x in moved.collectives)
 
 
-def _step(plan: ts.Plan, loss: Any, batch: Any, x: Any) -> jax.stages.Compiled:
-    def step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
-        value, grads = jax.value_and_grad(loss)(state, x)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+def planned(axes: str, tree: Any, rules: dict[str, Any]) -> ts.Plan:
+    return ts.plan(tree, [*rules.items()], ts.make_mesh(axes), min_size=0)
 
-    return jit_step(step, plan, batch=batch).lower(plan.structs, x).compile()
+
+def sgd(loss: Any, differentiate: Any = jax.value_and_grad) -> Any:
+    def step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+        value, grads = differentiate(loss)(state, x)
+        return jax.tree.map(jnp.subtract, state, grads), value
+
+    return step
+
+
+def compared_step(step: Any, plan: ts.Plan, x: Any, batch: Any = ROWS) -> ts.Comparison:
+    program = jit_step(step, plan, batch=batch).lower(plan.structs, x).compile()
+    return ts.compare_communication(plan, program)
 
 
 def test_activations_of_tensor_parallelism_are_listed_apart() -> None:
-    mesh = ts.make_mesh("fsdp=4,tensor=2")
     tree = {"up": struct(16, 32), "down": struct(32, 16)}
-    rules = [("up", P("fsdp", "tensor")), ("down", P("tensor", "fsdp"))]
-    plan = ts.plan(tree, rules, mesh, min_size=0)
+    rules = {"up": P("fsdp", "tensor"), "down": P("tensor", "fsdp")}
+    plan = planned("fsdp=4,tensor=2", tree, rules)
 
     def loss(p: Any, x: jax.Array) -> jax.Array:
         p = ts.unshard(p, plan.specs, "fsdp")
         h = ts.with_sharding_constraint(jnp.tanh(x @ p["up"]), P("fsdp", "tensor"))
         return jnp.mean(ts.with_sharding_constraint(h @ p["down"], P("fsdp")) ** 2)
 
-    compared = ts.compare_communication(plan, _step(plan, loss, P("fsdp"), struct(8, 16)))
+    compared = compared_step(sgd(loss), plan, struct(8, 16))
     gathers = [(x.path, x.bytes) for x in compared.compiled if x.kind == "all-gather"]
     assert sorted(gathers, key=str) == [("state/down", KIB), ("state/up", KIB)]
     assert compared.unplanned == ()
@@ -144,15 +153,13 @@ def test_activations_of_tensor_parallelism_are_listed_apart() -> None:
 
 
 def test_a_tied_weight_is_gathered_under_its_only_path() -> None:
-    mesh = ts.make_mesh("fsdp=8")
-    plan = ts.plan({"embed": struct(64, 16)}, [(".*", P("fsdp"))], mesh, min_size=0)
+    plan = planned("fsdp=8", {"embed": struct(64, 16)}, {".*": P("fsdp")})
 
     def loss(p: Any, x: jax.Array) -> jax.Array:
         whole = ts.unshard(p, plan.specs, "fsdp")["embed"]
         return jnp.mean((jnp.tanh(whole[x]) @ whole.T) ** 2)
 
-    x = jax.ShapeDtypeStruct((8, 4), "int32")
-    compared = ts.compare_communication(plan, _step(plan, loss, P("fsdp"), x))
+    compared = compared_step(sgd(loss), plan, jax.ShapeDtypeStruct((8, 4), "int32"))
     assert [x.path for x in compared.compiled if x.kind == "all-gather"] == ["state/embed"]
     # The partitioner reduces the gradient of each use, and then adds them.
     assert [x.code for x in compared.unplanned] == ["again"]
@@ -160,11 +167,9 @@ def test_a_tied_weight_is_gathered_under_its_only_path() -> None:
 
 
 def test_a_moment_sharded_unlike_its_parameter_is_gathered() -> None:
-    mesh = ts.make_mesh("fsdp=8")
     # The moment is sharded on another dim than its parameter.
     state = {"model": {"w": struct(16, 16)}, "opt": {"mu": {"w": struct(16, 16)}}}
-    rules = [("opt", P(None, "fsdp")), (".*", P("fsdp"))]
-    plan = ts.plan(state, rules, mesh, min_size=0)
+    plan = planned("fsdp=8", state, {"opt": P(None, "fsdp"), ".*": P("fsdp")})
 
     def step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
         def loss(p: Any) -> jax.Array:
@@ -174,45 +179,36 @@ def test_a_moment_sharded_unlike_its_parameter_is_gathered() -> None:
         mu = ts.with_sharding_constraint(state["opt"]["mu"]["w"], P()) * 0.9 + grads["w"]
         return {"model": {"w": state["model"]["w"] - mu}, "opt": {"mu": {"w": mu}}}, value
 
-    run = jit_step(step, plan, batch=P("fsdp"))
-    program = run.lower(plan.structs, struct(8, 16)).compile()
-    differences = {x.code: x for x in ts.compare_communication(plan, program).unplanned}
+    compared = compared_step(step, plan, struct(8, 16))
+    differences = {x.code: x for x in compared.unplanned}
     assert differences["sharded-further"].paths == ("opt/mu/w",)
     assert "optimizer state with `Plan.follow`" in differences["sharded-further"].hint
 
 
 def test_weights_gathered_along_an_axis_that_keeps_them_split_are_said() -> None:
-    mesh = ts.make_mesh("fsdp=2,tensor=4")
-    plan = ts.plan({"w": struct(64, 64)}, [("w", P("fsdp", "tensor"))], mesh, min_size=0)
+    plan = planned("fsdp=2,tensor=4", {"w": struct(64, 64)}, {"w": P("fsdp", "tensor")})
 
-    def step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
-        def loss(p: Any) -> jax.Array:
+    def gathered_along(axes: Any) -> dict[str, Any]:
+        def loss(p: Any, x: jax.Array) -> jax.Array:
             return jnp.mean(jnp.tanh(x @ ts.unshard(p["w"], P("fsdp", "tensor"), axes)) ** 2)
 
-        value, grads = jax.value_and_grad(loss)(state)
-        return jax.tree.map(jnp.subtract, state, grads), value
+        compared = compared_step(sgd(loss), plan, struct(64, 64))
+        return {x.code: x for x in compared.unplanned}
 
-    axes: Any = ("fsdp", "tensor")
-    run = jit_step(step, plan, batch=P("fsdp"))
-    compared = ts.compare_communication(plan, run.lower(plan.structs, struct(64, 64)).compile())
-    further = next(x for x in compared.unplanned if x.code == "sharded-further")
+    further = gathered_along(("fsdp", "tensor"))["sharded-further"]
     assert further.paths == ("w",)
     assert "weights are gathered along 'tensor' too, along which the plan keeps" in further.fact
     assert "`with_sharding_constraint(x, P('fsdp', ..., 'tensor'))`" in further.hint
-    axes = "fsdp"
-    run = jit_step(step, plan, batch=P("fsdp"))
-    compared = ts.compare_communication(plan, run.lower(plan.structs, struct(64, 64)).compile())
-    assert "sharded-further" not in [x.code for x in compared.unplanned]
+    assert "sharded-further" not in gathered_along("fsdp")
 
 
 def test_a_replicated_bias_that_is_reduced_in_parts_is_as_planned() -> None:
-    mesh = ts.make_mesh("fsdp=2,tensor=4")
     tree = {
         "up": {"w": struct(16, 64), "b": struct(64)},
         "down": {"w": struct(64, 16), "b": struct(16)},
     }
-    rules = [("up/w", P("fsdp", "tensor")), ("down/w", P("tensor", "fsdp")), ("b", None)]
-    plan = ts.plan(tree, rules, mesh, min_size=0)
+    rules = {"up/w": P("fsdp", "tensor"), "down/w": P("tensor", "fsdp"), "b": None}
+    plan = planned("fsdp=2,tensor=4", tree, rules)
 
     def loss(p: Any, x: jax.Array) -> jax.Array:
         p = ts.unshard(p, plan.specs, "fsdp")
@@ -221,7 +217,7 @@ def test_a_replicated_bias_that_is_reduced_in_parts_is_as_planned() -> None:
         y = ts.with_sharding_constraint(h @ p["down"]["w"] + p["down"]["b"][None], P("fsdp"))
         return jnp.mean(y**2)
 
-    compared = ts.compare_communication(plan, _step(plan, loss, P("fsdp"), struct(8, 16)))
+    compared = compared_step(sgd(loss), plan, struct(8, 16))
     # Each device has the gradient of a quarter of the bias: it reduces that over `fsdp` alone.
     in_parts = [x for x in compared.compiled if (x.axes, x.bytes) == (("fsdp",), 64)]
     assert {x.kind for x in in_parts} == {"all-reduce"}
@@ -229,8 +225,7 @@ def test_a_replicated_bias_that_is_reduced_in_parts_is_as_planned() -> None:
 
 
 def _accumulated(minibatches: Any) -> ts.Comparison:
-    mesh = ts.make_mesh("data=2,fsdp=4")
-    plan = ts.plan({"w": struct(16, 32)}, [("w", P("fsdp"))], mesh, min_size=0)
+    plan = planned("data=2,fsdp=4", {"w": struct(16, 32)}, {"w": P("fsdp")})
 
     def step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
         def one(total: Any, x: jax.Array) -> tuple[Any, None]:
@@ -242,9 +237,7 @@ def _accumulated(minibatches: Any) -> ts.Comparison:
         grads, _ = jax.lax.scan(one, jax.tree.map(jnp.zeros_like, state), minibatches(x))
         return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), x.sum()
 
-    run = jit_step(step, plan, batch=P(("data", "fsdp")))
-    program = run.lower(plan.structs, struct(32, 16)).compile()
-    return ts.compare_communication(plan, program)
+    return compared_step(step, plan, struct(32, 16), P(("data", "fsdp")))
 
 
 def test_a_batch_reshaped_across_devices_for_accumulation() -> None:
@@ -267,9 +260,9 @@ def test_a_batch_reshaped_across_devices_for_accumulation() -> None:
 
 @pytest.mark.parametrize("axes", ["fsdp=8", "data=2,fsdp=4"])
 def test_a_loop_over_minibatches_by_hand(axes: str) -> None:
-    mesh = ts.make_mesh(axes)
-    plan = ts.plan({"w": struct(16, 32)}, [("w", P("fsdp"))], mesh, min_size=0)
-    grad = value_and_grad(lambda p, x: jnp.mean((x @ p["w"]) ** 2), mesh.axis_names, plan)
+    plan = planned(axes, {"w": struct(16, 32)}, {"w": P("fsdp")})
+    names = plan.mesh.axis_names
+    grad = value_and_grad(lambda p, x: jnp.mean((x @ p["w"]) ** 2), names, plan)
 
     def step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
         def one(total: Any, x: jax.Array) -> tuple[Any, jax.Array]:
@@ -280,7 +273,7 @@ def test_a_loop_over_minibatches_by_hand(axes: str) -> None:
         grads, values = jax.lax.scan(one, jax.tree.map(jnp.zeros_like, state), x.reshape(4, -1, 16))
         return jax.tree.map(jnp.subtract, state, grads), values.mean()
 
-    run = shard_map_step(step, plan, batch=P(mesh.axis_names))
+    run = shard_map_step(step, plan, batch=P(names))
     compared = run.communication(plan.structs, struct(64, 16))
     # The step asks for a gather in each trip, of weights that change: these are planned.
     [row] = [row for row in compared.rows if row.kind == "all-gather"]
@@ -290,8 +283,7 @@ def test_a_loop_over_minibatches_by_hand(axes: str) -> None:
 
 
 def test_a_repeated_gather_is_not_missing_too() -> None:
-    mesh = ts.make_mesh("fsdp=8")
-    plan = ts.plan({"w": struct(16, 32)}, [("w", P("fsdp"))], mesh, min_size=0)
+    plan = planned("fsdp=8", {"w": struct(16, 32)}, {"w": P("fsdp")})
 
     def loss(p: Any, x: jax.Array) -> jax.Array:
         return jnp.mean((x @ ts.unshard(p, plan.specs, "fsdp")["w"]) ** 2)
@@ -305,17 +297,15 @@ def test_a_repeated_gather_is_not_missing_too() -> None:
         grads, values = jax.lax.scan(one, jax.tree.map(jnp.zeros_like, state), x)
         return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), values.mean()
 
-    program = jit_step(step, plan, batch=P("fsdp")).lower(plan.structs, struct(32, 16)).compile()
-    compared = ts.compare_communication(plan, program)
+    compared = compared_step(step, plan, struct(32, 16))
     # The backward pass gathers anew in each iteration, and reduces.
     assert [x.code for x in compared.unplanned] == ["again", "inside-loop"]
     assert [x.paths for x in compared.unplanned] == [("w",), ("w",)]
 
 
 def test_a_forgotten_activation_constraint() -> None:
-    mesh = ts.make_mesh("fsdp=8")
     tree = {"up": struct(16, 64), "down": struct(64, 16)}
-    plan = ts.plan(tree, [("up", P(None, "fsdp")), ("down", P("fsdp"))], mesh, min_size=0)
+    plan = planned("fsdp=8", tree, {"up": P(None, "fsdp"), "down": P("fsdp")})
 
     def codes(constrain: Any, gather: Any = lambda p: p) -> dict[str, Any]:
         def loss(p: Any, x: jax.Array) -> jax.Array:
@@ -323,7 +313,7 @@ def test_a_forgotten_activation_constraint() -> None:
             h = constrain(jnp.tanh(x @ p["up"]))
             return jnp.mean(constrain(h @ p["down"]) ** 2)
 
-        compared = ts.compare_communication(plan, _step(plan, loss, P("fsdp"), struct(16, 16)))
+        compared = compared_step(sgd(loss), plan, struct(16, 16))
         return {one.code: one for one in compared.unplanned}
 
     # Without constraints, the partitioner keeps the weights sharded and moves activations.
@@ -336,8 +326,7 @@ def test_a_forgotten_activation_constraint() -> None:
 
 
 def test_a_backend_that_widens_a_dtype_is_reported() -> None:
-    mesh = ts.make_mesh("fsdp=8")
-    plan = ts.plan({"w": struct(16, 16)}, [("w", P("fsdp"))], mesh, min_size=0)
+    plan = planned("fsdp=8", {"w": struct(16, 16)}, {"w": P("fsdp")})
     grad = value_and_grad(lambda p, x: jnp.sum(x @ p["w"]) ** 2, "fsdp", plan, dtype="bfloat16")
 
     def step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
@@ -362,18 +351,15 @@ def test_a_backend_that_widens_a_dtype_is_reported() -> None:
     )
 
 
-def test_a_cast_to_float64_is_not_the_cpus_own(fsdp_mesh: jax.sharding.Mesh) -> None:
-    plan = ts.plan({"w": struct(8, 8)}, [("w", P("fsdp"))], fsdp_mesh, min_size=0)
+def test_a_cast_to_float64_is_not_the_cpus_own() -> None:
+    plan = planned("fsdp=8", {"w": struct(8, 8)}, {"w": P("fsdp")})
 
     def step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
         w = ts.unshard(state["w"].astype("float64"), P("fsdp"), "fsdp")
         return state, jnp.sum(x @ w)
 
     with jax.enable_x64(True):
-        lowered = jit_step(step, plan, batch=P("fsdp")).lower(
-            plan.structs, jax.ShapeDtypeStruct((8, 8), "float64")
-        )
-        compared = ts.compare_communication(plan, lowered.compile())
+        compared = compared_step(step, plan, jax.ShapeDtypeStruct((8, 8), "float64"))
     assert [x.paths for x in compared.unplanned if x.code == "other"] == [("w",)]
     assert "16-bit floats" not in str(compared)
 
@@ -429,17 +415,11 @@ def test_no_step_is_advised_to_do_what_it_does(
     is_scattered: bool,
     code: str,
     words: str,
-    fsdp_mesh: jax.sharding.Mesh,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plan = ts.plan({"w": struct(64, 64)}, [("w", P("fsdp"))], fsdp_mesh, min_size=0)
-
-    @jit_step(plan=plan, batch=P("fsdp"))
-    def step(state: Any, x: jax.Array) -> tuple[Any, Any]:
-        loss = lambda state, x: jnp.mean((x @ ts.unshard(state["w"])) ** 2)  # noqa: E731
-        value, grads = differentiate(loss)(state, x)
-        return jax.tree.map(jnp.subtract, state, grads), value
-
+    plan = planned("fsdp=8", {"w": struct(64, 64)}, {"w": P("fsdp")})
+    loss = lambda state, x: jnp.mean((x @ ts.unshard(state["w"])) ** 2)  # noqa: E731
+    step = jit_step(sgd(loss, differentiate), plan, batch=P("fsdp"))
     arguments = plan.structs, struct(64, 64)
     assert step.roles(*arguments)["w"].is_scattered == is_scattered
     # No other compiler is here: the program is that of CPUs, read as one of TPUs.
@@ -448,10 +428,9 @@ def test_no_step_is_advised_to_do_what_it_does(
     assert hints[code].startswith(words)
 
 
-def test_a_step_that_scatters_by_hand_is_known(fsdp_mesh: jax.sharding.Mesh) -> None:
+def test_a_step_that_scatters_by_hand_is_known() -> None:
     shapes = {"w": struct(64, 64), "layers": struct(3, 64, 64)}
-    rules = [("w", P("fsdp")), ("layers", P(None, "fsdp"))]
-    plan = ts.plan(shapes, rules, fsdp_mesh, min_size=0)
+    plan = planned("fsdp=8", shapes, {"w": P("fsdp"), "layers": P(None, "fsdp")})
 
     def loss(state: Any, x: jax.Array) -> jax.Array:
         def body(x: jax.Array, layer: jax.Array) -> tuple[jax.Array, None]:
@@ -460,11 +439,10 @@ def test_a_step_that_scatters_by_hand_is_known(fsdp_mesh: jax.sharding.Mesh) -> 
         x = x @ gather_params(state["w"], "fsdp", P("fsdp"))
         return jnp.mean(jax.lax.scan(body, x, state["layers"])[0] ** 2)
 
-    @shard_map_step(plan=plan, batch=P("fsdp"))
-    def step(state: Any, x: jax.Array) -> tuple[Any, Any]:
-        value, grads = value_and_grad(loss, "fsdp", plan.specs, gather=False)(state, x)
-        return jax.tree.map(jnp.subtract, state, grads), value
+    def by_hand(loss: Any) -> Any:
+        return value_and_grad(loss, "fsdp", plan.specs, gather=False)
 
+    step = shard_map_step(sgd(loss, by_hand), plan, batch=P("fsdp"))
     roles = step.roles(plan.structs, struct(64, 64))
     assert roles["w"].is_scattered
     assert roles["layers"].is_scattered
@@ -474,8 +452,7 @@ def test_zero_1_on_a_cpu() -> None:
     params = {"w": struct(16, 32)}
     optimizer = optax.adam(1e-3)
     state = {"model": params, "opt": jax.eval_shape(optimizer.init, params)}
-    rules = [("opt.*w", P("data")), (".*", None)]
-    plan = ts.plan(state, rules, ts.make_mesh("data=8"), min_size=0)
+    plan = planned("data=8", state, {"opt.*w": P("data"), ".*": None})
 
     def step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
         loss, grads = jax.value_and_grad(lambda p: jnp.mean((x @ p["w"]) ** 2))(state["model"])
@@ -483,25 +460,20 @@ def test_zero_1_on_a_cpu() -> None:
         return {"model": optax.apply_updates(state["model"], updates), "opt": opt}, loss
 
     with jax.numpy_dtype_promotion("standard"):  # optax mixes them
-        lowered = jit_step(step, plan, batch=P("data")).lower(plan.structs, struct(8, 16))
-    compared = ts.compare_communication(plan, lowered.compile())
+        compared = compared_step(step, plan, struct(8, 16), P("data"))
     assert compared.unplanned == ()
     gathers = [row for row in compared.rows if row.kind == "all-gather"]
     assert [(row.count, row.bytes) for row in gathers] == [(1, 2 * KIB)]
 
 
-def test_a_planned_transfer_that_the_program_lacks(fsdp_mesh: jax.sharding.Mesh) -> None:
-    plan = ts.plan({"w": struct(8, 8)}, [("w", P("fsdp"))], fsdp_mesh, min_size=0)
-    idle = jit_step(lambda s, x: ({"w": s["w"] * 2}, x.sum()), plan, batch=P("fsdp"))
-    program = idle.lower(plan.structs, struct(8)).compile()
-    compared = ts.compare_communication(plan, program, batch=P("fsdp"))
+def test_a_planned_transfer_that_the_program_lacks() -> None:
+    plan = planned("fsdp=8", {"w": struct(8, 8)}, {"w": P("fsdp")})
+    compared = compared_step(lambda s, x: ({"w": s["w"] * 2}, x.sum()), plan, struct(8))
     assert [str(x) for x in compared.unplanned] == [
-        "not-moved: w: the planned all-gather (weight) is not in the program. Check that the step"
-        " uses the leaf, and that the plan is of this step. If computed values are moved instead,"
-        " call `unshard` where the weight is used.",
-        "not-moved: w: the planned reduce-scatter (gradient) is not in the program. Check that the"
-        " step uses the leaf, and that the plan is of this step. If computed values are moved"
-        " instead, call `unshard` where the weight is used.",
+        f"not-moved: w: the planned {transfer} is not in the program. Check that the step uses the"
+        " leaf, and that the plan is of this step. If computed values are moved instead, call"
+        " `unshard` where the weight is used."
+        for transfer in ("all-gather (weight)", "reduce-scatter (gradient)")
     ]
     assert [(row.kind, row.planned_count, row.count) for row in compared.rows] == [
         ("all-gather", 1, 0),

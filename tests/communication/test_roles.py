@@ -79,14 +79,11 @@ def test_the_report_shows_roles_in_a_column() -> None:
 # ------------------------------------------------------------------ one leaf at a time
 
 
-def roles_of(
-    state: Any, fn: Any, batch: Any = None, axes: str = "fsdp=8", rules: Any = None
-) -> Any:
+def roles_of(state: Any, fn: Any) -> Any:
     """The roles of a state's leaves in a step."""
-    plan = ts.plan(state, rules or [(".*", ts.fsdp("fsdp"))], ts.make_mesh(axes), min_size=0)
+    plan = ts.plan(state, [(".*", ts.fsdp("fsdp"))], ts.make_mesh("fsdp=8"), min_size=0)
     step = ts.jit_step(fn, plan, batch=P("fsdp"))
-    batch = struct(16, 16) if batch is None else batch
-    return {leaf.path: leaf.role for leaf in step.plan_of(plan.structs, batch).leaves}
+    return {leaf.path: leaf.role for leaf in step.plan_of(plan.structs, SQUARE).leaves}
 
 
 def _loss(w: jax.Array, x: jax.Array) -> jax.Array:
@@ -94,6 +91,29 @@ def _loss(w: jax.Array, x: jax.Array) -> jax.Array:
 
 
 SQUARE = struct(16, 16)
+SHARDED = ((".*", P("fsdp")),)
+
+
+def planned_step(step: Any, state: Any, rules: Any = SHARDED) -> ts.Step:
+    plan = ts.plan(state, [*rules], ts.make_mesh("fsdp=8"), min_size=0)
+    return ts.jit_step(step, plan, batch=P("fsdp"))
+
+
+def _compared(step: Any, state: Any, x: Any = SQUARE, rules: Any = SHARDED) -> ts.Comparison:
+    run = planned_step(step, state, rules)
+    return run.communication(run.plan.structs, x)
+
+
+def _codes(step: Any, state: Any, rules: Any = SHARDED) -> set[str]:
+    return {each.code for each in _compared(step, state, rules=rules).unplanned}
+
+
+def _sgd(loss: Any) -> Any:
+    def step(state: Any, x: jax.Array) -> tuple[Any, Any]:
+        value, grads = jax.value_and_grad(loss)(state, x)
+        return jax.tree.map(jnp.subtract, state, grads), value
+
+    return step
 
 
 def test_what_is_used_and_how_it_changes() -> None:
@@ -156,18 +176,8 @@ def test_what_all_gradients_decide_makes_no_leaf_trained(way: str) -> None:
 
 def test_a_weight_that_is_gathered_again_is_planned_so() -> None:
     def transfers(layer: Any) -> list[tuple[int, str]]:
-        def step(state: Any, x: jax.Array) -> tuple[Any, Any]:
-            def loss(w: jax.Array) -> jax.Array:
-                return jnp.mean(jax.lax.scan(layer, x, w)[0] ** 2)
-
-            value, grad = jax.value_and_grad(loss)(state)
-            return state - grad, value
-
-        plan = ts.plan(
-            struct(4, 16, 16), [(".*", P(None, "fsdp"))], ts.make_mesh("fsdp=8"), min_size=0
-        )
-        run = ts.jit_step(step, plan, batch=P("fsdp"))
-        compared = run.communication(plan.structs, SQUARE)
+        step = _sgd(lambda w, x: jnp.mean(jax.lax.scan(layer, x, w)[0] ** 2))
+        compared = _compared(step, struct(4, 16, 16), rules=[(".*", P(None, "fsdp"))])
         assert not compared.unplanned
         return [(x.count, x.why) for x in compared.planned if x.kind == "all-gather"]
 
@@ -180,16 +190,11 @@ def test_a_weight_that_is_gathered_again_is_planned_so() -> None:
 
 
 def test_the_dtype_of_a_gather_is_in_the_trace() -> None:
-    def step(w: jax.Array, x: jax.Array) -> tuple[Any, Any]:
-        def loss(w: jax.Array) -> jax.Array:
-            w = ts.unshard(w.astype("bfloat16"))
-            return jnp.mean((x.astype("bfloat16") @ w).astype("float32") ** 2)
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        w = ts.unshard(w.astype("bfloat16"))
+        return jnp.mean((x.astype("bfloat16") @ w).astype("float32") ** 2)
 
-        value, grad = jax.value_and_grad(loss)(w)
-        return w - grad, value
-
-    plan = ts.plan(SQUARE, [(".*", P("fsdp"))], ts.make_mesh("fsdp=8"), min_size=0)
-    compared = ts.jit_step(step, plan, batch=P("fsdp")).communication(plan.structs, SQUARE)
+    compared = _compared(_sgd(loss), SQUARE)
     dtypes = {x.kind: x.dtype for x in compared.planned if x.path is not None}
     assert dtypes == {"all-gather": "bfloat16", "reduce-scatter": "bfloat16"}
 
@@ -202,13 +207,11 @@ def test_members_of_an_ensemble_stay_where_they_are() -> None:
         value, grads = jax.vmap(jax.value_and_grad(loss))(state, x)
         return jax.tree.map(jnp.subtract, state, grads), value
 
-    state = {"w": struct(8, 16, 16), "b": struct(8, 16)}
-    rules = [(".*", P("fsdp"))]
-    plan = ts.plan(state, rules, ts.make_mesh("fsdp=8"), min_size=0)
-    run = ts.jit_step(step, plan, batch=P("fsdp"))
-    roles = {x.path: x.role for x in run.plan_of(plan.structs, struct(8, 4, 16)).leaves}
+    run = planned_step(step, {"w": struct(8, 16, 16), "b": struct(8, 16)})
+    arguments = run.plan.structs, struct(8, 4, 16)
+    roles = {x.path: x.role for x in run.plan_of(*arguments).leaves}
     assert roles == {"w": "trained, split", "b": "trained, split"}
-    compared = run.communication(plan.structs, struct(8, 4, 16))
+    compared = run.communication(*arguments)
     assert not compared.unplanned
     assert not [x for x in compared.compiled if x.bytes]
 
@@ -225,13 +228,11 @@ def test_keys_of_chains_stay_where_they_are(trips: int | None) -> None:
         return jax.lax.fori_loop(0, trips, lambda _, s: jax.vmap(transition)(s), state), None
 
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 32))
-    plan = ts.plan(
-        {"x": struct(32, 8), "key": keys}, [(".*", P("fsdp"))], ts.make_mesh("fsdp=8"), min_size=0
-    )
-    run = ts.jit_step(step, plan, batch=P("fsdp"))
-    roles = {leaf.path: leaf.role for leaf in run.plan_of(plan.structs, struct(8)).leaves}
+    run = planned_step(step, {"x": struct(32, 8), "key": keys})
+    arguments = run.plan.structs, struct(8)
+    roles = {leaf.path: leaf.role for leaf in run.plan_of(*arguments).leaves}
     assert roles == {"x": "updated only", "key": "used, updated, split"}
-    compared = run.communication(plan.structs, struct(8))
+    compared = run.communication(*arguments)
     assert compared.compiled == compared.unplanned == ()
 
 
@@ -260,7 +261,7 @@ def test_a_weight_that_a_loop_changes_is_gathered_in_each_trip() -> None:
 
         return jax.lax.scan(descend, w, length=3)
 
-    assert not _codes(step, SQUARE, SQUARE, [(".*", P("fsdp"))])
+    assert not _codes(step, SQUARE)
 
 
 def test_new_weights_are_gathered_beside_the_old_ones() -> None:
@@ -268,7 +269,7 @@ def test_new_weights_are_gathered_beside_the_old_ones() -> None:
         value, grad = jax.value_and_grad(_loss)(w, x)
         return w - 0.1 * grad, (value, _loss(w - 0.1 * grad, x))
 
-    assert not _codes(step, SQUARE, SQUARE, [(".*", P("fsdp"))])
+    assert not _codes(step, SQUARE)
 
 
 def test_a_product_of_the_update_is_named_apart_from_what_it_is_combined_with() -> None:
@@ -277,21 +278,16 @@ def test_a_product_of_the_update_is_named_apart_from_what_it_is_combined_with() 
         moment = 0.9 * state["moment"] + grad
         return {"w": state["w"] - moment @ (moment.T @ moment), "moment": moment}, value
 
-    state = {"w": SQUARE, "moment": SQUARE}
-    assert _codes(step, state, SQUARE, [(".*", P("fsdp"))]) == {"other"}
+    assert _codes(step, {"w": SQUARE, "moment": SQUARE}) == {"other"}
 
 
 def test_what_only_the_first_trip_of_a_loop_uses_is_used() -> None:
-    def step(state: Any, x: jax.Array) -> tuple[Any, Any]:
-        def loss(state: Any) -> jax.Array:
-            tick = lambda h, _: (jnp.tanh(x + h @ state["w"]), None)  # noqa: E731
-            start = jnp.broadcast_to(state["start"], x.shape)
-            return jnp.mean(jax.lax.scan(tick, start, length=3)[0])
+    def loss(state: Any, x: jax.Array) -> jax.Array:
+        tick = lambda h, _: (jnp.tanh(x + h @ state["w"]), None)  # noqa: E731
+        start = jnp.broadcast_to(state["start"], x.shape)
+        return jnp.mean(jax.lax.scan(tick, start, length=3)[0])
 
-        value, grads = jax.value_and_grad(loss)(state)
-        return jax.tree.map(jnp.subtract, state, grads), value
-
-    roles = roles_of({"w": SQUARE, "start": struct(1, 16)}, step)
+    roles = roles_of({"w": SQUARE, "start": struct(1, 16)}, _sgd(loss))
     assert {path: role.split(",")[0] for path, role in roles.items()} == {
         "w": "trained",
         "start": "trained",
@@ -303,7 +299,7 @@ def test_a_weight_of_one_element_is_not_missed() -> None:
         return jnp.mean((x @ ts.unshard(p["w"]) * p["scale"][None]) ** 2)
 
     state = {"w": SQUARE, "scale": struct(1)}
-    assert not _codes(_sgd(loss), state, SQUARE, [("scale", None), (".*", P("fsdp"))])
+    assert not _codes(_sgd(loss), state, [("scale", None), (".*", P("fsdp"))])
 
 
 def test_a_second_loss_that_gathers_the_same_weights() -> None:
@@ -336,20 +332,6 @@ def test_options_that_contradict_the_trace() -> None:
 # ------------------------------------------------------------------ what is still found
 
 
-def _codes(step: Any, state: Any, batch: Any, rules: Any, axes: str = "fsdp=8") -> set[str]:
-    plan = ts.plan(state, rules, ts.make_mesh(axes), min_size=0)
-    run = ts.jit_step(step, plan, batch=P("fsdp"))
-    return {each.code for each in run.communication(plan.structs, batch).unplanned}
-
-
-def _sgd(loss: Any) -> Any:
-    def step(state: Any, x: jax.Array) -> tuple[Any, Any]:
-        value, grads = jax.value_and_grad(loss)(state, x)
-        return jax.tree.map(jnp.subtract, state, grads), value
-
-    return step
-
-
 def test_an_average_that_is_sharded_unlike_its_weight_is_found() -> None:
     def step(state: Any, x: jax.Array) -> tuple[Any, Any]:
         loss = lambda w: _loss(ts.unshard(w, P("fsdp"), "fsdp"), x)  # noqa: E731
@@ -358,18 +340,16 @@ def test_an_average_that_is_sharded_unlike_its_weight_is_found() -> None:
         return {"w": w, "average": 0.9 * state["average"] + 0.1 * w}, value
 
     state = {"w": SQUARE, "average": SQUARE}
-    assert _codes(step, state, SQUARE, [("average", P(None, "fsdp")), ("w", P("fsdp"))])
-    assert not _codes(step, state, SQUARE, [(".*", P("fsdp"))])
+    assert _codes(step, state, [("average", P(None, "fsdp")), ("w", P("fsdp"))])
+    assert not _codes(step, state)
 
 
 def test_a_weight_that_is_gathered_for_each_use_is_found() -> None:
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
         return jnp.mean((jnp.tanh(x @ w) @ w.T) ** 2)
 
-    rules = [(".*", P("fsdp"))]
-    assert "again" in _codes(_sgd(loss), SQUARE, SQUARE, rules)
-    once = _sgd(lambda w, x: loss(ts.unshard(w), x))
-    assert _codes(once, SQUARE, SQUARE, rules) == {"again"}
+    assert "again" in _codes(_sgd(loss), SQUARE)
+    assert _codes(_sgd(lambda w, x: loss(ts.unshard(w), x)), SQUARE) == {"again"}
 
 
 def test_a_gather_in_each_trip_that_the_compiler_makes_once_is_not_missing() -> None:
@@ -382,8 +362,7 @@ def test_a_gather_in_each_trip_that_the_compiler_makes_once_is_not_missing() -> 
         grad, values = jax.lax.scan(of_minibatch, jnp.zeros_like(w), minibatches)
         return w - grad, values.mean()
 
-    plan = ts.plan(SQUARE, [(".*", P("fsdp"))], ts.make_mesh("fsdp=8"), min_size=0)
-    compared = ts.jit_step(step, plan, batch=P("fsdp")).communication(SQUARE, struct(64, 16))
+    compared = _compared(step, SQUARE, struct(64, 16))
     [row] = [row for row in compared.rows if row.kind == "all-gather"]
     assert (row.count, row.planned_count) == (1, 4)
     assert {each.code for each in compared.unplanned} == {"inside-loop"}
@@ -402,8 +381,7 @@ def test_sums_over_all_rows_are_listed_apart_unless_they_replace_weights() -> No
         logits = ts.with_sharding_constraint(x @ w, P(None, "fsdp"))
         return jnp.mean(jax.nn.logsumexp(logits, axis=1))
 
-    plan = ts.plan(SQUARE, [(".*", P(None, "fsdp"))], ts.make_mesh("fsdp=8"), min_size=0)
-    instead = ts.jit_step(_sgd(over_classes), plan, batch=P("fsdp")).communication(SQUARE, SQUARE)
+    instead = _compared(_sgd(over_classes), SQUARE, rules=[(".*", P(None, "fsdp"))])
     found = {
         x.kind for each in instead.unplanned if each.code == "activation" for x in each.collectives
     }
@@ -420,5 +398,4 @@ def test_a_state_that_is_used_split_further_is_found() -> None:
         whitened = ts.with_sharding_constraint(state["moment"], P()) @ moment
         return {"w": state["w"] - whitened, "moment": moment}, value
 
-    state = {"w": SQUARE, "moment": SQUARE}
-    assert _codes(step, state, SQUARE, [(".*", P("fsdp"))])
+    assert _codes(step, {"w": SQUARE, "moment": SQUARE})

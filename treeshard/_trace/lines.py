@@ -17,7 +17,7 @@ from treeshard._core.mesh import axes_of_type
 from treeshard._core.specs import axes_of, dim_entries, entries, with_entries
 from treeshard._planning.plan import Plan
 from treeshard._trace.roles import walked
-from treeshard._trace.uses import Place, Walk, bodies, region_of, stack_of
+from treeshard._trace.uses import Finals, Place, Walk, bodies, region_of, stack_of
 from treeshard._trace.values import Value
 from treeshard.errors import HIDDEN, user_line
 
@@ -76,16 +76,12 @@ class _LineWalk(Walk):
         self.passed_on: set[int] = set()  # ids of variables
         self.arguments: set[int] = set()  # of the step, the same
 
-    def run(
-        self, jaxpr: Any, given: Sequence[Value], finals: Mapping[Any, tuple[int, ...]], at: Place
-    ) -> list[Value]:
+    def run(self, jaxpr: Any, given: Sequence[Value], finals: Finals, at: Place) -> list[Value]:
         if not at.within:
             self.arguments = set(map(id, jaxpr.invars))
         return super().run(jaxpr, given, finals, at)
 
-    def note(
-        self, eqn: Any, operands: Sequence[Value], results: Sequence[Value], at: Place
-    ) -> None:
+    def note(self, eqn: Any, results: Sequence[Value], at: Place) -> None:
         line = line_of(eqn, at)
         # JAX 0.12 names the function in a `custom_jvp_call` as the call itself.
         names = [name for name, _ in groupby(map(stack_of, (*at.within, eqn)))]

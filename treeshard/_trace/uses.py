@@ -37,6 +37,7 @@ from treeshard._trace.values import (
 
 GATHERS = ("all_gather", "all_gather_invariant", "all_gather_reduced")
 _FORWARD, _BACKWARD = "forward", "backward"
+Finals = Mapping[Any, tuple[int, ...]]  # the leaves whose new value a variable is
 
 
 class Gather(NamedTuple):
@@ -115,7 +116,7 @@ class Walk:
     """
 
     def __init__(self, along: Collection[str], scalars: Collection[int]) -> None:
-        self.along, self.scalars = frozenset(along), frozenset(scalars)
+        self.along, self.scalars = frozenset(along), frozenset({OF_SCALARS, *scalars})
         self.used: set[int] = set()
         self.ops: dict[int, set[int]] = defaultdict(set)
         self.multiplied: set[int] = set()
@@ -130,13 +131,8 @@ class Walk:
         self.is_counting = True  # gathers: not while what a loop carries is still unknown
         self.asked: dict[Any, Gather] = {}  # the gathers that the step asks for
 
-    def run(
-        self, jaxpr: Any, given: Sequence[Value], finals: Mapping[Any, tuple[int, ...]], at: Place
-    ) -> list[Value]:
-        """The values that a jaxpr returns for these arguments.
-
-        `finals` has the variables that are the new values of leaves.
-        """
+    def run(self, jaxpr: Any, given: Sequence[Value], finals: Finals, at: Place) -> list[Value]:
+        """The values that a jaxpr returns for these arguments."""
         values: dict[Any, Value] = dict(zip(jaxpr.invars, given, strict=True))
 
         def read(variable: Any) -> Value:
@@ -151,16 +147,14 @@ class Walk:
             operands = [read(variable) for variable in eqn.invars]
             results = self._results(eqn, operands, finals, here)
             if self.is_counting:
-                self.note(eqn, operands, results, here)
+                self.note(eqn, results, here)
             for variable, result in zip(eqn.outvars, results, strict=True):
                 if variable in finals:
                     result = self._final(finals[variable], result)
                 values[variable] = result
         return [read(variable) for variable in jaxpr.outvars]
 
-    def note(
-        self, eqn: Any, operands: Sequence[Value], results: Sequence[Value], at: Place
-    ) -> None:
+    def note(self, eqn: Any, results: Sequence[Value], at: Place) -> None:
         """Called once for each equation, after those in it. For subclasses that list them."""
 
     def _depending(
@@ -173,32 +167,24 @@ class Walk:
             gradients = frozenset({OF_SCALARS if is_scalar else OF_ARRAYS})
             return result._replace(gradients=gradients, is_of_batch=False)
         known = result.gradients.union(*(operand.gradients for operand in operands))
-        gradients = frozenset(x for x in known if is_scalar == self._is_scalar(x))
+        gradients = known & self.scalars if is_scalar else known - self.scalars
         is_of_batch = not is_scalar and any(operand.is_of_batch for operand in operands)
         return result._replace(gradients=gradients, is_of_batch=is_of_batch)
-
-    def _is_scalar(self, number: int) -> bool:
-        return number == OF_SCALARS or number in self.scalars
 
     def _final(self, leaves: tuple[int, ...], new: Value) -> Value:
         """The new value of a leaf, as what reads it sees it: as that leaf."""
         owner = next((leaf for leaf in leaves if leaf in new.leaves), leaves[0])
+        gradients = frozenset({owner}) if new.gradients else frozenset[int]()
         for leaf in leaves:
             self.sources[leaf] |= new.leaves if leaf == owner else {owner}
+            self.gradients[leaf] |= new.gradients if leaf == owner else gradients
             if new.is_changed or leaf not in new.leaves:
                 self.changed.add(leaf)
-        self.gradients[owner] |= new.gradients
-        for leaf in leaves:
-            if leaf != owner and new.gradients:
-                self.gradients[leaf].add(owner)
-        gradients = frozenset({owner}) if new.gradients else frozenset[int]()
         return new._replace(leaves=frozenset({owner}) & new.leaves, gradients=gradients)
 
     # ---------------------------------------------------------------- one equation
 
-    def _results(
-        self, eqn: Any, operands: list[Value], finals: Mapping[Any, tuple[int, ...]], at: Place
-    ) -> list[Value]:
+    def _results(self, eqn: Any, operands: list[Value], finals: Finals, at: Place) -> list[Value]:
         if run := _PROGRAMS.get(eqn.primitive.name):
             return run(self, eqn, operands, finals, at)
         inner = bodies(eqn)
@@ -316,13 +302,16 @@ class Walk:
         needless = self.along & (value.axes - kept)
         is_sum = all(math.prod(x.aval.shape) == 1 for x in eqn.outvars)
         is_scalar = math.prod(variable.aval.shape) == 1 and not _is_key(variable)
-        if not self._is_use(value, at):
+        if value.gradients and not at.region:  # it is of the update, and not of a loss
             self.multiplied.update(() if is_sum or is_scalar else value.leaves)
         elif at.region or not (is_sum or is_scalar):
             self.used.update(value.leaves)
             self._count({key: self.asked[key] for key in value.gathers})
             if not is_sum:
-                self._note_op(eqn, value, kept & self.along, at)
+                for leaf in value.leaves:
+                    self.split[leaf].update(kept & self.along)
+                    if at.region == _FORWARD:
+                        self.ops[leaf].add(id(eqn))
                 self._count(self._needed(variable, value, needless, at))
         return value.without(needless)
 
@@ -341,12 +330,6 @@ class Walk:
         for key, gather in gathers.items() if self.is_counting else ():
             self.gathers.setdefault(key, gather)
 
-    def _note_op(self, eqn: Any, value: Value, split: Collection[str], at: Place) -> None:
-        for leaf in value.leaves:
-            self.split[leaf].update(split)
-            if at.region == _FORWARD:
-                self.ops[leaf].add(id(eqn))
-
     def _gather(self, eqn: Any, variable: Any, value: Value, after: Value, at: Place) -> Value:
         """The result of an op that gathers. It is counted where it is used, so that an update that
         is gathered is not."""
@@ -359,19 +342,10 @@ class Walk:
         self.asked |= asked
         return after._replace(gathers=value.gathers | asked.keys())
 
-    def _is_use(self, value: Value, at: Place) -> bool:
-        """Whether what happens here is of a loss, and not of the update."""
-        return bool(at.region) or not value.gradients
-
     # ---------------------------------------------------------------- programs in an equation
 
     def _call(
-        self,
-        inner: Any,
-        eqn: Any,
-        operands: list[Value],
-        finals: Mapping[Any, tuple[int, ...]],
-        at: Place,
+        self, inner: Any, eqn: Any, operands: list[Value], finals: Finals, at: Place
     ) -> list[Value]:
         """A jitted function and the like. One that `jax.checkpoint` repeats for the gradients
         starts from its arguments again."""
@@ -380,7 +354,7 @@ class Walk:
             at = at._replace(loop=at.path, repeat=at.path)
         return self.run(inner, operands, _inner_finals(eqn, inner, finals), at)
 
-    def _shard_map(self, eqn: Any, operands: list[Value], finals: Any, at: Place) -> list[Value]:
+    def _shard_map(self, eqn: Any, operands: list[Value], finals: Finals, at: Place) -> list[Value]:
         manual = frozenset(shard_map_axes(eqn.params))
         inner = bodies(eqn)[0]
         given: list[Value] = []
@@ -403,7 +377,7 @@ class Walk:
             for variable, result in zip(eqn.outvars, results, strict=True)
         ]
 
-    def _scan(self, eqn: Any, operands: list[Value], finals: Any, at: Place) -> list[Value]:
+    def _scan(self, eqn: Any, operands: list[Value], finals: Finals, at: Place) -> list[Value]:
         """A scan: its first arguments are the same in each trip, the last are cut into slices."""
         inner, length = bodies(eqn)[0], eqn.params["length"]
         is_cut = [
@@ -426,7 +400,7 @@ class Walk:
         ]
         return [*results[:carried], *stacked]
 
-    def _while(self, eqn: Any, operands: list[Value], finals: Any, at: Place) -> list[Value]:
+    def _while(self, eqn: Any, operands: list[Value], finals: Finals, at: Place) -> list[Value]:
         first = eqn.params["cond_nconsts"]
         given = operands[first:]
         inner = getattr(eqn.params["body_jaxpr"], "jaxpr", eqn.params["body_jaxpr"])
@@ -435,13 +409,7 @@ class Walk:
         return self._loop(inner, given, carried, eqn, finals, place)
 
     def _loop(
-        self,
-        inner: Any,
-        given: list[Value],
-        carried: slice,
-        eqn: Any,
-        finals: Mapping[Any, tuple[int, ...]],
-        at: Place,
+        self, inner: Any, given: list[Value], carried: slice, eqn: Any, finals: Finals, at: Place
     ) -> list[Value]:
         """What a loop returns, when what holds before its first trip holds after each."""
         count = carried.stop - carried.start
@@ -457,16 +425,12 @@ class Walk:
         self.is_counting = was_counting
         given[carried] = [_of_loop(x, at) for x in given[carried]]
         results = self.run(inner, given, inside, at)
-        self._note_updates(results[:count], at)
-        return results
-
-    def _note_updates(self, carried: Sequence[Value], at: Place) -> None:
-        """Notes that each trip of a loop updates a leaf by its gradient."""
-        for value in carried:
+        for value in results[:count]:
             if self.is_counting and value.is_changed and value.gradients:
                 self.updates |= dict.fromkeys(value.leaves, at.trips)
+        return results
 
-    def _cond(self, eqn: Any, operands: list[Value], finals: Any, at: Place) -> list[Value]:
+    def _cond(self, eqn: Any, operands: list[Value], finals: Finals, at: Place) -> list[Value]:
         results: list[Value] = []
         place = at._replace(is_counted=False)
         for branch in bodies(eqn):
@@ -555,9 +519,7 @@ def _of_loop(value: Value, at: Place) -> Value:
     return value._replace(loop=at.loop, trips=at.trips)
 
 
-def _inner_finals(
-    eqn: Any, inner: Any, finals: Mapping[Any, tuple[int, ...]]
-) -> dict[Any, tuple[int, ...]]:
+def _inner_finals(eqn: Any, inner: Any, finals: Finals) -> Finals:
     """The variables of an inner program that are the new values of leaves."""
     pairs = zip(eqn.outvars, inner.outvars, strict=False)
     return {y: finals[x] for x, y in pairs if x in finals and not isinstance(y, Literal)}

@@ -16,9 +16,9 @@ from treeshard._core.text import columns, human_bytes, is_line
 from treeshard.communication._dataflow import (
     Context,
     Dataflow,
-    Executions,
     Origins,
     Value,
+    executions,
     operands,
 )
 from treeshard.communication._device_groups import UNKNOWN, Groups, groups_of, groups_of_pairs
@@ -368,7 +368,7 @@ class CollectiveReader:
 
     def all(self) -> Iterator[Collective]:
         """The collectives that the entry reaches, and those of computations without a caller."""
-        for context, op, count in Executions(self.flow, lambda op: _kind(op) != "").all():
+        for context, op, count in executions(self.flow, lambda op: _kind(op) != ""):
             kind = self._kind_in(context, op)
             if kind:
                 yield from self._moved(context, op, kind, count)

@@ -334,73 +334,50 @@ def _operand(of: Value, number: int, element: int | None = None) -> list[Value]:
 # ------------------------------------------------------------------ executions
 
 
-_Runs = Iterator[tuple[Context, Op, int | None]]
-_Call = tuple[str, str, int]  # the computation that an op calls, its role, and which branch it is
+def executions(
+    flow: Dataflow, wanted: Callable[[Op], bool]
+) -> Iterator[tuple[Context, Op, int | None]]:
+    """Some of a program's ops in execution order, from the entry into loops and calls: each in each
+    context, and how often it runs; `None` if that depends on data.
 
+    The ops of computations without a caller come last, with an unknown number of executions.
+    """
+    reached: set[str] = set()
 
-class Executions:
-    """Finds some of a program's ops in execution order, from the entry into loops and calls."""
-
-    def __init__(self, flow: Dataflow, wanted: Callable[[Op], bool]) -> None:
-        self.flow = flow
-        # By computation, in order: the wanted ops, and the calls of others.
-        self._steps = {
-            name: list(_steps(computation, wanted))
-            for name, computation in flow.program.computations.items()
-        }
-        self._leads: dict[str, bool | None] = {}  # `None` while it is being found
-        self._reached: set[str] = set()
-
-    def all(self) -> _Runs:
-        """Each op in each context, and how often it runs; `None` if that depends on data.
-
-        The ops of computations without a caller come last, with an unknown number of executions.
-        """
-        program = self.flow.program
-        yield from self._visit(Context(program.entry), 1)
-        for name, computation in program.computations.items():
-            if name not in self._reached and any(call is None for _, call in self._steps[name]):
-                yield from self._visit(Context(computation), None)
-
-    def _visit(self, context: Context, count: int | None) -> _Runs:
-        name = context.computation.name
-        self._reached.add(name)
-        for op, call in self._steps[name]:
-            if call is None:
+    def visit(context: Context, count: int | None) -> Iterator[tuple[Context, Op, int | None]]:
+        reached.add(context.computation.name)
+        for op in context.computation.ops.values():
+            if wanted(op):
                 yield context, op, count
-            elif self._leads_to_wanted(call[0]):
-                inner = self.flow.enter(context, op, *call)
-                yield from self._visit(inner, self._times(context, op, inner.role, count))
+                continue
+            for role, names in op.called.items():
+                for branch, name in enumerate(names):
+                    inner = flow.enter(context, op, name, role, branch)
+                    _check_is_no_circle(inner)
+                    yield from visit(inner, _times(flow, inner, count))
 
-    def _leads_to_wanted(self, name: str) -> bool:
-        """Whether a computation has wanted ops, itself or in others that it calls."""
-        if name not in self._leads:
-            self._leads[name] = None
-            # All of them, and not up to the first: a circle is found before it is walked.
-            calls = [call for _, call in self._steps.get(name, ())]
-            found = [call is None or self._leads_to_wanted(call[0]) for call in calls]
-            self._leads[name] = any(found)
-        leads = self._leads[name]
-        if leads is None:
+    yield from visit(Context(flow.program.entry), 1)
+    for name, computation in flow.program.computations.items():
+        if name not in reached and any(map(wanted, computation.ops.values())):
+            yield from visit(Context(computation), None)
+
+
+def _check_is_no_circle(context: Context) -> None:
+    name, outer = context.computation.name, context.caller
+    while outer is not None:
+        if outer.computation.name == name:
             raise FormatError(
                 f"collectives: the computation {name!r} calls itself. The text is damaged."
             )
-        return leads
-
-    def _times(self, context: Context, op: Op, role: str, count: int | None) -> int | None:
-        if role == "branches" or count is None:
-            return None  # the choice of the branch depends on data
-        trips = self.flow.trips(context, op) if op.opcode == "while" else 1
-        return None if trips is None else count * (trips + (role == "condition"))
+        outer = outer.caller
 
 
-def _steps(
-    computation: Computation, wanted: Callable[[Op], bool]
-) -> Iterator[tuple[Op, _Call | None]]:
-    for op in computation.ops.values():
-        if wanted(op):
-            yield op, None
-            continue
-        for role, names in op.called.items():
-            for branch, name in enumerate(names):
-                yield op, (name, role, branch)
+def _times(flow: Dataflow, context: Context, count: int | None) -> int | None:
+    """How often a computation runs whose caller runs so often."""
+    op, caller = context.op, context.caller
+    if count is None or op is None or caller is None or context.role == "branches":
+        return None  # the choice of a branch depends on data
+    if op.opcode != "while":
+        return count
+    trips = flow.trips(caller, op)
+    return None if trips is None else count * (trips + (context.role == "condition"))

@@ -90,7 +90,7 @@ def _group_table(text: str, devices: int | None) -> np.ndarray:
         shape, order = tiled.groups()
         table = _device_order(order).reshape(json.loads(shape))
     elif along := _ALONG_MESH.fullmatch(text):
-        table = _along_axes(*along.groups()).groups()
+        table = _along_axes(*along.groups())
     else:
         table = _listed(text)
     rows, size = table.shape
@@ -119,21 +119,6 @@ def _stride(groups: np.ndarray, axes: Mapping[str, int], along: Sequence[str]) -
 # ------------------------------------------------------------------ shardings
 
 
-class Along(NamedTuple):
-    """How many positions there are along some axes, and that of each device, by device number.
-
-    `rest` is the same for all devices that differ in their position only.
-    """
-
-    parts: int
-    position: np.ndarray
-    rest: np.ndarray
-
-    def groups(self) -> np.ndarray:
-        """The devices that differ in `position` only, one group per row."""
-        return np.lexsort((self.position, self.rest)).reshape(-1, self.parts)
-
-
 def axes_of_sharding(text: str, axes: Mapping[str, int]) -> tuple[str, ...] | None:
     """The mesh axes that a sharding splits dims along; `None` if it cannot be read.
 
@@ -143,31 +128,26 @@ def axes_of_sharding(text: str, axes: Mapping[str, int]) -> tuple[str, ...] | No
       `last_tile_dim_replicate`, the last number counts copies.
     - `{mesh['data'=2,'fsdp'=4], [{'data'}, {}]}` splits dim 0 along `data`.
     """
-    sizes = tuple(axes.values())
+    if text == "{replicated}":
+        return ()
     try:
-        grids = [position.reshape(sizes) for position in _positions(text)]
+        tiles = _tile_table(text)
+        tile_of_device = np.empty(tiles.size, int)
+        tile_of_device[tiles] = np.arange(tiles.shape[1])
+        grid = tile_of_device.reshape(tuple(axes.values()))
     except _UNREADABLE:
         return None
-    return tuple(
-        axis
-        for dim, axis in enumerate(axes)
-        if any((grid != grid.take([0], axis=dim)).any() for grid in grids)
-    )
+    return tuple(axis for dim, axis in enumerate(axes) if (grid != grid.take([0], axis=dim)).any())
 
 
-def _positions(text: str) -> list[np.ndarray]:
-    """Per dim, which of its parts each device holds."""
-    if text == "{replicated}":
-        return []
+def _tile_table(text: str) -> np.ndarray:
+    """The devices of each tile, one column per tile."""
     if tiled := _TILES.fullmatch(text):
         shape, order, copies = tiled.groups()
         tiles = _device_order(order).reshape(json.loads(shape))
-        positions = np.unravel_index(np.argsort(tiles, axis=None), tiles.shape)
-        return list(positions[:-1] if copies else positions)
+        return tiles.reshape(-1, tiles.shape[-1] if copies else 1).T
     if on_mesh := _ON_MESH.fullmatch(text):
-        mesh, devices, dims = on_mesh.groups()
-        used = re.findall(r"\{([^}]*)\}", dims)
-        return [_along_axes(mesh, devices, axes).position for axes in used]
+        return _along_axes(*on_mesh.groups())
     raise ValueError(f"unknown sharding: {text}")
 
 
@@ -198,31 +178,27 @@ def _check_permutation(devices: np.ndarray) -> None:
         raise ValueError(f"not all devices, each once: {devices}")
 
 
-def _along_axes(mesh: str, devices: str | None, axes: str) -> Along:
-    """The positions along named axes, or parts of them.
+def _along_axes(mesh: str, devices: str | None, axes: str) -> np.ndarray:
+    """The devices that differ along named axes only, or parts of them, one group per row.
 
     `'a':(2)4` is 4 positions of `a` inside of 2, so that each stands for `size / 8` devices.
     """
     sizes = {name: int(size) for name, size in _SIZE.findall(mesh)}
     count = math.prod(sizes.values())
-    in_mesh = np.arange(count)  # the place of each device, row-major
-    if devices is not None:
-        in_mesh = np.argsort(_device_order(devices).reshape(count))
-    strides = dict(zip(sizes, _strides([*sizes.values()]), strict=True))
-    along = Along(1, np.zeros_like(in_mesh), in_mesh)
+    strides: dict[str, int] = {}  # by how much a row-major place grows along each axis
+    stride = count
+    for name, size in sizes.items():
+        stride //= size
+        strides[name] = stride
+    places = np.arange(count)
+    position, rest, length = np.zeros_like(places), places, 1
     for name, outer, part in _USED.findall(axes):
         before, parts = int(outer or 1), int(part or sizes[name])
-        inner, rest = divmod(sizes[name], before * parts)
-        if rest:
+        inner, odd = divmod(sizes[name], before * parts)
+        if odd:
             raise ValueError(f"{axes} does not divide {mesh}")
         stride = strides[name] * inner
-        digit = in_mesh // stride % parts
-        along = Along(
-            along.parts * parts, along.position * parts + digit, along.rest - digit * stride
-        )
-    return along
-
-
-def _strides(shape: list[int]) -> list[int]:
-    """By how much the row-major number of a place grows along each dim."""
-    return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        digit = places // stride % parts
+        position, rest, length = position * parts + digit, rest - digit * stride, length * parts
+    groups = np.lexsort((position, rest)).reshape(-1, length)
+    return groups if devices is None else _device_order(devices).reshape(count)[groups]
