@@ -150,6 +150,25 @@ def test_a_trip_count_that_is_not_stated_is_computed(mesh: jax.sharding.Mesh) ->
         assert [x.count for x in ts.collectives(changed, mesh)][4] == count, new
 
 
+def test_the_condition_of_a_loop_runs_once_more_than_its_body() -> None:
+    program = f"""HloModule m, num_partitions=8
+
+%moves (p: (f32[64])) -> pred[] {{
+  %p = (f32[8]{{0}}) parameter(0)
+  %x = f32[8]{{0}} get-tuple-element(%p), index=0
+  %sum = {GATHER.format("%x")}
+  ROOT %same = (f32[8]{{0}}) tuple(%x)
+}}
+
+ENTRY %main (x: f32[8]) -> f32[8] {{
+{PARAMETER}  %start = (f32[8]{{0}}) tuple(%x)
+  ROOT %loop = (f32[8]{{0}}) while(%start), condition=%moves, body=%moves, TRIPS
+}}
+"""
+    program = program.replace("TRIPS", 'backend_config={"known_trip_count":{"n":"4"}}')
+    assert [x.count for x in ts.collectives(program, "fsdp=8")] == [5, 4]
+
+
 def test_without_a_mesh_axes_are_unknown() -> None:
     assert {x.axes for x in ts.collectives(text("cpu_by_hand"))} == {None}
     assert [x.wire_bytes for x in ts.collectives(text("cpu_by_hand"))] == [96, 192, 7]

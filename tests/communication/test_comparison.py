@@ -422,6 +422,8 @@ def test_no_step_is_advised_to_do_what_it_does(
     step = jit_step(sgd(loss, differentiate), plan, batch=P("fsdp"))
     arguments = plan.structs, struct(64, 64)
     assert step.roles(*arguments)["w"].is_scattered == is_scattered
+    own = {x.code: x.hint for x in step.communication(*arguments).by_compiler}
+    assert code != "all-reduce" or own[code].startswith(words)
     # No other compiler is here: the program is that of CPUs, read as one of TPUs.
     monkeypatch.setattr(comparison, "platform_of", lambda _: "tpu")
     hints = {x.code: x.hint for x in step.communication(*arguments).unplanned}

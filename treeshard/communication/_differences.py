@@ -167,6 +167,12 @@ WORDS = {
         " specs, or reduce-scatter them by hand (`treeshard.manual`).",
         "all-reduces full gradients ({size}) where a reduce-scatter was planned",
     ),
+    "all-reduce, own, scattered": _Words(
+        "all-reduce of full gradients, {size}, where a reduce-scatter was planned.",
+        "The step scatters them already, by a constraint or by hand, so this is the"
+        " compiler's choice. It does not make it on Explicit axes, or in `treeshard.manual`.",
+        "all-reduces full gradients ({size}) where a reduce-scatter was planned",
+    ),
     "wider": _Words(
         "{kind} in a wider dtype than the planned {detail}.",
         "The CPU's compiler has no collectives of 16-bit floats.",

@@ -239,11 +239,11 @@ class Matcher:
             if moved.kind == "reduce-scatter" or moved.axes.isdisjoint(gradient.scattered):
                 self._note_dtype(moved, gradient.planned[-1])
                 return True
-            if self.platform == "cpu":
-                return self._file("all-reduce, own", moved)
-            is_asked = self.roles[gradient.path].is_scattered
-            case = "all-reduce, scattered" if is_asked else "all-reduce"
-            return self._file(case, moved, gradient.path)
+            is_own = self.platform == "cpu"
+            case = "all-reduce, own" if is_own else "all-reduce"
+            if self.roles[gradient.path].is_scattered:
+                case += ", scattered"
+            return self._file(case, moved, None if is_own else gradient.path)
         return False
 
     def _nearest(self, moved: _Moved) -> list[_Gradient]:
