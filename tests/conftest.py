@@ -109,6 +109,13 @@ def standard_promotion():
         yield
 
 
+@pytest.fixture(scope="module")
+def broadcasting():
+    """Allows biases to be added to rows."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
 @pytest.fixture
 def quick_compiles():
     """Compiles without optimizations, for functions that run a few times only."""

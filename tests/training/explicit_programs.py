@@ -202,6 +202,13 @@ STRATEGIES = {
     "fsdp x tp": "fsdp=4,tensor=2",
 }
 KINDS = ("auto", "explicit", "first", "last")
+# Where one axis is there, "first" and "last" are all axes or none.
+LAYOUTS = [
+    (strategy, kind)
+    for strategy, axes in STRATEGIES.items()
+    for kind in KINDS
+    if "," in axes or kind in ("auto", "explicit")
+]
 
 
 def mesh_of(strategy: str, kind: str, topology: str | None = None) -> Mesh:

@@ -14,6 +14,7 @@ import pytest
 import treeshard as ts
 from tests.training.explicit_programs import (
     KINDS,
+    LAYOUTS,
     MODELS,
     OPTIMIZER,
     STRATEGIES,
@@ -25,20 +26,9 @@ from tests.training.explicit_programs import (
 )
 from treeshard._planning.plan_report import type_text
 
+pytestmark = pytest.mark.usefixtures("broadcasting")
+
 WAYS = {"value_and_grad": ts.training.value_and_grad, "jax": jax.value_and_grad}
-MESHES = [
-    (strategy, kind)
-    for strategy, axes in STRATEGIES.items()
-    for kind in KINDS
-    if "," in axes or kind in ("auto", "explicit")
-]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def broadcasting() -> Any:
-    """Allows biases to be added to rows."""
-    with jax.numpy_rank_promotion("allow"):
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +58,7 @@ def trained(model: Model, strategy: str, kind: str, way: str) -> Any:
 
 def meshes_of(name: str, way: str) -> list[tuple[str, str]]:
     """Those on which a program is run: a third of them, other ones for the next program."""
-    meshes = MESHES if way == "value_and_grad" else [m for m in MESHES if m[1] == "explicit"]
+    meshes = LAYOUTS if way == "value_and_grad" else [m for m in LAYOUTS if m[1] == "explicit"]
     if "TREESHARD_SOAK" in os.environ:
         return meshes
     return meshes[list(MODELS).index(name) % 3 :: 3]

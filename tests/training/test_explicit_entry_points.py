@@ -5,7 +5,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import chex
@@ -33,19 +33,14 @@ from treeshard.communication import collectives
 from treeshard.testing import check_gradients, check_step
 from treeshard.training import accumulate_gradients, value_and_grad
 
+pytestmark = pytest.mark.usefixtures("broadcasting")
+
 MODEL = mlp()
 STRATEGIES = ("hsdp", "fsdp x tp")
 WHERE = [(strategy, kind) for strategy in STRATEGIES for kind in KINDS]
 SOAK = bool(os.environ.get("TREESHARD_SOAK"))
 on_each_mesh = pytest.mark.parametrize(("strategy", "kind"), WHERE)
 on_each_kind = pytest.mark.parametrize("kind", KINDS)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def broadcasting() -> Iterator[None]:
-    """Allows biases to be added to rows."""
-    with jax.numpy_rank_promotion("allow"):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -14,21 +14,15 @@ import pytest
 
 import treeshard as ts
 from tests.training.explicit_programs import (
-    KINDS,
+    LAYOUTS,
     MODELS,
-    STRATEGIES,
     make_step,
     mesh_of,
     plan_of,
     state_of,
 )
 
-LAYOUTS = [
-    (strategy, kind)
-    for strategy, axes in STRATEGIES.items()
-    for kind in KINDS
-    if "," in axes or kind in ("auto", "explicit")
-]
+pytestmark = pytest.mark.usefixtures("broadcasting")
 
 # Each strategy and each kind of axes, and each model in one of them.
 SOME = [
@@ -49,13 +43,6 @@ def programs(which: list[str], layouts: list[tuple[str, str]] = SOME) -> list[tu
     if "TREESHARD_SOAK" in os.environ:
         return [(name, *layout) for layout in LAYOUTS for name in MODELS]
     return [(which[i % len(which)], *layout) for i, layout in enumerate(layouts)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def broadcasting() -> Any:
-    """Allows biases to be added to rows."""
-    with jax.numpy_rank_promotion("allow"):
-        yield
 
 
 @pytest.fixture

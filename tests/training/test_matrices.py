@@ -81,29 +81,26 @@ def test_weight_decay_moves_the_weights_too() -> None:
     assert_close(three_updates(made, state)["params"], on_one_device(decaying), 1e-6)
 
 
-def test_shampoo_keeps_each_preconditioner_with_its_matrix() -> None:
-    made = setup(shampoo(), ts.make_mesh("fsdp=8"))
+# Roots by eigenvectors amplify what the order of sums changes.
+@pytest.mark.parametrize(
+    ("optimizer", "shapes"),
+    [
+        (shampoo, {"left": (8, 32, 32), "right": (8, 64, 64), "norm": (8,)}),
+        (
+            soap,
+            {"left": (8, 32, 32), "right": (8, 64, 64), "mean": (8, 32, 64), "square": (8, 32, 64)},
+        ),
+    ],
+    ids=["shampoo", "soap"],
+)
+def test_what_is_kept_of_a_matrix_stays_with_it(optimizer: Any, shapes: Any) -> None:
+    made = setup(optimizer(), ts.make_mesh("fsdp=8"))
     stacks = made.plan.structs["opt"].matrices["32x64_float32"]["of"]
-    assert {name: x.shape for name, x in stacks.items()} == {
-        "left": (8, 32, 32),
-        "right": (8, 64, 64),
-        "norm": (8,),
-    }
+    assert {name: x.shape for name, x in stacks.items()} == shapes
     state = ts.pad_leaves(made.init(), made.plan)
     compiled = made.step.compile(state, batch(1)).compiled
     assert_two_exchanges(compiled, ("fsdp",), 8)
-    # Roots by eigenvectors amplify what the order of sums changes.
-    assert_close(three_updates(made, state)["params"], on_one_device(shampoo()), 1e-4)
-
-
-def test_soap_keeps_its_moments_with_its_matrix() -> None:
-    made = setup(soap(), ts.make_mesh("fsdp=8"))
-    stacks = made.plan.structs["opt"].matrices["32x64_float32"]["of"]
-    assert stacks["square"].shape == (8, 32, 64)
-    state = ts.pad_leaves(made.init(), made.plan)
-    compiled = made.step.compile(state, batch(1)).compiled
-    assert_two_exchanges(compiled, ("fsdp",), 8)
-    assert_close(three_updates(made, state)["params"], on_one_device(soap()), 1e-4)
+    assert_close(three_updates(made, state)["params"], on_one_device(optimizer()), 1e-4)
 
 
 def test_a_state_goes_on_on_another_mesh(tmp_path: Path, by_muon: Any) -> None:

@@ -112,25 +112,35 @@ def test_the_axes_of_the_batch_are_gathered_and_those_of_tensor_parallelism_stay
     assert "[{}, {}]" in lowered(plan, P("fsdp"), axis=("fsdp", "tensor"))
 
 
-def test_full_arrays_and_shards_inside_shard_map() -> None:
-    params = {"w": np.arange(128, dtype="float32").reshape(8, 16)}
-    plan = ts.plan(params, [("w", P("fsdp"))], ts.make_mesh("fsdp=8"), min_size=0)
-
-    def loss(p: Any, x: Any) -> Any:
-        return jnp.mean((x @ ts.unshard(p)["w"].T) ** 2)
-
-    expected = jax.value_and_grad(lambda p, x: jnp.mean((x @ p["w"].T) ** 2))(params, X)
-    for gather in (True, False):  # by `value_and_grad`, and by `unshard`
-        grad = value_and_grad(loss, "fsdp", plan, gather=gather)
-        step = ts.shard_map_step(
-            lambda s, x, g=grad: (g(s, x)[1], g(s, x)[0]), plan, batch=P("fsdp"), donate=False
-        )
-        grads, value = step(ts.shard(params, plan), X)
-        np.testing.assert_allclose(value, expected[0], rtol=1e-5)
-        np.testing.assert_allclose(ts.gather(grads)["w"], expected[1]["w"], rtol=1e-5)
-
-
 X = np.linspace(-1, 1, 256, dtype="float32").reshape(16, 16)
+W = np.arange(128, dtype="float32").reshape(8, 16) / 100
+
+
+def by_hand(p: Any, x: Any) -> Any:
+    return jnp.mean((x @ ts.unshard(p)["w"].T) ** 2)
+
+
+# Gathered by `value_and_grad`, and by `unshard`; the specs are given, or those of the plan in force
+# for its parameters.
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [("fsdp=8", {"gather": True}), ("fsdp=8", {"gather": False}), (HSDP, None)],
+)
+def test_full_arrays_and_shards_inside_shard_map(mesh: str, options: Any) -> None:
+    state = {"params": {"w": W}}
+    plan = ts.plan(state, [("w", P("fsdp"))], ts.make_mesh(mesh), min_size=0)
+    axes = plan.mesh.axis_names
+    given = {} if options is None else {"specs": plan.specs["params"], **options}
+
+    def step(state: Any, x: Any) -> Any:
+        value, grads = value_and_grad(by_hand, axes, **given)(state["params"], x)
+        return {"params": grads}, value
+
+    run = ts.shard_map_step(step, plan, batch=P(axes), donate=False)
+    grads, value = run(ts.shard(state, plan), X)
+    expected = jax.value_and_grad(lambda w, x: jnp.mean((x @ w.T) ** 2))(W, X)
+    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+    np.testing.assert_allclose(ts.gather(grads)["params"]["w"], expected[1], rtol=1e-5)
 
 
 def test_on_explicit_axes_the_types_have_the_specs() -> None:
@@ -229,23 +239,6 @@ def test_weights_that_are_gathered_in_each_minibatch_are_not_reported() -> None:
     case = gradient_programs.CASES["fsdp in passes"]
     step, plan, x = gradient_programs.step_of(case, ts.make_mesh(case.axes), 256)
     step.compile(plan.structs, x)  # a warning would be an error
-
-
-def test_by_hand_the_specs_of_parameters_are_those_of_the_plan() -> None:
-    params = {"w": np.arange(128, dtype="float32").reshape(8, 16) / 100}
-    plan = ts.plan({"params": params}, [("w", P("fsdp"))], ts.make_mesh(HSDP), min_size=0)
-
-    def loss(p: Any, x: Any) -> Any:
-        return jnp.mean((x @ ts.unshard(p)["w"].T) ** 2)
-
-    def step(state: Any, x: Any) -> Any:
-        value, grads = value_and_grad(loss, ("data", "fsdp"))(state["params"], x)
-        return {"params": grads}, value
-
-    run = ts.shard_map_step(step, plan, batch=BOTH, donate=False)
-    grads, _ = run(ts.shard({"params": params}, plan), X)
-    expected = jax.grad(lambda p, x: jnp.mean((x @ p["w"].T) ** 2))(params, X)
-    np.testing.assert_allclose(ts.gather(grads)["params"]["w"], expected["w"], rtol=1e-5)
 
 
 def test_by_hand_parameters_that_the_plan_lacks_are_an_error_with_the_way_out() -> None:

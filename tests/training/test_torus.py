@@ -15,7 +15,14 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from tests.helpers import QUICK
-from tests.training.gradient_programs import CASES, mesh_of_kind, state, step_of
+from tests.training.gradient_programs import (
+    CASES,
+    FSDP,
+    gradient_step,
+    mesh_of_kind,
+    state,
+    step_of,
+)
 from treeshard import manual, training
 from treeshard._trace.uses import is_last_step
 from treeshard.communication import Collective, collectives
@@ -88,14 +95,7 @@ def test_numbers_are_those_of_one_device(name: str, expected: Any) -> None:
 
 def test_layers_that_are_gathered_early_too() -> None:
     mesh = mesh_of_kind("fsdp=8", "explicit")
-    plan = ts.plan(state(WIDTH), [("w", P(None, "fsdp"))], mesh, min_size=0)
-    x = np.random.default_rng(1).standard_normal((ROWS, WIDTH)).astype("float32")
-
-    @ts.jit_step(plan=plan, donate=False)
-    def step(params: Any, x: Any) -> Any:
-        value, grads = training.value_and_grad(prefetched)(params, x)
-        return grads, value
-
+    step, plan, x = gradient_step(prefetched, mesh, FSDP, WIDTH, training.value_and_grad)
     assert parts(step.compile(plan.structs, x).compiled) == OF_8
     grads, value = step(ts.shard(state(WIDTH), plan), x)
     assert_close((value, grads), one_device(CASES["fsdp"].loss, state(WIDTH), x))

@@ -157,12 +157,14 @@ def model() -> Model:
     return Model(eqx.nn.Embedding(16, 8, key=jax.random.key(0)), layers)
 
 
-def message(loss: Any, batch: Any, kinds: Any = None, check: Any = None) -> str:
+def plan_of_model(kinds: Any = None) -> ts.Plan:
     mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=kinds)
-    rules = [("embed", P("fsdp")), (".*", P(None, "fsdp"))]
-    plan = ts.plan(model(), rules, mesh, min_size=0)
-    differentiate = check or value_and_grad
-    step = ts.jit_step(lambda s, x: (s, differentiate(loss)(s, x)[0]), plan, batch=P(ROWS))
+    return ts.plan(model(), [("embed", P("fsdp")), (".*", P(None, "fsdp"))], mesh, min_size=0)
+
+
+def message(loss: Any, batch: Any, kinds: Any = None) -> str:
+    plan = plan_of_model(kinds)
+    step = ts.jit_step(lambda s, x: (s, value_and_grad(loss)(s, x)[0]), plan, batch=P(ROWS))
     with pytest.raises(ts.errors.ShardingTypeError) as raised:
         step(ts.shard(model(), plan), batch)
     assert type(raised.value.__cause__).__module__.startswith("jax")
@@ -230,21 +232,18 @@ def test_a_mesh_whose_last_axis_is_explicit() -> None:
 
 
 def test_in_a_jit_of_ones_own() -> None:
-    mesh = jax.make_mesh((2, 4), ("data", "fsdp"))
-    plan = ts.plan(model(), [("embed", P("fsdp")), (".*", P(None, "fsdp"))], mesh, min_size=0)
+    plan = plan_of_model()
     run = jax.jit(value_and_grad(lambda model, ids: model(ids).mean(), plan))
-    ids = ts.shard(IDS, P(ROWS), mesh)
-    with jax.set_mesh(mesh), pytest.raises(ts.errors.ShardingTypeError) as raised:
+    ids = ts.shard(IDS, P(ROWS), plan.mesh)
+    with jax.set_mesh(plan.mesh), pytest.raises(ts.errors.ShardingTypeError) as raised:
         run(ts.shard(model(), plan), ids)
     assert "as embed/weight by rule 0 'embed'" in str(raised.value)
 
 
 def test_in_a_check_of_gradients() -> None:
-    mesh = jax.make_mesh((2, 4), ("data", "fsdp"))
-    plan = ts.plan(model(), [("embed", P("fsdp")), (".*", P(None, "fsdp"))], mesh, min_size=0)
     loss = lambda model, ids: (model(ids) ** 2).mean()  # noqa: E731
     with pytest.raises(ts.errors.ShardingTypeError, match=r"ts\.lookup\(self\.embed\.weight, ids"):
-        ts.testing.check_gradients(loss, model(), IDS, plan=plan, batch_specs=P(ROWS))
+        ts.testing.check_gradients(loss, model(), IDS, plan=plan_of_model(), batch_specs=P(ROWS))
 
 
 def test_code_whose_source_is_elsewhere() -> None:

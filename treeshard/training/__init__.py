@@ -332,15 +332,10 @@ def _make_step(
             f"{where}: the plan is {described(plan)}. Plan the state first:"
             f" `{where}(fn, plan(state, rules, mesh))`."
         )
-    sizes = axis_sizes(plan.mesh)
-    is_default = batch is None
-    if is_default:
-        batch = default_batch(plan)
-    batch = without_names(batch, plan.mesh)
-    split = get_names_from_partition_spec(batch)
-    check_axes(split, sizes, f"{where}: batch")
-    step = Step(fn, plan, batch, donate=donate, per_device=per_device)
-    _warn_of_idle_axes(where, plan, batch, split, is_default=is_default)
+    specs = without_names(default_batch(plan) if batch is None else batch, plan.mesh)
+    check_axes(get_names_from_partition_spec(specs), axis_sizes(plan.mesh), f"{where}: batch")
+    step = Step(fn, plan, specs, donate=donate, per_device=per_device)
+    _warn_of_idle_axes(where, plan, specs, is_default=batch is None)
     return step
 
 
@@ -369,37 +364,32 @@ _IDLE = {
 }
 
 
-def _warn_of_idle_axes(
-    where: str, plan: Plan, batch: SpecTree, split: Sequence[str], *, is_default: bool
-) -> None:
+def _warn_of_idle_axes(where: str, plan: Plan, batch: SpecTree, *, is_default: bool) -> None:
     """Warns of axes along which all devices do the same work, because the batch is not split."""
-    idle = _idle_axes(plan, split, is_default=is_default)
-    why = next((why for why in _IDLE if idle[why]), None)
+    split = get_names_from_partition_spec(batch)
+    gathered, of_state = plan.fsdp_axes(), get_names_from_partition_spec(plan)
+
+    def reason(axis: str) -> str | None:
+        if axis in gathered:
+            return "gathered"
+        if is_default and use_of(axis) == "sequence":
+            return "sequence"
+        if axis in of_state:
+            return "unclear" if is_default and may_split_rows(axis) else None
+        # Who writes batch=P() means it.
+        return "unused" if split or is_default else None
+
+    sizes = axis_sizes(plan.mesh)
+    reasons = {axis: reason(axis) for axis, size in sizes.items() if size > 1 and axis not in split}
+    why = next((why for why in _IDLE if why in reasons.values()), None)
     if why is None:
         return
-    in_batch = [axis for axis in axis_sizes(plan.mesh) if axis in split or axis in idle[why]]
-    axes = ", ".join(map(repr, idle[why]))
-    message = _IDLE[why].format(axes=axes, batch=batch, split=_batch_text(in_batch))
+    idle = [axis for axis in reasons if reasons[axis] == why]
+    in_batch = [axis for axis in sizes if axis in split or axis in idle]
+    message = _IDLE[why].format(
+        axes=", ".join(map(repr, idle)), batch=batch, split=_batch_text(in_batch)
+    )
     warn(f"{where}: {message}")
-
-
-def _idle_axes(plan: Plan, split: Sequence[str], *, is_default: bool) -> dict[str, list[str]]:
-    """The axes that do not split the batch and seem to have to, by the reason."""
-    gathered, of_state = plan.fsdp_axes(), get_names_from_partition_spec(plan)
-    idle: dict[str, list[str]] = {why: [] for why in _IDLE}
-    for axis, size in axis_sizes(plan.mesh).items():
-        if size == 1 or axis in split:
-            continue
-        if axis in gathered:
-            idle["gathered"].append(axis)
-        elif is_default and use_of(axis) == "sequence":
-            idle["sequence"].append(axis)
-        elif is_default and axis in of_state and may_split_rows(axis):
-            idle["unclear"].append(axis)
-        # Who writes batch=P() means it.
-        elif axis not in of_state and (split or is_default):
-            idle["unused"].append(axis)
-    return idle
 
 
 def _batch_text(axes: Sequence[str]) -> str:

@@ -103,9 +103,7 @@ def value_and_grad(
             return out if has_aux else (out, None)
 
         differentiate = jax.value_and_grad(run, has_aux=True)
-        # A step explains errors itself, after it tried all that it can.
-        is_in_step = step is not None and step is not given
-        with nullcontext() if mesh is None or is_in_step else explaining_types(mesh, step):
+        with nullcontext() if mesh is None else explaining_types(mesh, step):
             if rows:
                 from treeshard.training._waiting import by_waiting
 

@@ -156,16 +156,16 @@ class _ByMatrix:
             return with_sharding_constraint(own, specs, self.plan.mesh)
 
         def of_this_device(gradients: Any, weights: Any, matrices: Any, shared: Any) -> Any:
-            new: tuple[list[Any], dict[str, Any], dict[str, Any]] = [], {}, {}
+            returned, kept, common = [], {}, {}
             for i, group in enumerate(groups):
                 stack = group.sent(gradients[i])
                 of_weights = None if weights is None else group.sent(weights[i])
                 run = _update_of_one(self.optimizer, shared[group.name])
                 mapped = _mapped(run, group.rank, (0, 0, None))
-                moved, kept, common = mapped(stack, matrices[group.name], of_weights)
-                new[0].append(group.returned(moved, gradients[i]))
-                new[1][group.name], new[2][group.name] = kept, common
-            return new
+                moved, *new = mapped(stack, matrices[group.name], of_weights)
+                returned.append(group.returned(moved, gradients[i]))
+                kept[group.name], common[group.name] = new
+            return returned, kept, common
 
         of_stacks = {group.name: group.spec for group in groups}
         run = jax.shard_map(

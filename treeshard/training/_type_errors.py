@@ -180,11 +180,8 @@ def _rows_of(error: Exception) -> list[Row]:
 def _message(error: Exception, rows: list[Row], mesh: AnyMesh, step: PlanInForce | None) -> str:
     call = _call_of_user(error)
     file, number = call.tb_frame.f_code.co_filename, call.tb_lineno
-    explicit = ", ".join(
-        f"{axis}={size}"
-        for axis, size in axis_sizes(mesh).items()
-        if axis in axes_of_type(mesh, AxisType.Explicit)
-    )
+    sizes = axis_sizes(mesh)
+    explicit = ", ".join(f"{axis}={sizes[axis]}" for axis in axes_of_type(mesh, AxisType.Explicit))
     lines = [
         f"{file}:{number}: JAX cannot tell how the result of {rows[0].operation} is split over the"
         f" Explicit axes {explicit}.",
@@ -275,7 +272,10 @@ def _operands(node: ast.AST, scope: Mapping[str, Any], step: PlanInForce | None)
     for type_ in types[:_SHOWN]:
         leaves = step.plan.leaves if step else ()
         alike = fold((leaf.path, leaf.rule, leaf) for leaf in leaves if _has_type(leaf, type_))
-        origin = ", ".join(_with_rule(path, same[0]) for path, same in alike)
+        origin = ", ".join(
+            path if leaf.rule is None else f"{path} by rule {leaf.rule} {leaf.pattern!r}"
+            for path, [leaf, *_] in alike
+        )
         of_leaves = f", as {origin}" if origin else ""
         yield f"{ast.unparse(node)}: {type_.str_short()}{of_leaves}"
 
@@ -289,7 +289,3 @@ def _has_type(leaf: PlannedLeaf, type_: Any) -> bool:
     dims = list(zip(leaf.shape, dim_entries(given, len(leaf.shape)), strict=True))
     of_type = list(zip(type_.shape, dim_entries(spec, type_.ndim), strict=True))
     return of_type in (dims, dims[1:])
-
-
-def _with_rule(path: str, leaf: PlannedLeaf) -> str:
-    return path if leaf.rule is None else f"{path} by rule {leaf.rule} {leaf.pattern!r}"
