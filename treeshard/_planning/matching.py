@@ -349,7 +349,7 @@ def parameters(leaves: Sequence[PlannedLeaf], pattern: str | None = None) -> lis
                 other
                 for tail in tails(leaf.path)
                 for other, shape in shapes.get(tail, {}).items()
-                if other != branch and _may_be_made_from(leaf.shape, shape)
+                if _may_be_made_from(leaf.shape, shape)
             }
             sources[branch] = sources.get(branch, of_leaf) & of_leaf
     return [leaf for leaf in floats if not sources.get(leaf.path.partition("/")[0])]
