@@ -158,14 +158,6 @@ def test_a_lower_step_than_the_latest_is_told_and_kept(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ writers and readers
 
 
-def test_a_second_writer_is_refused(tmp_path: Path) -> None:
-    with Checkpoints(tmp_path) as checkpoints:
-        with pytest.raises(ts.CheckpointError, match="this process is already writing here"):
-            Checkpoints(tmp_path)
-        checkpoints.save(1, state_at(1))
-    Checkpoints(tmp_path).close()
-
-
 def test_a_reader_takes_no_lock(tmp_path: Path) -> None:
     reader = Checkpoints(tmp_path / "run", read_only=True)
     assert reader.restore_latest() is None

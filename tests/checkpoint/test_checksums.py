@@ -80,20 +80,14 @@ def test_checksums_do_not_depend_on_run_length_or_block_size(
     assert checksums(placed, "reading").crcs == list(map(zlibs, hosts))
 
 
-def test_large_arrays(mesh) -> None:
+def test_checksums_are_the_same_without_isal(mesh, monkeypatch) -> None:
     host = some((256, 3, 4096), "float32")
     specs = [P(), P("data"), P("fsdp", None, "data"), P(None, None, ("fsdp", "data"))]
     placed = [jax.device_put(host, NamedSharding(mesh, spec)) for spec in specs]
-    assert checksums(placed, "reading").crcs == [zlibs(host)] * 4
-
-
-def test_checksums_are_the_same_without_isal(mesh, monkeypatch) -> None:
-    host = some((64, 3, 4096), "float32")
-    specs = [P("fsdp", None, "data"), P(None, None, ("fsdp", "data"))]
-    placed = [jax.device_put(host, NamedSharding(mesh, spec)) for spec in specs]
     assert _checksums.crc32 is isal_zlib.crc32
-    monkeypatch.setattr(_checksums, "crc32", zlib.crc32)
-    assert checksums([*placed, host], "reading").crcs == [zlibs(host)] * 3
+    for crc32 in (isal_zlib.crc32, zlib.crc32):
+        monkeypatch.setattr(_checksums, "crc32", crc32)
+        assert checksums([*placed, host], "reading").crcs == [zlibs(host)] * 5
 
 
 def test_without_isal_zlib_is_used() -> None:
@@ -157,55 +151,6 @@ def test_negative_numbers_smaller_than_a_byte(fsdp_mesh) -> None:
     host = np.arange(-8, 8).astype(ml_dtypes.int4)
     placed = jax.device_put(host, NamedSharding(fsdp_mesh, P("fsdp")))
     assert checksums([placed], "reading").crcs == [checksum(host)] == [zlibs(placed)]
-
-
-# ------------------------------------------------------------------ damage
-
-
-def test_any_flipped_bit_is_detected(mesh) -> None:
-    host = some((4, 4), "bfloat16")
-    seen = {checksum(host)}
-    for bit in range(8 * host.nbytes):
-        data = bytearray(host.tobytes())
-        data[bit // 8] ^= 1 << bit % 8
-        damaged = np.frombuffer(bytes(data), host.dtype).reshape(host.shape)
-        placed = jax.device_put(damaged, NamedSharding(mesh, P("data", "fsdp")))
-        seen.add(checksums([placed], "reading").crcs[0])
-    assert len(seen) == 8 * host.nbytes + 1  # all of them differ
-
-
-def swapped_rows(x: np.ndarray) -> None:
-    x[[3, 40]] = x[[40, 3]]
-
-
-def swapped_shards(x: np.ndarray) -> None:
-    x[:32], x[32:] = x[32:].copy(), x[:32].copy()
-
-
-def swapped_columns(x: np.ndarray) -> None:
-    x[:, [0, 1000]] = x[:, [1000, 0]]
-
-
-def zeroed_page(x: np.ndarray) -> None:
-    x.reshape(-1)[1024:2048] = 0
-
-
-def shifted_page(x: np.ndarray) -> None:
-    x.reshape(-1)[1024:2048] = np.roll(x.reshape(-1)[1024:2048], 1)
-
-
-@pytest.mark.parametrize(
-    "damage", [swapped_rows, swapped_shards, swapped_columns, zeroed_page, shifted_page]
-)
-def test_typical_damage_is_detected(damage, mesh) -> None:
-    host = some((64, 1024), "uint16")
-    bad = host.copy()
-    damage(bad)
-    for spec in (P("data"), P("data", "fsdp"), P(None, ("fsdp", "data"))):
-        placed = jax.device_put([host, bad], NamedSharding(mesh, spec))
-        good, other = checksums(placed, "reading").crcs
-        assert (good, other) == (zlibs(host), zlibs(bad))
-        assert good != other
 
 
 # ------------------------------------------------------------------ costs

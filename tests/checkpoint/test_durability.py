@@ -129,29 +129,6 @@ def test_no_index_names_tensors_of_two_saves(tmp_path: Path) -> None:
     assert load_safetensors(path).keys() == tensors.keys()
 
 
-KILLED = """
-import os, signal, sys
-import numpy as np
-from treeshard.interchange import save_safetensors
-def kill(*args):
-    os.kill(os.getpid(), signal.SIGKILL)
-os.replace = kill
-save_safetensors(sys.argv[1], {"a": np.ones(300), "b": np.ones(300)}, max_file_size=2400)
-"""
-
-
-def test_leftovers_of_a_killed_save_of_tensors_are_removed(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    mine = tmp_path / ".other.safetensors.part"
-    mine.write_text("mine")
-    code = subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False).returncode
-    assert code == -9
-    assert len(list(tmp_path.glob(".model*.part"))) == 3
-    with pytest.warns(ts.ShardingWarning, match=r"removed what killed .*\.model-0000"):
-        save_safetensors(path, {"a": np.ones(3)})
-    assert sorted(x.name for x in tmp_path.iterdir()) == [mine.name, path.name]
-
-
 def test_a_file_in_the_place_of_the_temporary_directory_is_told(tmp_path: Path) -> None:
     (tmp_path / "x.orbax-checkpoint-tmp").write_text("mine")
     with pytest.raises(ts.CheckpointError, match=r"x was not saved.*x.orbax-checkpoint-tmp"):

@@ -43,38 +43,33 @@ def bit_of(x: np.ndarray, device: int, changed: int = 5) -> np.ndarray:
     return np.frombuffer(bytes(raw), x.dtype).reshape(x.shape)
 
 
-def with_keys(mesh: jax.sharding.Mesh) -> Any:
-    data = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(0), 4)))
-    return jax.random.wrap_key_data(placed(P(), lambda i: bit_of(data, i), mesh))
-
-
-WAYS: dict[str, Callable[[jax.sharding.Mesh], Any]] = {
-    "a shard_map that varies": of_shard_map,
-    "one bit of one replica": lambda mesh: placed(P(), lambda i: bit_of(HOST, i), mesh),
-    "one bit, sharded over one axis": lambda mesh: placed(
-        P(None, "fsdp"), lambda i: bit_of(HOST, i, 7), mesh
-    ),
-    "every replica": lambda mesh: placed(P(), lambda i: HOST + i, mesh),
-    "replicas that swap rows": lambda mesh: placed(
-        P(), lambda i: HOST[::-1] if i % 2 else HOST, mesh
-    ),
-    "bfloat16": lambda mesh: placed(
-        P(), lambda i: bit_of(HOST.astype(ml_dtypes.bfloat16), i), mesh
-    ),
-    "int4": lambda mesh: placed(
-        P("data"), lambda i: bit_of(HOST.astype(ml_dtypes.int4), i, 7), mesh
-    ),
-    "keys": with_keys,
-    "a scalar": lambda mesh: placed(P(), lambda i: bit_of(np.float32(3), i), mesh),
-    "the sign of zero": lambda mesh: placed(
-        P(), lambda i: np.full(3, -0.0 if i else 0.0, np.float32), mesh
-    ),
+KEYS = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(0), 4)))
+BFLOAT16, INT4 = HOST.astype(ml_dtypes.bfloat16), HOST.astype(ml_dtypes.int4)
+ZEROS = np.zeros(3, np.float32)
+# What is on each device, and the spec.
+WAYS: dict[str, tuple[P, Callable[[int], np.ndarray]]] = {
+    "one bit of one replica": (P(), lambda i: bit_of(HOST, i)),
+    "one bit, sharded over one axis": (P(None, "fsdp"), lambda i: bit_of(HOST, i, 7)),
+    "every replica": (P(), lambda i: HOST + i),
+    "replicas that swap rows": (P(), lambda i: HOST[::-1] if i % 2 else HOST),
+    "bfloat16": (P(), lambda i: bit_of(BFLOAT16, i)),
+    "int4": (P("data"), lambda i: bit_of(INT4, i, 7)),
+    "keys": (P(), lambda i: bit_of(KEYS, i)),
+    "a scalar": (P(), lambda i: bit_of(np.float32(3), i)),
+    "the sign of zero": (P(), lambda i: -ZEROS if i else ZEROS),
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+def made(way: str, mesh: jax.sharding.Mesh) -> jax.Array:
+    if way == "a shard_map that varies":
+        return of_shard_map(mesh)
+    x = placed(*WAYS[way], mesh)
+    return jax.random.wrap_key_data(x) if way == "keys" else x
+
+
+@pytest.mark.parametrize("way", ["a shard_map that varies", *WAYS])
 def test_replicas_that_differ_are_told_and_the_first_is_saved(way, mesh, tmp_path: Path) -> None:
-    x = WAYS[way](mesh)
+    x = made(way, mesh)
     tree = {"layers": [jnp.ones(3), x], "equal": jax.device_put(HOST, NamedSharding(mesh, P()))}
     with pytest.raises(ts.CheckpointError) as told:
         save(tmp_path / "x", tree)
@@ -101,7 +96,7 @@ def ts_data(x: Any) -> Any:
 
 
 def test_without_fingerprints_the_first_replica_is_saved(mesh, tmp_path: Path) -> None:
-    save(tmp_path / "x", {"w": WAYS["every replica"](mesh)}, fingerprints=False)
+    save(tmp_path / "x", {"w": made("every replica", mesh)}, fingerprints=False)
     assert (restore(tmp_path / "x")["w"] == HOST).all()
 
 
@@ -109,7 +104,7 @@ def test_a_run_goes_on_after_the_error(mesh, tmp_path: Path) -> None:
     with Checkpoints(tmp_path / "run") as run:
         run.save(1, {"w": jnp.asarray(HOST)})
         with pytest.raises(ts.CheckpointError, match="save: w: its replicas"):
-            run.save(2, {"w": WAYS["every replica"](mesh)})
+            run.save(2, {"w": made("every replica", mesh)})
         run.save(3, {"w": jnp.asarray(HOST)})
         run.wait()
         assert run.steps() == (1, 3)
@@ -117,7 +112,7 @@ def test_a_run_goes_on_after_the_error(mesh, tmp_path: Path) -> None:
         Checkpoints(tmp_path / "run", on_divergence="warn") as run,
         pytest.warns(ts.ShardingWarning, match="w: its replicas"),
     ):
-        run.save(4, {"w": WAYS["every replica"](mesh)})
+        run.save(4, {"w": made("every replica", mesh)})
     assert (restore(tmp_path / "run" / "4")["w"] == HOST).all()
 
 

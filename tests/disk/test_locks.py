@@ -97,17 +97,6 @@ def test_a_forked_process_does_not_keep_the_lock(tmp_path: Path) -> None:
             os.kill(child, signal.SIGKILL)
 
 
-def test_a_file_system_without_locks_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import fcntl
-
-    def refuse(handle: int, how: int) -> None:
-        raise OSError(95, "Operation not supported")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.warns(ts.ShardingWarning, match="it: this file system does not support locks"):
-        Lock(tmp_path / "lock", "it").release()
-
-
 @pytest.fixture
 def thesis(tmp_path: Path):
     """A file of the user's, which no link at a name of ours may change."""

@@ -141,17 +141,16 @@ def check_trees_are_packed_and_unpacked(context: Context) -> None:
         "single": single,
         "host": host,
     }
-    packed = pack(tree)
-    assert isinstance(packed.arrays["single"], np.ndarray)  # not global
-    stored = {key: x for key, x in packed.arrays.items() if isinstance(x, jax.Array)}
+    table, arrays = pack(tree)
+    assert isinstance(arrays["single"], np.ndarray)  # not global
+    stored = {key: x for key, x in arrays.items() if isinstance(x, jax.Array)}
     assert sorted(stored) == ["keys", "uint4", "whole"]
     assert {str(x.dtype) for x in stored.values()} == {"uint8", "uint32"}
-    found = checksums(list(packed.arrays.values()), "save", 20).crcs
+    found = checksums(list(arrays.values()), "save", 20).crcs
     keys = host.astype(np.uint32)
     want = [host, keys, np.float32(3), *(host.astype(tree[x].dtype) for x in ("uint4", "whole"))]
     assert found == [zlib.crc32(x.tobytes()) for x in want]
-    rows = packed.table.leaves
-    back = {row.path: unpack(row, packed.arrays.get(row.path)) for row in rows}
+    back = {row.path: unpack(row, arrays.get(row.path)) for row in table.leaves}
     assert back.keys() == tree.keys()
     for name in ("uint4", "whole", "keys"):
         assert back[name].sharding == tree[name].sharding

@@ -13,7 +13,6 @@ import json
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager, suppress
@@ -46,6 +45,7 @@ from treeshard._disk.files import (
     tell_removed,
 )
 from treeshard.checkpoint._array_store import (
+    Arrays,
     Copy,
     bytes_of_copies,
     copies,
@@ -72,7 +72,7 @@ from treeshard.checkpoint._paths import (
     sweep_left,
     table_text,
 )
-from treeshard.checkpoint._table import WHERE, LeafTable, Packed, from_text, pack, to_text
+from treeshard.checkpoint._table import WHERE, LeafTable, from_text, pack, to_text
 from treeshard.errors import CheckpointError, LeafError, TreeShardError, counted, listed, warn
 
 
@@ -127,20 +127,20 @@ def begin(
     first, again = jax.process_index() == 0, False
     with ExitStack() as held:
         with agreeing(WHERE, timeout=timeout) as facts:
-            packed = pack(tree)
-            if not packed.table.leaves:
+            table, arrays = pack(tree)
+            if not table.leaves:
                 raise LeafError(f"{WHERE}: the tree has no array, number, text or `None` to save.")
             if first:
                 _lock(path, run, held)
-                again = fingerprints and _has_table(path, packed.table)
+                again = fingerprints and _has_table(path, table)
                 if not again:
                     check_vacant(path)
-            if lacking := lacking_memory(bytes_of_copies(packed.arrays)):
+            if lacking := lacking_memory(bytes_of_copies(arrays)):
                 raise CheckpointError(
                     f"{path} was not saved: the copies of the arrays need {lacking[0]} Free some,"
                     " or shard the arrays over more processes."
                 )
-            facts |= _facts(path, tree, packed.table, fingerprints)
+            facts |= _facts(path, tree, table, fingerprints)
         if first:
             held.callback(_clean_up, path)  # after a failure, before the lock is released
         ends: list[Future[None]] = []
@@ -149,24 +149,22 @@ def begin(
                 with _stage(path, "begin", timeout) as marks:
                     if first and not again:
                         marks.append(_create(path))
-                    copied = copies(packed.arrays)
+                    copied = copies(arrays)
                 mark = marks[0]  # empty if the checkpoint is there already
                 # What is written has the checksums that are saved.
-                packed = packed._replace(arrays=with_copies(packed.arrays, copied))
-                leaves = list(packed.arrays)
-                size = sum(x.size * x.dtype.itemsize for x in packed.arrays.values())
+                arrays = with_copies(arrays, copied)
+                size = sum(x.size * x.dtype.itemsize for x in arrays.values())
                 written = in_thread(_write, path, mark, copied, timeout)
                 # While the thread writes, this one reads the arrays for their checksums.
                 text: Future[str] = Future()
                 try:
-                    table = packed.table
                     if fingerprints:
-                        table = _with_checksums(packed, timeout, on_divergence)
+                        table = _with_checksums(table, arrays, timeout, on_divergence)
                     text.set_result(to_text(table))
                 except BaseException as error:
                     text.set_exception(error)  # which the next stage tells the other processes
                 if mark:
-                    end = in_thread(_finish, path, written, text, leaves, held.pop_all())
+                    end = in_thread(_finish, path, written, text, list(arrays), held.pop_all())
                 else:
                     end = in_thread(_confirm, path, text, held.pop_all())
                 ends.append(end)
@@ -211,9 +209,11 @@ def _facts(path: epath.Path, tree: PyTree, table: LeafTable, fingerprints: bool)
     return facts
 
 
-def _with_checksums(packed: Packed, timeout: float, on_divergence: str) -> LeafTable:
-    leaves, arrays = list(packed.arrays), list(packed.arrays.values())
-    crcs, differing = checksums(arrays, WHERE, timeout, replicas=True)
+def _with_checksums(
+    table: LeafTable, arrays: Arrays, timeout: float, on_divergence: str
+) -> LeafTable:
+    crcs, differing = checksums(list(arrays.values()), WHERE, timeout, replicas=True)
+    leaves = list(arrays)
     if differing:
         facts = [f"{leaves[i]}: {why}" for i, why in differing.items()]
         text = f"{WHERE}: {listed(f'the copies of {len(facts)} leaves differ:', facts)}\n"
@@ -224,7 +224,7 @@ def _with_checksums(packed: Packed, timeout: float, on_divergence: str) -> LeafT
                 " replicated; or save the first with on_divergence='warn'."
             )
         warn(f"{text}The first replicas are saved, and of separate copies that of process 0.")
-    return packed.table.with_checksums(dict(zip(leaves, crcs, strict=True)))
+    return table.with_checksums(dict(zip(leaves, crcs, strict=True)))
 
 
 # ------------------------------------------------------------------ the stages
@@ -267,20 +267,22 @@ def _finish(
         with _stage(path, "written", AS_LONG_AS_IT_TAKES) as messages:
             parts = written.result()
             text = table.result()
-            sizes: dict[str, int] = {}
+            files: dict[str, int] = {}  # in a file system, what process 0 must see
             if me == 0:
                 (partial / TABLE).mkdir()
                 (partial / TABLE / TABLE_FILE).write_text(text)
                 (partial / ARRAYS / SEAL).write_text(str(crc32(text.encode())))
             elif is_local(path):
                 # On a network file system, `fsync` covers what its own machine wrote.
-                sizes = flush_tree(written_by(partial, me))
-            messages.append(json.dumps([parts, len(sizes), sum(sizes.values())]).encode())
+                folder = written_by(partial, me)
+                sizes = flush_tree(folder)
+                files = {f"{folder.name}/{name}": size for name, size in sizes.items()}
+            messages.append(json.dumps([parts, files]).encode())
         with _stage(path, "committed", AS_LONG_AS_IT_TAKES) as unflushed:
             if me == 0:
                 reports = [json.loads(message) for message in messages]
-                merge(partial, [i for i, (parts, *_) in enumerate(reports) if parts], leaves)
-                unflushed.append(_commit(path, text, reports).encode())
+                merge(partial, [i for i, (parts, _) in enumerate(reports) if parts], leaves)
+                unflushed.append(_commit(path, text, [files for _, files in reports]).encode())
         if unflushed[0]:
             raise CheckpointError(
                 f"{path} is complete and can be read, but it may not survive a power cut:"
@@ -288,11 +290,11 @@ def _finish(
             )
 
 
-def _commit(path: epath.Path, text: str, reports: Sequence[Sequence[int]]) -> str:
+def _commit(path: epath.Path, text: str, written: Sequence[Mapping[str, int]]) -> str:
     """Makes a written checkpoint visible under its name, if it can be read back.
 
-    A report is how many parts, files and bytes a process has written. Returns why the name could
-    not be flushed; empty if it was.
+    `written` are the files that each other process has written, and their sizes. Returns why the
+    name could not be flushed; empty if it was.
     """
     partial = partial_path(path)
     (partial / MARK).unlink()
@@ -309,7 +311,14 @@ def _commit(path: epath.Path, text: str, reports: Sequence[Sequence[int]]) -> st
     if not is_local(path):
         (path / COMMITTED).write_text("")
         return ""
-    _check_sizes(partial, sizes, reports)
+    for process, files in enumerate(written):
+        seen = {name: sizes[name] for name in files if name in sizes}
+        if seen != files:
+            raise CheckpointError(
+                f"process {process} has written {_in_all(files)}, and process 0 sees"
+                f" {_in_all(seen)} in {written_by(partial, process)}. Save to a directory that all"
+                " processes share."
+            )
     partial.rename(path)
     try:
         flush(path.parent)
@@ -318,24 +327,8 @@ def _commit(path: epath.Path, text: str, reports: Sequence[Sequence[int]]) -> st
     return ""
 
 
-def _check_sizes(
-    partial: epath.Path, sizes: Mapping[str, int], reports: Sequence[Sequence[int]]
-) -> None:
-    """Compares the files that other processes have written with those that process 0 sees."""
-    count_in, bytes_in = Counter[str](), Counter[str]()
-    for name, size in sizes.items():
-        folder = name.split("/")[0]
-        count_in[folder] += 1
-        bytes_in[folder] += size
-    for process, (_, count, size) in enumerate(reports[1:], 1):
-        folder = written_by(partial, process)
-        seen, bytes_seen = count_in[folder.name], bytes_in[folder.name]
-        if (seen, bytes_seen) != (count, size):
-            raise CheckpointError(
-                f"process {process} has written {counted(count, 'file')} of {size:,} bytes, and"
-                f" process 0 sees {counted(seen, 'file')} of {bytes_seen:,} bytes in {folder}."
-                " Save to a directory that all processes share."
-            )
+def _in_all(files: Mapping[str, int]) -> str:
+    return f"{counted(len(files), 'file')} of {sum(files.values()):,} bytes"
 
 
 def _confirm(path: epath.Path, table: Future[str], held: ExitStack) -> None:

@@ -33,6 +33,7 @@ from treeshard._placement.targets import raise_unmovable, unreadable
 from treeshard.checkpoint._array_store import (
     LONGEST_KEY,
     MOST_DIMS,
+    Arrays,
     chunk_shape,
     store_key,
     stored_dtype,
@@ -61,22 +62,15 @@ class LeafTable(NamedTuple):
         return self._replace(leaves=tuple(row._replace(crc=None) for row in self.leaves))
 
 
-class Packed(NamedTuple):
-    """A tree as a table without checksums of arrays, and the arrays to store, by path."""
-
-    table: LeafTable
-    arrays: dict[str, jax.Array | np.ndarray]
-
-
 # ------------------------------------------------------------------ from a tree, and back
 
 
-def pack(tree: PyTree) -> Packed:
-    """Converts a tree to a table and arrays, without copying arrays of dtypes that the store has.
+def pack(tree: PyTree) -> tuple[LeafTable, Arrays]:
+    """A tree as a table without checksums of arrays, and the arrays to store, by path.
 
+    Arrays of dtypes that the store has are not copied; numpy scalars are arrays of shape `()`.
     Leaves other than arrays, keys, numbers, strings, bytes, enums and `None` are static, and left
-    out.
-    numpy scalars are arrays of shape `()`. Raises as `checkpoint.save` does for leaves and paths.
+    out. Raises as `checkpoint.save` does for leaves and paths.
     """
     check_known(tree, WHERE)
     misfits = {i: _unstorable(x) for i, x in enumerate(tree_leaves(tree))}
@@ -93,7 +87,7 @@ def pack(tree: PyTree) -> Packed:
             array = arrays[path] = _as_stored(x)
             row = row._replace(stored=dtype_name(array.dtype), chunk=chunk_shape(array))
         rows.append(row)
-    return Packed(LeafTable(_meshes(leaves), tuple(rows)), arrays)
+    return LeafTable(_meshes(leaves), tuple(rows)), arrays
 
 
 def paths_of(tree: PyTree, where: str, error: type[Exception]) -> dict[int, str]:
