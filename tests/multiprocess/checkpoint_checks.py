@@ -19,7 +19,7 @@ from tests.full_disk import files_of_at_most
 from tests.helpers import files_in
 from tests.multiprocess.worker import Context, arriving_last, start_again
 from treeshard._core.processes import exchange
-from treeshard.checkpoint import Checkpoints, _checkpoints, inspect, restore, save, verify
+from treeshard.checkpoint import Checkpoints, _checkpoints, _save, inspect, restore, save, verify
 
 FSDP = [("bias|whole", None), (".*", ts.fsdp("fsdp", min_size=0))]
 TENSOR = [
@@ -181,6 +181,28 @@ def check_a_leaf_deleted_on_one_process_is_an_error_on_all(context: Context) -> 
         state["wide"].delete()
     error = ts.DeletedLeafError if context.index == 1 else ts.ProcessError
     assert "wide: bfloat16[64,256]" in refused(context, state, error)
+    assert_nothing_is_left(context)
+
+
+def check_a_checkpoint_is_saved_again_with_its_own_values_only(context: Context) -> None:
+    state = state_on(FSDP, ts.make_mesh("fsdp=8"))
+    save(context.directory / "fsdp", state)
+    other = {**state, "own": state["own"] + 1}
+    with pytest.raises(ts.CheckpointError, match="There is already a checkpoint at"):
+        save(context.directory / "fsdp", other)
+    assert_is_the_state(restore(context.directory / "fsdp", state))
+
+
+def check_a_copy_that_fails_on_one_process_is_an_error_on_all(context: Context) -> None:
+    def fails(_: Any) -> Any:
+        raise MemoryError("mine")
+
+    state = state_on(FSDP, ts.make_mesh("fsdp=8"))
+    with pytest.MonkeyPatch.context() as patch:
+        if context.index == 1:
+            patch.setattr(_save, "copies", fails)
+        with pytest.raises(ts.CheckpointError, match="process 1 raised MemoryError: mine"):
+            save(context.directory / "refused" / "copies", state, timeout=20)
     assert_nothing_is_left(context)
 
 
