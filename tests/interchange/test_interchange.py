@@ -68,8 +68,9 @@ shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 @settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(data=st.data())
-def test_any_tree_has_the_bytes_of_the_package(tmp_path, data) -> None:
+@given(block=st.sampled_from([16, 64, 2**23]), data=st.data())
+def test_any_tree_has_the_bytes_of_the_package(tmp_path, monkeypatch, block, data) -> None:
+    monkeypatch.setattr(_byte_ranges, "BLOCK", block)
     tree = {}
     for name in data.draw(st.lists(names, max_size=6, unique=True)):
         dtype, shape = data.draw(st.sampled_from(NUMPY_DTYPES)), data.draw(shapes)

@@ -108,9 +108,9 @@ def run_export(options: argparse.Namespace) -> tuple[str, int]:
     most = None if options.max_file_size is None else parse_bytes(options.max_file_size)
     metadata = dict(_split("--metadata", x, "=", "'format=pt'") for x in options.metadata)
     with open_stored(options.path, options.step) as tree:
-        codes, left_out = _select(tree, options)
-        leaves = _named([x for x in tree.contents.leaves if x.path in codes], options.rename)
-        rows = [Tensor(name, codes[x.path], x.shape) for name, x in leaves.items()]
+        arrays, left_out = _select(tree, options)
+        leaves = _named(arrays, options.rename)
+        rows = [Tensor(name, _code(x) or "", x.shape) for name, x in leaves.items()]
         out = file_path(options.out)
         files = lay_out_files(out, rows, most, metadata)
         write_files(out, files, _values(tree, leaves), "export", TIMEOUT)
@@ -123,37 +123,34 @@ def run_export(options: argparse.Namespace) -> tuple[str, int]:
     return "\n".join(lines), 0
 
 
-def _select(tree: StoredTree, options: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
-    """The dtype that safetensors has for each leaf to write, by path, and the leaves to leave out,
-    in words."""
+def _code(leaf: SavedLeaf) -> str | None:
+    """The dtype that safetensors has for a leaf; `None` if it has none."""
+    return code_of(parse_dtype(leaf.dtype)) if leaf.kind == "array" else None
+
+
+def _select(tree: StoredTree, options: argparse.Namespace) -> tuple[list[SavedLeaf], list[str]]:
+    """The arrays to write, and the leaves to leave out, in words."""
     path, only = tree.contents.path, parse_pattern(options.only or "", "--only")
-    codes: dict[str, str] = {}
-    others: list[str] = []
-    for leaf in tree.contents.leaves:
-        if leaf.kind == "none" or not only.search(leaf.path):
-            continue
-        code = code_of(parse_dtype(leaf.dtype)) if leaf.kind == "array" else None
-        if code is None:
-            others.append(f"{leaf.path}: {describe_leaf(leaf)}")
-        else:
-            codes[leaf.path] = code
+    leaves = [x for x in tree.contents.leaves if x.kind != "none" and only.search(x.path)]
+    arrays = [leaf for leaf in leaves if _code(leaf)]
+    others = [f"{leaf.path}: {describe_leaf(leaf)}" for leaf in leaves if not _code(leaf)]
     if others and not options.skip:
         misfits = listed("safetensors cannot hold these leaves:", others, headed=True)
         raise LeafError(
             f"{path}: {misfits}\n--skip leaves them out; --only selects the leaves to export."
         )
-    if not codes:
+    if not arrays:
         which = f" with a path that {options.only!r} matches" if options.only else ""
         paths = ", ".join([*(leaf.path for leaf in tree.contents.leaves[:5]), "..."])
         raise CheckpointError(f"{path} has no array to export{which}. It has {paths}")
-    return codes, others
+    return arrays, others
 
 
 def _named(arrays: Sequence[SavedLeaf], rules: Sequence[str]) -> dict[str, SavedLeaf]:
     """Arrays by their new names, from rules `REGEX=>NEW` applied in order."""
-    pairs = [_split("--rename", rule, "=>", "'REGEX=>NEW', '/=>.'") for rule in rules]
     rename = {x.path: x.path for x in arrays}
-    for old, new in pairs:
+    for rule in rules:
+        old, new = _split("--rename", rule, "=>", "'REGEX=>NEW', '/=>.'")
         pattern = parse_pattern(old, "--rename")
         try:
             rename = {path: pattern.sub(new, name) for path, name in rename.items()}

@@ -26,7 +26,7 @@ from treeshard._core.text import (
 )
 from treeshard._disk.untrusted import parse, read_file
 from treeshard._planning.logical import logical_axis_rules
-from treeshard._planning.plan import Plan, plan
+from treeshard._planning.plan import plan
 from treeshard.compat._strategies import parse_strategy
 from treeshard.errors import FormatError, TreeShardError, did_you_mean, listed
 
@@ -38,33 +38,26 @@ def run_plan(options: argparse.Namespace) -> tuple[str, int]:
     rules, min_size, logical = _read_rules(options.rules)
     with nullcontext() if logical is None else logical_axis_rules(logical):
         decided = plan(shapes, rules, abstract_mesh(options.mesh), min_size=min_size)
-    too_large = memory is not None and decided.bytes_per_device() > memory
-    errors = any(finding.severity == "error" for finding in decided.findings)
-    to_text = _as_json if options.json else _as_text
-    return to_text(decided, memory), int(errors or too_large)
-
-
-def _as_text(decided: Plan, memory: int | None) -> str:
+    needed = decided.bytes_per_device()
+    fits = memory is None or needed <= memory
+    has_errors = any(finding.severity == "error" for finding in decided.findings)
+    code = int(has_errors or not fits)
+    if options.json:
+        report: dict[str, Any] = {
+            "plan": json.loads(decided.to_json()),
+            "findings": [finding._asdict() for finding in decided.findings],
+            "bytes_per_device": needed,
+        }
+        if memory is not None:
+            report |= {"memory": memory, "fits": fits}
+        return json.dumps(report), code
     parts = [str(decided)]
     if decided.findings:
         parts.append("\n".join(map(str, decided.findings)))
     if memory is not None:
-        needed = decided.bytes_per_device()
-        verb = "It fits" if needed <= memory else "It does NOT fit"
+        verb = "It fits" if fits else "It does NOT fit"
         parts.append(f"{verb}: {human_bytes(needed)} of {human_bytes(memory)} on a device.")
-    return "\n\n".join(parts)
-
-
-def _as_json(decided: Plan, memory: int | None) -> str:
-    needed = decided.bytes_per_device()
-    report: dict[str, Any] = {
-        "plan": json.loads(decided.to_json()),
-        "findings": [finding._asdict() for finding in decided.findings],
-        "bytes_per_device": needed,
-    }
-    if memory is not None:
-        report |= {"memory": memory, "fits": needed <= memory}
-    return json.dumps(report)
+    return "\n\n".join(parts), code
 
 
 # ------------------------------------------------------------------ shapes

@@ -30,13 +30,13 @@ from treeshard.interchange._format import Tensor, code_of
 from treeshard.interchange._names import map_tensors
 from treeshard.interchange._tensors import (
     Names,
+    names_to_write,
     pieces_of,
     read_by_name,
     read_tensors,
     tensor_facts,
     tensor_request,
     tensors_of,
-    writers,
 )
 
 __all__ = ["load_safetensors", "map_tensors", "save_safetensors", "tensor_shapes"]
@@ -116,9 +116,8 @@ def save_safetensors(
         facts |= {x.name: f"{x.code}{list(x.shape)}" for x in rows}
         for name, x in tensors.items():
             facts |= fact_of_origin(name, x)
-    writer_of_each = zip(tensors, writers(list(tensors.values()), where, timeout), strict=True)
-    mine = [name for name, writer in writer_of_each if writer in (None, jax.process_index())]
-    names_with_bar = with_bar(mine, where, unit="tensor", show=progress)
+    names = names_to_write(tensors, where, timeout)
+    names_with_bar = with_bar(names, where, unit="tensor", show=progress)
     values = ((name, pieces_of(tensors[name])) for name in names_with_bar)
     write_files(to, files, values, where, timeout)
 

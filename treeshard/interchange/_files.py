@@ -17,7 +17,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -157,10 +157,19 @@ def _keep_earlier(paths: Sequence[Path]) -> None:
     if not names:
         return
     for name in names:
+        earlier = index.with_name(name)
         kept = index.with_name(_EARLIER + name)
         kept.unlink(missing_ok=True)  # of a save that was killed, and not in the index
-        with suppress(FileNotFoundError):  # the earlier save has lost it
-            _link(index.with_name(name), kept)
+        try:
+            kept.hardlink_to(earlier)
+        except FileNotFoundError:  # the earlier save has lost it
+            continue
+        except OSError as error:
+            raise OSError(
+                f"{earlier} would be replaced, and hard links cannot be made here, which would keep"
+                f" the earlier files until all are replaced ({error.strerror}). Remove it first, or"
+                " save to another path"
+            ) from None
     moved = {x: _EARLIER + name if name in names else name for x, name in holders.items()}
     hidden = index.with_name(f".{_EARLIER}{index.name}.part")
     hidden.unlink(missing_ok=True)  # a link would be followed
@@ -171,19 +180,6 @@ def _keep_earlier(paths: Sequence[Path]) -> None:
         hidden.replace(index)
     finally:
         hidden.unlink(missing_ok=True)
-
-
-def _link(path: Path, to: Path) -> None:
-    try:
-        to.hardlink_to(path)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise OSError(
-            f"{path} would be replaced, and hard links cannot be made here, which would keep the"
-            f" earlier files until all are replaced ({error.strerror}). Remove it first, or save to"
-            " another path"
-        ) from None
 
 
 def _index_of(path: Path) -> Path:
@@ -216,29 +212,29 @@ def open_tensors(path: Path, shapes_only: bool = False) -> Iterator[dict[str, St
 def _open_several(path: Path, open_files: ExitStack, shapes_only: bool) -> dict[str, Stored]:
     """Opens an index and its files, which are of one save: until the index stays the same."""
     while True:
-        before = os.stat(path)
+        before = _version(path)
         with ExitStack() as opened:
             try:
                 index = _read_index(path)
-                names = dict.fromkeys(index.values())
                 by_file = {
-                    name: _open_one(path.with_name(name), opened, shapes_only) for name in names
+                    name: _open_one(path.with_name(name), opened, shapes_only)
+                    for name in dict.fromkeys(index.values())
                 }
                 _check_index(path, index, by_file)
             except (CheckpointError, FormatError, OSError):
-                if _is_same(before, os.stat(path)):
+                if _version(path) == before:
                     raise
                 continue
-            if _is_same(before, os.stat(path)):
+            if _version(path) == before:
                 open_files.enter_context(opened.pop_all())
                 tensors = chain.from_iterable(x.items() for x in by_file.values())
                 return {name: stored for name, stored in tensors if name in index}
 
 
-def _is_same(file: os.stat_result, other: os.stat_result) -> bool:
-    """Whether a file is still the same, and not another one of this name."""
-    facts = (file.st_dev, file.st_ino, file.st_mtime_ns, file.st_size)
-    return facts == (other.st_dev, other.st_ino, other.st_mtime_ns, other.st_size)
+def _version(path: Path) -> tuple[int, ...]:
+    """What differs once a file is replaced by another one of this name."""
+    found = os.stat(path)
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def _open_one(path: Path, open_files: ExitStack, shapes_only: bool) -> dict[str, Stored]:
@@ -278,17 +274,13 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(index, dict) or {*map(type, index.values())} - {str}:
         raise FormatError(f"{path} has no 'weight_map', the file of each tensor.")
     for name in dict.fromkeys(index.values()):
-        if not _is_plain(name):
+        # On any system, and `..` is the parent.
+        if name in ("", ".", "..") or {*name} & {"/", "\\", "\0"}:
             raise FormatError(
                 f"{path} names {name!r}, which is not the name of a file beside it. Files outside"
                 " its directory are not read."
             )
     return index
-
-
-def _is_plain(name: str) -> bool:
-    """Whether a name is one of a file in the same directory, on any system; `..` is the parent."""
-    return name not in ("", ".", "..") and not {*name} & {"/", "\\", "\0"}
 
 
 def _check_index(

@@ -4,7 +4,7 @@ All names and dtypes are checked before the first byte is written or read: the f
 for a leaf that it cannot hold, and a file without it would load as a tree that lacks it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -135,13 +135,16 @@ def _unwritable(leaf: Any) -> Misfit | None:
     return None
 
 
-def writers(leaves: Sequence[Any], what: str, timeout: float) -> list[int | None]:
-    """The process that writes each leaf: the first that has all of it; `None` if each writes
-    shards."""
+def names_to_write(tensors: Mapping[str, Any], what: str, timeout: float) -> list[str]:
+    """The tensors of which this process writes shards, or all: the first that has all does."""
     with together(what, timeout=timeout) as answers:
-        answers.append(bytes(not is_spread(leaf) for leaf in leaves))
-    has_it_all = zip(*answers, strict=True)  # for each leaf, a 1 or 0 of each process
-    return [row.index(1) if any(row) else None for row in has_it_all]
+        answers.append(bytes(not is_spread(x) for x in tensors.values()))
+    has_it_all = zip(*answers, strict=True)  # for each tensor, a 1 or 0 of each process
+    return [
+        name
+        for name, row in zip(tensors, has_it_all, strict=True)
+        if not any(row) or row.index(1) == jax.process_index()
+    ]
 
 
 def pieces_of(leaf: Any) -> list[Piece]:
@@ -168,9 +171,9 @@ def tensor_request(
     types = {name: _leaf_type(x.tensor) for name, x in stored.items()}
     names = partial(tensor_names, rename=rename, where=where)
     request = read_request(types, like, placing, cast=cast, names=names, where=where)
-    packed = _packed(stored[leaf.name].tensor for leaf in request.to_read().values())
-    differences = request.differences
-    return request._replace(differences=differences._replace(misfits=differences.misfits | packed))
+    requested = (stored[leaf.name].tensor for leaf in request.to_read().values())
+    request.differences.misfits.update(_packed(requested))
+    return request
 
 
 def _leaf_type(tensor: Tensor) -> LeafType:
