@@ -2,13 +2,10 @@
 
 import warnings
 from datetime import date
-from pathlib import Path
 
 import pytest
 
 from tests.deprecations import TOLERATED, tolerated
-
-TESTS = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("name", TOLERATED)
@@ -22,12 +19,3 @@ def test_only_the_message_of_the_table_is_tolerated() -> None:
         warnings.warn("`with mesh:` context manager is old", DeprecationWarning, stacklevel=1)
         with pytest.raises(DeprecationWarning, match="another"):
             warnings.warn("another", DeprecationWarning, stacklevel=1)
-
-
-def test_no_other_test_tolerates_deprecations() -> None:
-    found = [
-        path.name
-        for path in TESTS.rglob("*.py")
-        if "DeprecationWarning" in path.read_text() and "ignore" in path.read_text()
-    ]
-    assert sorted(found) == ["deprecations.py", "test_deprecations.py"]

@@ -2,7 +2,6 @@
 
 import doctest
 import inspect
-import operator
 import tempfile
 from typing import Any
 
@@ -81,41 +80,6 @@ def what_is_wrong(name: str) -> str:
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         doctest.DocTestRunner(optionflags=flags).run(examples, out=said.append)
     return "".join(said)
-
-
-FIRST = [
-    "make_mesh",
-    "plan",
-    "match_partition_rules",
-    "shard",
-    "gather",
-    "reshard",
-    "from_process_local",
-    "unshard",
-    "follow",
-    "with_sharding_constraint",
-    "training.init_sharded",
-    "training.jit_step",
-    "training.shard_map_step",
-    "training.value_and_grad",
-    "training.accumulate_gradients",
-    "testing.check_gradients",
-    "testing.check_step",
-    "checkpoint.save",
-    "checkpoint.restore",
-    "manual.gather_params",
-    "manual.value_and_grad",
-    "interchange.save_safetensors",
-    "interchange.load_safetensors",
-]
-
-
-def test_the_first_lines_are_enough_to_use_the_function() -> None:
-    """What it does, and an example; the rules follow."""
-    for name in FIRST:
-        lines = (inspect.getdoc(operator.attrgetter(name)(ts)) or "").splitlines()
-        assert any(">>>" in line for line in lines[:6]), name
-        assert len(" ".join(lines).split()) <= 400, name
 
 
 def test_a_wrong_example_is_seen() -> None:

@@ -11,10 +11,8 @@ from email.message import Message
 from pathlib import Path
 
 import floor
-import newest_python
 import pytest
 from files import EXTRAS, PAGES, PROJECT, ROOT, SOURCES
-from large_binaries import large_binaries
 
 import treeshard as ts
 
@@ -90,17 +88,6 @@ def built_files(members: Mapping[str, bytes]) -> list[str]:
     ]
 
 
-def test_a_built_file_is_found() -> None:
-    for name in (
-        "treeshard-0.1.0-py3-none-any.whl",
-        "tests/__pycache__/x.py",
-        "site/index.html",
-        "docs/x.png",
-    ):
-        data = b"\x89PNG\0" if name.endswith("png") else b"text"
-        assert built_files({"README.md": b"text", name: data}) == [name]
-
-
 def test_metadata(metadata: Message) -> None:
     assert metadata["Version"] == ts.__version__
     assert metadata["License-Expression"] == "Apache-2.0"
@@ -154,56 +141,6 @@ def test_the_floor_is_what_pyproject_allows() -> None:
     assert "pytest" not in names
 
 
-def test_a_newest_python_is_the_first_that_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def python(path: str, code: int) -> str:
-        file = tmp_path / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"#!/bin/sh\nexit {code}\n")
-        file.chmod(0o755)
-        return str(file)
-
-    python("shims/python3.13", 127)  # as pyenv's, if no version is selected
-    own = python("versions/3.13.7/bin/python3", 0)
-    (tmp_path / "shims/pyenv").write_text(f"#!/bin/sh\necho {tmp_path}\n")
-    (tmp_path / "shims/pyenv").chmod(0o755)
-    monkeypatch.delenv("PYTHON_NEWEST", raising=False)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'shims'}:/bin")
-    assert newest_python.find() == own
-    on_path = python("bin/python3.14", 0)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'shims'}:{tmp_path / 'bin'}:/bin")
-    assert newest_python.find() == on_path
-    monkeypatch.setenv("PYTHON_NEWEST", own)
-    assert newest_python.find() == own
-    monkeypatch.setenv("PYTHON_NEWEST", "python3.13")
-    with pytest.raises(SystemExit, match="PYTHON_NEWEST=python3.13 is not a Python 3.13 or newer"):
-        newest_python.find()
-
-
-def test_without_a_newest_python_the_ways_out_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("PYTHON_NEWEST", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))  # no apt-get either
-    with pytest.raises(SystemExit) as raised:
-        newest_python.find(tmp_path / "unpacked")
-    assert str(raised.value) == (
-        "No Python 3.13 or newer was found. Tried: the packages of Debian 13 ([Errno 2] No such"
-        " file or directory: 'apt-get'). Use one of these:\n"
-        "- PYTHON_NEWEST=/path/to/python3.13 make test-newest\n"
-        "- a python3.13 on PATH, as python.org, your system or uv installs it\n"
-        "- pyenv install 3.13"
-    )
-
-
-def test_other_bounds_than_lower_bounds_are_rejected() -> None:
-    assert floor.pin("flax[all]>=0.12.7") == "flax==0.12.7"
-    for wrong in ("jax", "jax==0.10.0", "jax>=0.10,<0.11", "jax>0.9"):
-        with pytest.raises(ValueError, match="is not of the form 'name>=version'"):
-            floor.pin(wrong)
-
-
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
 def test_pages_state_the_floor(page: str) -> None:
     text = PAGES[page]
@@ -216,6 +153,16 @@ def test_pages_state_the_floor(page: str) -> None:
         assert {*re.findall(rf"{name} (\d[\d.]*\d)", text)} <= {bounds[package]}
 
 
+# ------------------------------------------------------------------ what git tracks
+
+
+def test_other_bounds_than_lower_bounds_are_rejected() -> None:
+    assert floor.pin("flax[all]>=0.12.7") == "flax==0.12.7"
+    for wrong in ("jax", "jax==0.10.0", "jax>=0.10,<0.11", "jax>0.9"):
+        with pytest.raises(ValueError, match="is not of the form 'name>=version'"):
+            floor.pin(wrong)
+
+
 def test_messages_name_existing_extras() -> None:
     named = extras_named("".join(SOURCES.values()))
     assert named
@@ -224,29 +171,3 @@ def test_messages_name_existing_extras() -> None:
 
 def extras_named(text: str) -> set[str]:
     return {*re.findall(r"treeshard\[([\w.-]+)\]", text)}
-
-
-def test_extras_in_a_message_are_found() -> None:
-    assert extras_named("`pip install 'treeshard[some-extra]'` or treeshard[show]") == {
-        "some-extra",
-        "show",
-    }
-
-
-# ------------------------------------------------------------------ what git tracks
-
-
-def test_git_tracks_no_large_binary() -> None:
-    if not (ROOT / ".git").exists():
-        pytest.skip("not a clone")
-    assert large_binaries(ROOT) == []
-
-
-def test_large_binaries_are_found(tmp_path: Path) -> None:
-    files = {"large.png": b"\0" * 100_001, "small.png": b"\0" * 100_000, "text.svg": b"x" * 10**6}
-    for name, data in files.items():
-        (tmp_path / name).write_bytes(data)
-    run("git", "init", "--quiet", cwd=tmp_path)
-    run("git", "add", ".", cwd=tmp_path)
-    (tmp_path / "untracked.whl").write_bytes(b"\0" * 10**6)
-    assert large_binaries(tmp_path) == ["large.png: 100,001 bytes"]
