@@ -212,7 +212,7 @@ def test_no_damage_is_silent(saved, mesh, tmp_path: Path, capfd, caplog, record_
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"shape": [2**20, 2**16]}, "w: it cannot be read: stored as float32[64, 96], expected"),
+        ({"shape": [2**40, 2**20]}, "w: it cannot be read: stored as float32[64, 96], expected"),
         ({"shape": [32, 96]}, "w: it cannot be read: stored as float32[64, 96], expected"),
         ({"shape": [96, 64], "spec": None}, "w: it cannot be read: "),
         ({"dtype": "int32", "stored": "int32"}, "w: it cannot be read: stored as float32[64, 96]"),

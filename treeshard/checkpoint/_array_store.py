@@ -437,7 +437,7 @@ class ArrayStore:
     def open(
         self, wanted: Wanted, regions: Mapping[str, Sequence[Region]]
     ) -> tuple[dict[str, Reader], dict[str, str]]:
-        """Opens arrays to read regions of them.
+        """Opens arrays to read regions of them, such as these.
 
         Returns those that are as the table says, and why others are not. Raises `CheckpointError`
         if this process may not read one.
@@ -539,7 +539,6 @@ class ArrayStore:
     def blocks(
         self,
         wanted: Wanted,
-        blocks: Mapping[str, Sequence[Region]],
         readers: Mapping[str, Reader],
     ) -> Iterator[tuple[str, Iterator[tuple[Region, np.ndarray]]]]:
         """Reads blocks of arrays that `open` has returned, a few at a time, in their order.
@@ -550,7 +549,7 @@ class ArrayStore:
         reads = (
             _transfer(leaf, wanted[leaf], region, reader)
             for leaf, reader in readers.items()
-            for region in blocks[leaf]
+            for region in _blocks_of(wanted[leaf])
         )
         by_leaf = groupby(_in_turn(reads, _IN_FLIGHT), lambda pair: pair[0].leaf)
         return ((leaf, self._values(started)) for leaf, started in by_leaf)
@@ -621,13 +620,18 @@ def _block(x: StoredArray) -> Shape:
     return x.chunk if x.nbytes > _IN_FLIGHT else x.shape
 
 
-def blocks_of(x: StoredArray) -> list[Region]:
+def first_block(x: StoredArray) -> Region:
+    """The first of the blocks in which an array is read."""
+    return _full(_block(x))
+
+
+def _blocks_of(x: StoredArray) -> Iterator[Region]:
     """The blocks in which to read an array: its chunks if it is large, and otherwise all of it."""
     spans = [
         [(start, min(start + step, length)) for start in range(0, length, step)]
         for length, step in zip(x.shape, _block(x), strict=True)
     ]
-    return [*product(*spans)]
+    return product(*spans)
 
 
 def _regions(x: StoredArray) -> list[Region]:

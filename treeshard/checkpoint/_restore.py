@@ -25,7 +25,7 @@ from treeshard._disk.files import PathLike
 from treeshard._disk.leaves import ReadLeaf, SavedLeaf, raise_damages
 from treeshard._disk.requests import LeafType, Placing, RequestedLeaf, read_request
 from treeshard._planning.rules import Rules
-from treeshard.checkpoint._array_store import ArrayStore, StoredArray, blocks_of
+from treeshard.checkpoint._array_store import ArrayStore, StoredArray, first_block
 from treeshard.checkpoint._checksums import (
     Joint,
     checksum,
@@ -257,11 +257,13 @@ def damages_of(path: epath.Path, rows: Iterable[SavedLeaf]) -> Iterator[tuple[Sa
     store = ArrayStore(path)
     for batch in _batches(rows):
         wanted = _on_host(batch)
-        blocks = {leaf: blocks_of(x) for leaf, x in wanted.items()}
-        readers, damages = store.open(wanted, blocks)
+        # All blocks of an array lie alike in its chunks, and a damaged table may say any number.
+        readers, damages = store.open(
+            wanted, {leaf: [first_block(x)] for leaf, x in wanted.items()}
+        )
         store.check_memory_for_blocks(wanted[leaf] for leaf in readers)
         crcs: dict[str, int] = {}
-        for leaf, of_leaf in store.blocks(wanted, blocks, readers):
+        for leaf, of_leaf in store.blocks(wanted, readers):
             x = wanted[leaf]
             try:
                 crcs[leaf] = checksum_of_blocks(x.shape, x.dtype.itemsize, of_leaf)
