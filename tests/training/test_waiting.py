@@ -333,3 +333,24 @@ def test_a_state_on_a_mesh_with_other_types_of_axes_is_taken_without_a_copy(firs
         assert new["w"].sharding.mesh.axis_types == other.axis_types
         assert placed["w"].is_deleted()  # its memory was donated
         chex.assert_trees_all_equal(ts.gather(new)["w"], state(WIDTH)["w"] + 1)
+
+
+def test_beside_a_state_of_another_mesh_an_array_may_be_nowhere_yet() -> None:
+    axes = "data=2,fsdp=4"
+    tree = {"count": np.float32(0), "w": np.ones((8, 8), "float32")}
+    rules = [("w", P("fsdp")), ("count", None)]
+    here, there = (
+        ts.plan(tree, rules, mesh, min_size=0)
+        for mesh in (ts.make_mesh(axes), mesh_of_kind(axes, "explicit"))
+    )
+    step = ts.jit_step(
+        lambda s, x: (jax.tree.map(lambda w: w + 1, s), 0),
+        here,
+        batch=P(("data", "fsdp")),
+        donate=False,
+    )
+    step(ts.shard(tree, here), ())
+    state = {"count": jnp.zeros(()), "w": ts.shard(tree, there)["w"]}
+    assert not state["count"].committed
+    new, _ = step(state, ())
+    chex.assert_trees_all_equal(ts.gather(new), jax.tree.map(lambda w: w + 1, tree))

@@ -57,7 +57,9 @@ def check_sharded(
     """Raises `SpecError` if a call failed for arrays that are not sharded as planned."""
     facts = []
     for x, leaf, sharding in zip(arrays, leaves, shardings, strict=True):
-        if _is_live(x) and not x.sharding.is_equivalent_to(sharding, x.ndim):
+        # JAX places what is not committed itself.
+        is_misplaced = _is_live(x) and x.committed
+        if is_misplaced and not x.sharding.is_equivalent_to(sharding, x.ndim):
             memory = "" if leaf.memory is None else f" in {leaf.memory}"
             facts.append(
                 f"{leaf.path}: sharded as {x.sharding}, planned as {leaf.given}{memory}. Place the"
