@@ -96,6 +96,30 @@ def test_data_parallel(way: str) -> None:
 # ------------------------------------------------------------------ unplanned
 
 
+def test_sums_of_weights_that_are_gathered_for_nothing_belong_to_their_gathers() -> None:
+    """Each trip of the scan reduces a layer of its own: adding them up first is no way out."""
+    plan = ts.plan(
+        {"w": struct(4, 128, 128)}, [("w", P(None, "fsdp"))], ts.make_mesh("data=2,fsdp=4")
+    )
+
+    def loss(state: Any, x: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            return jnp.tanh(x @ ts.unshard(w, P("fsdp"), "fsdp")), None
+
+        return jnp.mean(jax.lax.scan(layer, x, state["w"])[0] ** 2)
+
+    def train(state: Any, x: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(state, x)
+        return jax.tree.map(jnp.subtract, state, grads), value
+
+    with pytest.warns(ts.ShardingWarning, match="the batch is not split over it"):
+        step = jit_step(train, plan, batch=P("data"))
+    [difference] = step.communication(plan.structs, struct(64, 128)).unplanned
+    assert difference.code == "batch-not-split"
+    assert "weights are gathered along 'fsdp', 256.0 KiB," in difference.fact
+    assert {x.kind for x in difference.collectives} == {"all-gather", "all-reduce"}
+
+
 def test_a_scan_without_unshard_moves_activations() -> None:
     # JAX traces its own inner functions once: their lines are those of the first use.
     jax.clear_caches()

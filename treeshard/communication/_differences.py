@@ -105,7 +105,7 @@ WORDS = {
         " compiler's choice. It does not make it on Explicit axes, or in `treeshard.manual`.",
     ),
     "batch-not-split": _Words(
-        "weights are gathered along {gathered}, {size}, but the batch is"
+        "weights are gathered along {gathered}, {size_of_gathers}, but the batch is"
         " not split over it: devices along it do the same work.",
         "Split the batch: `batch=P({batch_and_gathered})`. If the axis is for tensor parallelism,"
         " constrain the activations so that the weights stay sharded.",
@@ -213,13 +213,14 @@ def explain(
 ) -> Unplanned:
     """A difference in the words of its case. `detail` tells those of one case apart."""
     size = bytes_text(total_bytes(moved))
-    gathers = [x.axes or () for x in moved if x.kind == "all-gather"]
-    gathered = dict.fromkeys(axis for axes in gathers for axis in axes)
+    gathers = [x for x in moved if x.kind == "all-gather"]
+    gathered = dict.fromkeys(axis for x in gathers for axis in x.axes or ())
     batch = repr(entry_of(batch_axes))
     fields = {
         "kind": "op that looks like a collective," if kind == "unknown" else kind,
         "detail": detail,
         "size": size,
+        "size_of_gathers": bytes_text(total_bytes(gathers)),
         "size_of_trips": _size_of_trips(moved) + size,
         "batch": batch,
         "batch_and_gathered": repr(entry_of(list(dict.fromkeys([*batch_axes, *gathered])))),

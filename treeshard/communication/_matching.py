@@ -148,6 +148,8 @@ class Matcher:
         self.matrices: list[Collective] = []
         self.sums: list[_Moved] = []
         self.leaves: list[str | None] = []
+        # Weights that are gathered along axes that do not split the batch.
+        self.gathered_for_nothing: set[str] = set()
         # The collectives of each case, kind and detail, with the leaf that they concern.
         self.filed: dict[tuple[str, str, str], list[tuple[Collective, str | None]]]
         self.filed = defaultdict(list)
@@ -195,7 +197,8 @@ class Matcher:
 
     def _file(self, case: str, moved: _Moved, leaf: str | None = None, detail: str = "") -> bool:
         self.leaves[moved.number] = self.leaves[moved.number] or leaf
-        self.filed[case, moved.kind, detail].append((moved.collective, leaf))
+        kind = "all-gather" if case == "batch-not-split" else moved.kind
+        self.filed[case, kind, detail].append((moved.collective, leaf))
         return True
 
     # ---------------------------------------------------------------- as planned
@@ -319,6 +322,7 @@ class Matcher:
             for gradient in self.gradients:
                 if gradient.path == leaf:
                     gradient.left = dict.fromkeys(gradient.left, 0)
+            self.gathered_for_nothing.add(leaf)
             return self._file("batch-not-split", moved, leaf)
         for account in planned:  # it is gathered as planned too
             account.left = 0
@@ -363,6 +367,8 @@ class Matcher:
             return False
         # What is not reduced yet, first
         gradient = next((x for x in fitting if x.has(moved.axes, 1)), fitting[0])
+        if gradient.path in self.gathered_for_nothing:  # its reductions belong to its gathers
+            return self._file("batch-not-split", moved, gradient.path)
         gradient.take(moved.axes, gradient.total)
         case = "inside-loop" if moved.is_in_loop else "again, gradient"
         return self._file(case, moved, gradient.path)
