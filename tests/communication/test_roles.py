@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 from role_programs import ONLY_AUTO, PROGRAMS, TRUE_FINDINGS
 
 import treeshard as ts
-from treeshard.errors import SpecError
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -308,25 +307,6 @@ def test_a_second_loss_that_gathers_the_same_weights() -> None:
     compared = program.step.communication(program.plan.structs, program.batch)
     critic = [x for x in compared.planned if x.path == "critic/layer0/w" and x.why == "weight"]
     assert len(critic) == 2
-
-
-def test_options_that_contradict_the_trace() -> None:
-    program = made("low-rank factors")
-    structs, batch = program.plan.structs, program.batch
-    with pytest.raises(SpecError) as caught:
-        program.step.communication(
-            structs, batch, remat="base", scan="lora", dtype="bfloat16", params="^base"
-        )
-    lines = str(caught.value).split("\n")
-    assert lines[0] == "communication: options contradict the trace of the step:"
-    assert "remat='base': it gathers none of these leaves a second time." in lines[1]
-    assert "scan='lora': it gathers none of these leaves layer by layer." in lines[2]
-    assert "dtype='bfloat16': it gathers weights as float32." in lines[3]
-    assert "params='^base': frozen in it: base/layer{0..1}/b, base/layer{0..1}/w." in lines[4]
-    assert "params='^base': trained in it: lora/layer{0..1}/a, lora/layer{0..1}/b." in lines[5]
-    assert lines[-1] == "Leave them out: the trace tells."
-    again = program.step.communication(structs, batch, dtype="float32", params="^lora")
-    assert not again.unplanned
 
 
 # ------------------------------------------------------------------ what is still found

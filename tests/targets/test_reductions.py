@@ -38,7 +38,7 @@ def test_each_gradient_is_summed_once_over_the_axes_that_do_not_split_it(
     assert_reduced(compiled.compiled, case.reduced, WIDTH)
     if case.passes is not None:
         return
-    compared = compiled.communication(scan="w" if case.remat else False, remat=case.remat)
+    compared = compiled.communication()
     assert compared.unplanned == ()
     for row in compared.rows:
         if not row.planned_count:  # activations, along `tensor`

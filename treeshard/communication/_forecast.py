@@ -6,7 +6,6 @@ it says what *has* to be moved, which is what a program is compared with.
 
 import math
 import re
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -17,12 +16,10 @@ from jax.typing import DTypeLike
 from treeshard._core.mesh import axis_sizes, check_axes
 from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
 from treeshard._core.specs import axes_of, entries, shard_size
-from treeshard._core.text import fold_paths
 from treeshard._planning.matching import PlannedLeaf, parameters, state_of_parameters
 from treeshard._planning.plan import Plan
 from treeshard._trace.roles import ONLY_UPDATED, TRAINED, Role, Roles
 from treeshard._trace.uses import Gather
-from treeshard.errors import SpecError, listed
 
 Leaves = bool | str  # all leaves, none, or those whose path matches a pattern (`re.search`)
 
@@ -138,58 +135,6 @@ def roles_by_name(
         sources = frozenset({state[leaf.path].path} if leaf.path in state else ())
         roles[leaf.path] = Role(TRAINED, tuple(gathers), frozenset(), sources, uses=0)
     return roles
-
-
-def check_options(
-    plan: Plan,
-    roles: Roles,
-    *,
-    remat: Leaves = False,
-    scan: Leaves = False,
-    params: str | None = None,
-    dtype: DTypeLike | None = None,
-) -> None:
-    """Raises `SpecError` if options say other things of a step than its trace."""
-    facts = [] if params is None else _other_parameters(plan, roles, params)
-    if any(role.gathers for role in roles.values()):
-        facts = [*_other_gathers(plan, roles, remat, scan, dtype), *facts]
-    if facts:
-        headline = "communication: options contradict the trace of the step:"
-        raise SpecError(f"{listed(headline, facts, headed=True)}\nLeave them out: the trace tells.")
-
-
-def _other_gathers(
-    plan: Plan, roles: Roles, remat: Leaves, scan: Leaves, dtype: DTypeLike | None
-) -> Iterator[str]:
-    """What options say of gathers that the trace does not have."""
-
-    def gathers(which: Leaves) -> list[Gather]:
-        chosen = [leaf for leaf in plan.leaves if _chosen(which, leaf)]
-        return [gather for leaf in chosen for gather in roles[leaf.path].gathers]
-
-    if remat and not any(gather.is_again for gather in gathers(remat)):
-        yield f"remat={remat!r}: it gathers none of these leaves a second time."
-    if scan and not any(gather.parts > 1 for gather in gathers(scan)):
-        yield f"scan={scan!r}: it gathers none of these leaves layer by layer."
-    dtypes = sorted({gather.dtype for gather in gathers(True)})
-    if dtype is not None and str(jnp.dtype(dtype)) not in dtypes:
-        yield (
-            f"dtype={str(jnp.dtype(dtype))!r}: it gathers weights as {' and '.join(dtypes)}. Cast"
-            " them before: `unshard(w.astype(dtype))`."
-        )
-
-
-def _other_parameters(plan: Plan, roles: Roles, params: str) -> list[str]:
-    """The leaves that a pattern calls parameters and the step does not train, or the reverse."""
-    trained = {path for path, role in roles.items() if role.name == TRAINED}
-    others = sorted(trained ^ {leaf.path for leaf in parameters(plan.leaves, params)})
-    of_role: dict[str, list[str]] = defaultdict(list)
-    for path in others:
-        of_role[roles[path].name].append(path)
-    return [
-        f"params={params!r}: {role} in it: {', '.join(fold_paths(of_role[role])[:5])}."
-        for role in sorted(of_role)
-    ]
 
 
 def batch_axes(plan: Plan, batch: SpecTree) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from treeshard._planning.plan import Plan
 from treeshard._trace.lines import traced
 from treeshard._trace.roles import Roles, roles_of, with_roles
 from treeshard.communication._comparison import Comparison, compare_step
-from treeshard.communication._forecast import batch_axes, check_options
+from treeshard.communication._forecast import batch_axes
 from treeshard.communication._program import ReadProgram, read_program
 from treeshard.errors import DoesNotFitError
 from treeshard.programs._memory import Memory, memory_of
@@ -69,22 +69,14 @@ class CompiledStep:
         """The text of the program, which `collectives` reads."""
         return self.compiled.as_text() or ""
 
-    def communication(self, **options: Any) -> Comparison:
+    def communication(self) -> Comparison:
         """Compares what the program moves with the plan.
 
         What the step does with each leaf follows from its trace: see `Step.plan_of`.
 
-        Args:
-            options: `remat`, `scan`, `params` and `dtype`, as in `predict_communication`. None has
-                to be given: they are compared with the trace.
-
         Returns:
             A `Comparison`.
-
-        Raises:
-            SpecError: If an option contradicts the trace.
         """
-        check_options(self.plan, self.roles, **options)
         return self._compared
 
     def memory(self) -> Memory:

@@ -241,40 +241,21 @@ class Step:
             self._warn_of_activations(step.compiled, traced.jaxpr)
         return step
 
-    def communication(
-        self,
-        state: PyTree,
-        batch: PyTree,
-        *,
-        remat: bool | str = False,
-        scan: bool | str = False,
-        params: str | None = None,
-        dtype: Any = None,
-    ) -> "Comparison":
+    def communication(self, state: PyTree, batch: PyTree) -> "Comparison":
         """Compares the communication of the compiled step with the plan, without running it.
 
         Which leaves are trained, how often each is gathered and in which dtype follows from the
-        trace of the step: see `plan_of`. No option has to be given.
+        trace of the step: see `plan_of`.
 
         Args:
             state: The state, or `plan.structs`.
             batch: A batch, or `jax.ShapeDtypeStruct`s of one.
-            remat: As in `predict_communication`. All four are compared with the trace.
-            scan: As in `predict_communication`.
-            params: As in `predict_communication`.
-            dtype: As in `predict_communication`.
 
         Returns:
             A `Comparison`, as `treeshard.compare_communication` returns it.
-
-        Raises:
-            SpecError: If an option contradicts the trace.
         """
         _, traced, _ = self._traced(state, batch)
         roles = self._roles_in(traced.jaxpr)
-        report("communication._forecast").check_options(
-            self.plan, roles, remat=remat, scan=scan, params=params, dtype=dtype
-        )
         with _context_of(self._mesh):
             compiled = traced.lower().compile()
         compare_step = report("communication._comparison").compare_step
