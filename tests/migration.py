@@ -1,5 +1,4 @@
 """Reads the tables of docs/migrate.md: what stands under "here" in a row is what its test runs.
-Below that: what several of the old functions do, and what rows of several projects have to show.
 
 A row is found by the first code of its first cell. Its test gets `ours`, which runs the code of
 the second cell, a line for each `<br>`, with what it is given by name, and returns the value of
@@ -14,12 +13,10 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -54,7 +51,7 @@ class Table:
     """The rows of a page or a section, by their first code; and which of them have a test."""
 
     def __init__(self, page: Path, section: str = "") -> None:
-        self.page, self.section = page, section
+        self.page = page
         self.rows = _rows(_section(page.read_text(), section))
         self.tested: set[str] = set()
 
@@ -109,81 +106,6 @@ def _rows(text: str) -> dict[str, str]:
             raise ValueError(f"two rows start with {key}")
         found[key] = "\n".join(re.findall("`(.+?)`", here))
     return found
-
-
-# ------------------------------------------------------------------ what old functions do
-
-
-def old_rules(rules: Any, tree: Any, *, strict: bool = True) -> Any:
-    """What the function of EasyLM and scalax decides that has these rules."""
-
-    def spec(path: str, leaf: Any) -> P:
-        if np.prod(leaf.shape) == 1:  # of no dims, or of one element
-            return P()
-        for pattern, given in rules:
-            if re.search(pattern, path):
-                return given
-        if strict:
-            raise ValueError(f"no rule for {path}")
-        return P()
-
-    return ts.named_tree_map(spec, tree)
-
-
-def longest_dim(shape: tuple[int, ...], axis: str, size: int, *, first: bool = False) -> P:
-    """The longest dim that the axis divides, of equal ones the last or the first."""
-    divisible = [i for i, dim in enumerate(shape) if dim % size == 0]
-    if not divisible:
-        return P()
-    chosen = max(divisible, key=lambda i: (shape[i], -i if first else i))
-    return P(*[None] * chosen, axis)
-
-
-def mib(leaf: Any) -> float:
-    """What an array has, in MiB."""
-    return np.prod(leaf.shape) * leaf.dtype.itemsize / 2**20
-
-
-# ------------------------------------------------------------------ what rows have to show
-
-
-def check_init(made: tuple[Any, ts.Plan], init: Callable[..., Any], *args: Any) -> None:
-    """A state that is sharded as its plan says, with the numbers of one device."""
-    state, plan = made
-    assert ts.get_partition_spec(state) == plan.specs
-    chex.assert_trees_all_equal(ts.gather(state), jax.jit(init)(*args))
-
-
-def check_step(step: Any, train: Callable[..., Any], plan: ts.Plan, state: Any, batch: Any) -> Any:
-    """Two steps have the numbers of one device, and return the state sharded as before; its arrays
-    are donated. Returns the last state."""
-    expected, placed = state, ts.shard(state, plan)
-    for _ in range(2):
-        given = jax.tree.leaves(placed)[-1]
-        expected, aux = train(expected, jnp.asarray(batch))
-        placed, found = step(placed, batch)
-        assert given.is_deleted()
-        assert ts.get_partition_spec(placed) == plan.specs
-        chex.assert_trees_all_close((ts.gather(placed), found), (expected, aux), rtol=1e-5)
-    return placed
-
-
-def check_restore(restore: Callable[[ts.Plan], Any], path: Path, spec: P, mesh: Any) -> None:
-    """A saved array is restored as planned; another dtype or shape, and a leaf that was not saved,
-    are errors."""
-    x = np.arange(32, dtype=np.float32).reshape(8, 4)
-    ts.checkpoint.save(path, {"w": x})
-
-    def planned(**tree: Any) -> ts.Plan:
-        return ts.plan(tree, [(".*", spec)], mesh, min_size=0)
-
-    found = restore(planned(w=x))
-    assert found["w"].sharding == NamedSharding(mesh, spec)
-    np.testing.assert_array_equal(found["w"], x)
-    with pytest.raises(ts.MismatchError, match="saved as float32.*, requested as bfloat16"):
-        restore(planned(w=x.astype("bfloat16")))
-    with pytest.raises(ts.MismatchError, match=r"(?s)w: saved as float32\[8,4\].*v: not in"):
-        restore(planned(w=np.ones((8, 8), np.float32), v=np.ones(8, np.float32)))
 
 
 def short(specs: Any) -> Any:

@@ -1,6 +1,5 @@
 """docs/migrate.md: that each section has its tests, and how rows are held to theirs."""
 
-import importlib
 import re
 from pathlib import Path
 
@@ -26,12 +25,12 @@ def table(tmp_path: Path) -> Table:
     return Table(page)
 
 
-def test_each_row_of_the_page_has_a_test() -> None:
-    tests = [file.stem for file in Path(__file__).parent.glob("test_migration_*.py")]
-    tables = [importlib.import_module(name).TABLE for name in tests]
-    assert sorted(table.section for table in tables) == sorted(SECTIONS)
-    for table in tables:
-        table.check()
+def test_each_section_is_tested() -> None:
+    tests = [file.read_text() for file in Path(__file__).parent.glob("test_migration_*.py")]
+    assert len(SECTIONS) == len(tests)
+    for section in SECTIONS:
+        [text] = [text for text in tests if f'table("{section}")' in text]
+        assert "TABLE.check()" in text
 
 
 def test_a_rows_code_is_run(table: Table) -> None:

@@ -15,7 +15,7 @@ import pytest
 from helpers import struct
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from migration import check_init, check_restore, check_step, mib, short, table
+from migration import short, table
 
 import treeshard as ts
 from treeshard.compat._big_vision import _ops
@@ -23,10 +23,16 @@ from treeshard.compat._big_vision import _ops
 TABLE = table("From big_vision")
 row = TABLE.row
 
+MIB = 2**20
+
 
 @pytest.fixture(scope="module")
 def mesh() -> Mesh:
     return ts.make_mesh("data=8")
+
+
+def test_every_row_has_a_test() -> None:
+    TABLE.check()
 
 
 @row("mesh = jax.sharding.Mesh(mesh_utils.create_device_mesh(mesh_size), mesh_axes)")
@@ -42,7 +48,7 @@ Entries = tuple[Any, ...]
 
 def old_fsdp(now: Entries, leaf: Any, axis: str, size: int, floor: float = 4) -> Entries:
     """The longest free dim that divides, the last of equals, of leaves of more than `floor` MiB."""
-    if mib(leaf) <= floor:
+    if np.prod(leaf.shape) * leaf.dtype.itemsize <= floor * MIB:
         return now
     free = [i for i, d in enumerate(leaf.shape) if d % size == 0 and now[i] is None]
     if not free:
@@ -232,8 +238,15 @@ def test_reshard(ours, mesh, compiles) -> None:
 
 @row("u.load_checkpoint_ts(path, tree=train_state_sharding, shardings=train_state_sharding)")
 def test_restore(ours, mesh, tmp_path) -> None:
-    path = tmp_path / "state"
-    check_restore(lambda plan: ours(path=path, plan=plan), path, P("data"), mesh)
+    state = {"params": {"kernel": np.arange(32, dtype=np.float32).reshape(8, 4)}}
+    ts.checkpoint.save(tmp_path / "state", state)
+    rules = [("kernel", P("data"))]
+    found = ours(path=tmp_path / "state", plan=ts.plan(state, rules, mesh, min_size=0))
+    assert found["params"]["kernel"].sharding.spec == P("data")
+    np.testing.assert_array_equal(found["params"]["kernel"], state["params"]["kernel"])
+    other = ts.plan({"params": {"kernel": struct(8, 4, dtype="bfloat16")}}, rules, mesh)
+    with pytest.raises(ts.MismatchError, match="saved as float32.*, requested as bfloat16"):
+        ours(path=tmp_path / "state", plan=other)
 
 
 # ------------------------------------------------------------------ a loop
@@ -249,11 +262,12 @@ def init(rng: jax.Array) -> dict[str, Any]:
 @row("jax.jit(init, out_shardings=train_state_sharding)(rng)")
 def test_init(ours, mesh) -> None:
     rng = jax.random.key(0)
-    made = ours(init=init, rng=rng, mesh=mesh)
-    check_init(made, init, rng)
-    old = old_infer(jax.eval_shape(init, rng), [(".*", [FSDP])])
-    assert made[1].specs == old
+    state, plan = ours(init=init, rng=rng, mesh=mesh)
+    shapes = jax.eval_shape(init, rng)
+    old = old_infer(shapes, [(".*", [FSDP])])
+    assert plan.specs == ts.get_partition_spec(state) == old
     assert old["opt"][0].trace == {"kernel": P(), "wide": P(None, "data")}
+    np.testing.assert_array_equal(state["params"]["kernel"], jax.jit(init)(rng)["params"]["kernel"])
 
 
 @row("jax.jit(update_fn, donate_argnums=(0,), out_shardings=(train_state_sharding, repl_sharding))")
@@ -265,7 +279,10 @@ def test_step(ours, mesh) -> None:
     state = {"w": jax.random.normal(jax.random.key(0), (8, 16))}
     plan = ts.plan(state, [("w", P(None, "data"))], mesh, min_size=0)
     batch = np.ones((8, 8), np.float32)
+    expected, _ = update_fn(state, jnp.asarray(batch))
     step = ours(update_fn=update_fn, plan=plan)
-    check_step(step, update_fn, plan, state, batch)
+    out, _ = step(ts.shard(state, plan), batch)
+    assert ts.get_partition_spec(out) == plan.specs
+    np.testing.assert_allclose(out["w"], expected["w"], rtol=1e-5)
     with pytest.raises(ts.SpecError, match="w: sharded as .* Place the state"):
         step(ts.shard(state, P("data"), mesh), batch)

@@ -37,6 +37,10 @@ def mesh() -> Mesh:
     return ts.make_mesh("data=4,model=2")
 
 
+def test_every_row_has_a_test() -> None:
+    TABLE.check()
+
+
 def init(key: Any) -> Any:
     up, down = jax.random.split(key)
     return {

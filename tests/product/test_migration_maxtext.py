@@ -15,7 +15,7 @@ import pytest
 from helpers import struct
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from migration import check_restore, short, table
+from migration import short, table
 
 import treeshard as ts
 
@@ -54,6 +54,10 @@ NAMES = [
 @pytest.fixture(scope="module")
 def mesh() -> Mesh:
     return ts.make_mesh("fsdp=4,tensor=2")
+
+
+def test_every_row_has_a_test() -> None:
+    TABLE.check()
 
 
 # ------------------------------------------------------------------ names
@@ -290,5 +294,13 @@ def test_findings(ours, mesh) -> None:
 
 @row("checkpoint_manager.restore(step, args=restore_args)")
 def test_restore(ours, mesh, tmp_path) -> None:
-    path = tmp_path / "state"
-    check_restore(lambda plan: ours(path=path, plan=plan), path, P("fsdp", "tensor"), mesh)
+    x = np.arange(16, dtype=np.float32).reshape(8, 2)
+    ts.checkpoint.save(tmp_path / "state", {"w": x})
+    rules = [("w", P("fsdp", "tensor"))]
+    plan = ts.plan({"w": struct(8, 2)}, rules, mesh, min_size=0)
+    found = ours(path=tmp_path / "state", plan=plan)
+    assert found["w"].sharding == NamedSharding(mesh, P("fsdp", "tensor"))
+    np.testing.assert_array_equal(found["w"], x)
+    plan = ts.plan({"w": struct(8, 2, dtype="bfloat16")}, rules, mesh, min_size=0)
+    with pytest.raises(ts.MismatchError, match="saved as float32.*, requested as bfloat16"):
+        ours(path=tmp_path / "state", plan=plan)

@@ -23,6 +23,10 @@ def mesh() -> Mesh:
     return ts.make_mesh("fsdp=4,tensor=2")
 
 
+def test_every_row_has_a_test() -> None:
+    TABLE.check()
+
+
 def linear(mesh: Mesh, names: tuple[str | None, ...]) -> Any:
     """The state of a layer whose kernel carries names."""
     kernel = nnx.with_partitioning(nnx.initializers.lecun_normal(), names)

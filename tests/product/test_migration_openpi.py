@@ -3,7 +3,6 @@
 What the old ones do was read in openpi's `training/sharding.py`, and is written down here anew.
 """
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ import pytest
 from helpers import struct
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from migration import check_init, check_step, longest_dim, mib, short, table
+from migration import short, table
 
 import treeshard as ts
 
@@ -27,6 +26,10 @@ def mesh() -> Mesh:
     return ts.make_mesh("batch=2,fsdp=4")
 
 
+def test_every_row_has_a_test() -> None:
+    TABLE.check()
+
+
 @row("sharding.make_mesh(num_fsdp_devices)")
 def test_mesh(ours) -> None:
     mesh = ours(num_fsdp_devices=4)
@@ -37,11 +40,14 @@ def test_mesh(ours) -> None:
     assert set(old.axis_types) == {AxisType.Explicit}
 
 
-def old_fsdp(leaf: Any) -> P:
-    """The longest dim of leaves of 2 dims and 4 MiB or more; of equal dims, any."""
-    if len(getattr(leaf, "shape", ())) < 2 or mib(leaf) < 4:
+def old_fsdp(leaf: Any, size: int = 4, floor: float = 4) -> P:
+    """The longest dim that divides, of leaves of 2 dims and `floor` MiB or more."""
+    if not hasattr(leaf, "shape") or size == 1 or len(leaf.shape) < 2:
         return P()
-    return longest_dim(leaf.shape, "fsdp", 4)
+    divisible = [i for i in np.argsort(leaf.shape)[::-1] if leaf.shape[i] % size == 0]
+    if np.prod(leaf.shape) * leaf.dtype.itemsize < floor * 2**20 or not divisible:
+        return P()
+    return P(*[None] * int(divisible[0]), "fsdp")
 
 
 STATE = {
@@ -65,6 +71,10 @@ def test_fsdp(ours, mesh) -> None:
     found = ours(train_state_shape=halves, mesh=mesh).specs
     assert found == {"w": P(None, "fsdp"), "v": P("fsdp")}
     assert "no-dim fsdp" in str(plan)
+    # Of equal dims, any of them there.
+    equal = struct(512, 512, 2, 2)
+    assert ours(train_state_shape=equal, mesh=mesh).specs == P(None, "fsdp")
+    assert old_fsdp(equal) in (P("fsdp"), P(None, "fsdp"))
 
 
 @row("state_sharding = sharding.fsdp_sharding(train_state_shape, mesh)")
@@ -144,11 +154,13 @@ def init(rng: jax.Array, partial_params: Any) -> dict[str, Any]:
     " out_shardings=state_sharding)(init_rng, partial_params)"
 )
 def test_init(ours, mesh) -> None:
-    key, loaded = jax.random.key(0), {"b": np.arange(8, dtype=np.float32)}
-    made = ours(init=init, init_rng=key, partial_params=loaded, rules=RULES, mesh=mesh)
-    check_init(made, init, key, loaded)
-    specs = made[1].specs
-    assert specs["params"] == specs["opt_state"][0].trace == {"w": P("fsdp"), "b": P()}
+    loaded = {"b": np.arange(8, dtype=np.float32)}
+    state, plan = ours(
+        init=init, init_rng=jax.random.key(0), partial_params=loaded, rules=RULES, mesh=mesh
+    )
+    assert ts.get_partition_spec(state) == plan.specs
+    assert plan.specs["params"] == plan.specs["opt_state"][0].trace == {"w": P("fsdp"), "b": P()}
+    np.testing.assert_array_equal(state["params"]["b"], loaded["b"])
 
 
 @row(
@@ -167,4 +179,9 @@ def test_step(ours, mesh) -> None:
     plan = ts.plan(state, RULES, mesh)
     batch = np.ones((8, 16), np.float32)
     step = ours(train_step=train_step, config=0.1, rng=rng, plan=plan)
-    check_step(step, partial(train_step, 0.1, rng), plan, state, batch)
+    placed = ts.shard(state, plan)
+    for _ in range(2):
+        state, expected = train_step(0.1, rng, state, jnp.asarray(batch))
+        placed, info = step(placed, batch)
+        np.testing.assert_allclose(info["loss"], expected["loss"], rtol=1e-5)
+    assert ts.get_partition_spec(placed) == plan.specs

@@ -29,6 +29,10 @@ def mesh() -> Mesh:
     return ts.make_mesh("fsdp=4", devices=jax.devices()[:4])
 
 
+def test_every_row_has_a_test() -> None:
+    TABLE.check()
+
+
 # ------------------------------------------------------------------ placements
 
 X = np.arange(16, dtype=np.float32).reshape(4, 4)

@@ -45,6 +45,10 @@ def run(f: Any, mesh: Mesh, in_specs: Any, out_specs: Any, *args: Any, check: bo
     return jax.jit(mapped, compiler_options=QUICK)(*args)
 
 
+def test_every_row_has_a_test() -> None:
+    TABLE.check()
+
+
 @row('fold_rng_over_axis(rng, "data")')
 def test_fold_rng(ours, mesh) -> None:
     rng = jax.random.key(3)
