@@ -2,7 +2,6 @@
 
 import ast
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -128,42 +127,6 @@ def test_a_name_of_two_submodules_is_not_chosen_between() -> None:
     with pytest.raises(AttributeError, match=f"no attribute 'value_and_grad'. There are {homes}"):
         ts.value_and_grad  # noqa: B018  (touching it is the test)
     assert ts.assert_collectives is ts.communication.assert_collectives  # one function, two homes
-
-
-# What one plugs into a training loop of one's own, in the order in which pages list it.
-TOOLKIT = [
-    "match_partition_rules",
-    "make_shard_and_gather_fns",
-    "with_sharding_constraint",
-    "PartitionAxis",
-    "get_submesh_device_index",
-    "get_mesh_axis_size",
-    "get_axes_size_in_mesh",
-    "get_mesh_axis_names",
-    "get_incontext_mesh",
-    "names_in_current_mesh",
-    "get_partition_spec",
-    "extract_shardings",
-    "get_names_from_partition_spec",
-    "infer_sharding",
-    "shard_params",
-    "gather_params",
-    "sync_gradients",
-]
-
-
-def test_the_toolkit_comes_first() -> None:
-    import treeshard as ts
-
-    stub = Path(ts.__file__).with_suffix(".pyi")
-    listed = re.findall(r"^from .+ import (\w+) as", stub.read_text(), re.MULTILINE)
-    assert listed[: len(TOOLKIT)] == TOOLKIT
-    page = (stub.parents[1] / "docs/reference/treeshard.md").read_text()
-    shown = re.findall(r"^::: treeshard\.(?:\w+\.)?(\w+)$", page, re.MULTILINE)
-    assert shown[: len(TOOLKIT)] == TOOLKIT
-    assert set(TOOLKIT) <= set(dir(ts))
-    translations = set(TOOLKIT) & set(ts.compat.__all__)
-    assert translations == {"infer_sharding"}  # strategies of big_vision, as text
 
 
 def test_the_first_page_is_short_and_type_checkers_see_it() -> None:

@@ -34,9 +34,3 @@ def test_all_that_a_release_waits_for_is_listed(repository: Path) -> None:
         "These files are not committed:\n?? new.txt",
         "There is a tag v1.3.0 already.",
     ]
-
-
-def test_a_version_without_its_date_is_not_released(repository: Path) -> None:
-    (repository / "CHANGELOG.md").write_text("## [1.2.0] - unreleased\n")
-    changelog, _ = release.problems(repository, "1.2.0")
-    assert "begins with '[1.2.0] - unreleased'" in changelog

@@ -1,0 +1,128 @@
+"""Tables of pages, and what the text beside them says, are what scripts and results give."""
+
+import json
+from typing import Any
+
+from files import DOCS
+
+from benchmarks import llama_pods, plain_jax
+from tools import beside_orbax
+from treeshard.training._type_errors import TABLE
+
+# ------------------------------------------------------------------ checkpoints beside Orbax's
+
+
+def test_the_page_beside_orbax_has_every_row_with_an_outcome_of_both() -> None:
+    lines = beside_orbax.written().splitlines()
+    rows = [[x.strip() for x in line.strip("|").split(" | ")] for line in lines if "| " in line]
+    _, *rows = [row for row in rows if not set("".join(row)) <= set("-|")]
+    assert [row[:2] for row in rows] == [[row.what, row.promise] for row in beside_orbax.ROWS]
+    assert all(all(row[2:]) for row in rows)
+    # One runs here: that which needs no other process and no restore.
+    index = next(i for i, row in enumerate(beside_orbax.ROWS) if "replica" in row.what)
+    said = beside_orbax.outcome(index, "treeshard")
+    assert said == "an error"
+    assert rows[index][3] == said
+
+
+# ------------------------------------------------------------------ errors on Explicit axes
+
+
+def test_the_page_of_explicit_axes_has_the_table_that_errors_are_answered_from() -> None:
+    lines = ["| fails | JAX says | write |", "|---|---|---|"]
+    said = None
+    for row in TABLE:
+        says = "" if row.says == said else row.says or "anything else"
+        lines.append(f"| `{row.fails}` | {says} | `{row.write}` |")
+        said = row.says
+    page = DOCS["docs/guide/explicit-axes.md"]
+    written = page.partition("<!-- table -->")[2].partition("<!-- end of table -->")[0]
+    assert written.strip() == "\n".join(lines)
+
+
+# ------------------------------------------------------------------ Llamas on pods
+
+PODS = json.loads(llama_pods.RESULTS.read_text())
+
+
+def test_the_page_of_pods_has_the_table_of_the_results() -> None:
+    for page, text in llama_pods.pages(PODS).items():
+        assert page.read_text() == text, "python -m benchmarks.llama_pods --page"
+    assert [llama_pods.Pod(*map(one.get, llama_pods.Pod._fields)) for one in PODS] == (
+        llama_pods.PODS
+    )
+
+
+def test_what_the_text_beside_the_table_of_pods_says() -> None:
+    found = {(one["size"], one["mesh"]): one for one in PODS}
+    for one in PODS:
+        assert one["need"] <= one["capacity"]
+        assert one["gathers_found"] == one["gathers_planned"]
+    whole, halves = found["8b", "fsdp=256"], found["8b", "data=4,fsdp=64"]
+    for scattered in (whole, halves, found["70b", "fsdp=512"]):
+        assert scattered["sends"] <= 1.01 * scattered["sends_planned"]
+    assert found["8b", "fsdp=64,tensor=4"]["findings"] == ["all-reduce", "activation"]
+    assert halves["need"] > whole["need"]
+    used = PODS[0]["with"]
+    page = llama_pods.PAGE.read_text()
+    assert f"with JAX {used['jax']} and libtpu {used['libtpu']}:" in page
+
+
+# ------------------------------------------------------------------ beside plain JAX
+
+PLAIN: dict[str, Any] = json.loads(plain_jax.RESULTS.read_text())
+
+
+def test_the_page_beside_plain_jax_has_the_table_of_the_results() -> None:
+    table = f"<!-- table -->\n{plain_jax.table(PLAIN)}<!-- end of table -->"
+    assert table in plain_jax.PAGE.read_text(), "python -m benchmarks.plain_jax --page"
+    cases = {case.name: case for case in plain_jax.CASES}
+    assert list(PLAIN) == list(cases)
+    for name, result in PLAIN.items():
+        assert {field: result[field] for field in cases[name]._fields} == cases[name]._asdict()
+    assert len({json.dumps(result["with"]) for result in PLAIN.values()}) == 1
+
+
+def of(name: str, way: str) -> dict[str, Any]:
+    return PLAIN[name]["ways"][way]
+
+
+def sent(name: str, way: str) -> int:
+    return of(name, way)["sent"]
+
+
+def planned(name: str) -> int:
+    return of(name, plain_jax.OURS)["planned"]["sent"]
+
+
+def test_what_the_text_below_the_table_beside_plain_jax_says() -> None:
+    alone, plain, ours = plain_jax.WAYS
+    pod = "FSDP 8B v5e:16x16"
+    assert "at least 27.99GiB" in of(pod, alone)["does not fit"]
+    assert sent(pod, plain) > 1.4 * sent(pod, ours)
+    assert sent(pod, ours) < 1.001 * planned(pod)
+    assert of(pod, plain)["findings"] == ["all-reduce", "again"]
+    hybrid = "HSDP 8B v5e:16x16"
+    assert 1.045 < sent(hybrid, plain) / sent(hybrid, ours) < 1.055
+    needed = [of(hybrid, way)["temporaries"] for way in (plain, ours)]
+    assert max(needed) < 1.001 * min(needed)
+    for case in plain_jax.CASES:
+        if "ZeRO-1" not in case.strategy and case.topology != "v5e:16x16":
+            assert sent(case.name, alone) > max(sent(case.name, plain), sent(case.name, ours))
+            assert "Muon" in case.strategy or sent(case.name, plain) < planned(case.name)
+    whole = "FSDP 1B h100:8"
+    assert 6.5 < sent(whole, alone) / planned(whole) < 7.5
+    as_they_are = "FSDP, embedding and head as they are 1B h100:8"
+    assert sent(as_they_are, ours) == sent(whole, plain)
+    torus = "FSDP 8B, 4 layers v5e:4x4"
+    assert of(torus, plain)["kinds"]["collective-permute"] > 1000
+    assert of(torus, ours)["findings"] == []
+    for zero in ("ZeRO-1 0.1B v5e:2x4", "ZeRO-1 1B h100:8"):
+        assert sent(zero, ours) == sent(zero, plain) < planned(zero)
+        assert set(of(zero, ours)["findings"]) == {"activation", "not-moved"}
+    for case in plain_jax.CASES:
+        if "Muon" in case.strategy:
+            assert 2 * sent(case.name, ours) < sent(case.name, plain)
+        if "HSDP" in case.strategy and case.topology != "v5e:16x16":
+            assert sent(case.name, plain) < sent(case.name, ours)
+    assert "reduction-inside-loop" in of("HSDP 1B h100:8", plain)["findings"]
