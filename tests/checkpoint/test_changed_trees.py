@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -50,14 +49,12 @@ SAVED = {
     "ids": np.arange(3, dtype=np.int32),
     "none": None,
     "step": 7,
-    "name": "x",
     "key": jax.random.key(0),
     "list": [np.ones(2), np.zeros(2)],
     "pair": Pair(1, 2.0),
     "layer": Layer(np.ones(2), 3),
     "mode": Mode.TRAIN,
     "level": Level.LOW,
-    "text": np.str_("a"),
     "act": jax.nn.relu,
 }
 W = SAVED["w"]
@@ -70,30 +67,19 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-# What is at one path, and what the error says; with `partial` too, unless it is a missing leaf.
 @pytest.mark.parametrize(
     ("key", "leaf", "says"),
     [
-        ("added", W, "added: not in "),
-        ("w", {"x": W}, "w/x: not in "),
         ("w", len, "w: in .*, but not requested"),
         ("w", None, r"w: saved as float32\[4,2\], requested as None"),
         ("none", W, r"none: saved as None, requested as float32\[4,2\]"),
         ("w", W.T, r"w: saved as float32\[4,2\], requested as float32\[2,4\]"),
         ("w", W.astype("f8"), "requested as float64.* `cast='float64'` converts it"),
-        ("w", W.astype("f2"), "requested as float16.* `cast='float16'` converts it"),
         ("ids", np.arange(3), "Only floating-point dtypes are converted"),
-        ("w", jax.random.key(0), r"w: saved as float32\[4,2\], requested as key<fry>"),
         ("key", np.zeros(2, np.uint32), r"key: saved as key<fry>\[\], requested as uint32\[2\]"),
-        ("key", jax.random.key(0, impl="rbg"), r"requested as key<rbg>\[\]"),
-        ("list", (), "list/0: in .*, but not requested"),
-        ("list", W, "list: not in "),
         ("list", deque([W, W]), "JAX does not know what is in 1 leaves.*\n  list: a deque"),
         ("pair", (1, 2.0), "pair/0: not in .*pair/w"),
         ("step", True, "step: saved as a Python int, requested as a Python bool"),
-        ("step", jnp.int32(0), r"step: saved as a Python int, requested as int32\[\]"),
-        ("name", b"x", "name: saved as a Python str, requested as a Python bytes"),
-        ("act", W, "act: not in "),
         ("mode", Other.ELSE, "mode: saved as 'TRAIN', which Other does not have"),
     ],
 )
@@ -113,14 +99,11 @@ def test_a_renamed_leaf_is_named_on_both_sides(path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "like", "restored"),
     [
-        ("list", (np.zeros(2), np.ones(2)), [np.ones(2), np.zeros(2)]),
         ("list", {1: np.ones(2), 0: np.zeros(2)}, {0: np.ones(2), 1: np.zeros(2)}),
         ("pair", Swapped(0.0, 0), Swapped(2.0, 1)),
-        ("pair", {"b": 0.0, "w": 0}, {"b": 2.0, "w": 1}),
         ("layer", Layer(np.zeros(2), 4), Layer(np.ones(2), 4)),
         ("mode", Mode.EVAL, Mode.TRAIN),
         ("level", Level.HIGH, Level.LOW),
-        ("text", np.str_("b"), np.str_("a")),
         ("act", jax.nn.gelu, jax.nn.gelu),
     ],
 )

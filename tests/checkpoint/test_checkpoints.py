@@ -57,13 +57,6 @@ def test_a_checkpoint_that_cannot_be_removed_warns(tmp_path: Path) -> None:
         _remove(gone)
 
 
-def test_all_are_kept_and_written_in_the_foreground_on_request(tmp_path: Path) -> None:
-    with Checkpoints(tmp_path, background=False) as checkpoints:
-        for step in range(3):
-            checkpoints.save(step, state_at(step))
-            assert checkpoints.latest == step
-
-
 def test_a_state_may_be_donated_while_it_is_written(tmp_path: Path) -> None:
     mesh = ts.make_mesh("fsdp=8")
     step = jax.jit(lambda tree: jax.tree.map(lambda x: -x, tree), donate_argnums=0)
@@ -93,8 +86,9 @@ def test_restore_options_are_passed_on(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_an_existing_step_is_not_overwritten(tmp_path: Path) -> None:
-    with Checkpoints(tmp_path) as checkpoints:
+    with Checkpoints(tmp_path, background=False) as checkpoints:
         checkpoints.save(3, state_at(3))
+        assert checkpoints.latest == 3
         with pytest.raises(ts.CheckpointError, match=f"already a checkpoint at {tmp_path}/3, "):
             checkpoints.save(3, state_at(4))
         with pytest.raises(ts.CheckpointError, match="The directory has step 3."):
@@ -102,15 +96,12 @@ def test_an_existing_step_is_not_overwritten(tmp_path: Path) -> None:
         assert checkpoints.restore(3, state_at(0))["step"] == 3
 
 
-@pytest.mark.parametrize("wrong", [{"keep": 0}, {"every": 0}, {"keep": -1}], ids=str)
-def test_invalid_arguments_are_errors(wrong: dict[str, int], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="both must be positive"):
-        Checkpoints(tmp_path / "run", **wrong)
+def test_invalid_arguments_are_errors(tmp_path: Path) -> None:
+    for wrong in ({"keep": 0}, {"every": -1}):
+        with pytest.raises(ValueError, match="both must be positive"):
+            Checkpoints(tmp_path / "run", **wrong)
     with Checkpoints(tmp_path) as checkpoints, pytest.raises(ValueError, match=r"save\(step=-1\)"):
         checkpoints.save(-1, {})
-
-
-# ------------------------------------------------------------------ what is kept
 
 
 def test_what_treeshard_did_not_write_is_no_step_and_is_never_removed(tmp_path: Path) -> None:
@@ -155,9 +146,6 @@ def test_a_lower_step_than_the_latest_is_told_and_kept(tmp_path: Path) -> None:
         assert checkpoints.steps() == (400, 401)
 
 
-# ------------------------------------------------------------------ writers and readers
-
-
 def test_a_reader_takes_no_lock(tmp_path: Path) -> None:
     reader = Checkpoints(tmp_path / "run", read_only=True)
     assert reader.restore_latest() is None
@@ -177,8 +165,7 @@ def test_leftovers_of_killed_writers_are_removed_but_not_those_of_live_ones(
     tmp_path: Path,
 ) -> None:
     """Names like those of leftovers begin with the suffix, name no step, or are files."""
-    mine = [".orbax-checkpoint-tmp-x", "model.orbax-checkpoint-tmp", "..treeshard-lock"]
-    mine += [".treeshard-lock.treeshard-lock", "...orbax-checkpoint-tmp", ".x.treeshard-lock", "x"]
+    mine = [".orbax-checkpoint-tmp-x", "model.orbax-checkpoint-tmp", ".x.treeshard-lock"]
     for name in mine:
         (tmp_path / name).mkdir()
     (tmp_path / "5.orbax-checkpoint-tmp-0").write_text("mine")
@@ -201,20 +188,6 @@ def test_leftovers_of_killed_writers_are_removed_but_not_those_of_live_ones(
         assert live.exists()
 
 
-def test_a_second_writer_of_one_checkpoint_is_refused(tmp_path: Path) -> None:
-    with Lock(tmp_path / ".x.treeshard-lock", "x"):
-        with pytest.raises(
-            ts.CheckpointError, match=f"{tmp_path}/x: this process is already writing"
-        ):
-            save(tmp_path / "x", state_at(1))
-        save(tmp_path / "y", state_at(1))
-    left = tmp_path / "x.orbax-checkpoint-tmp"
-    left.mkdir()
-    with pytest.warns(ts.ShardingWarning, match="save: removed what killed saves had left in"):
-        save(tmp_path / "x", state_at(1))
-    assert files_in(tmp_path) == ["x", "y"]
-
-
 def test_two_runs_save_at_the_same_time(tmp_path: Path) -> None:
     with Checkpoints(tmp_path / "a") as a, Checkpoints(tmp_path / "b") as b:
         for step in range(3):
@@ -224,9 +197,6 @@ def test_two_runs_save_at_the_same_time(tmp_path: Path) -> None:
         assert restore(tmp_path / "a" / str(step))["step"] == step
         assert_array_equal(restore(tmp_path / "a" / str(step))["w"], BIG["w"])
         assert_array_equal(restore(tmp_path / "b" / str(step))["w"], state_at(step)["w"])
-
-
-# ------------------------------------------------------------------ failures
 
 
 def test_a_full_disk_changes_no_earlier_checkpoint(tmp_path: Path) -> None:
@@ -243,11 +213,10 @@ def test_a_full_disk_changes_no_earlier_checkpoint(tmp_path: Path) -> None:
     assert files_in(tmp_path) == ["1", "2"]
 
 
-def test_a_disk_too_full_for_the_table_changes_no_earlier_checkpoint(tmp_path: Path) -> None:
+def test_a_disk_too_full_for_the_table_is_an_error(tmp_path: Path) -> None:
     """The last step fails, on process 0 alone."""
-    tree = {f"layers/{i}": i for i in range(2000)}
     with files_of_at_most(10_000), pytest.raises(ts.CheckpointError, match="File too large"):
-        save(tmp_path / "x", tree)
+        save(tmp_path / "x", {f"layers/{i}": i for i in range(500)})
     assert files_in(tmp_path) == []
 
 
@@ -378,8 +347,6 @@ def test_ctrl_c_during_a_save_leaves_no_half_checkpoint(tmp_path: Path) -> None:
     ("fails", "error", "raised"),
     [
         ("checksums", KeyboardInterrupt, KeyboardInterrupt),  # while the arrays are written
-        ("checksums", MemoryError, MemoryError),
-        ("copies", KeyboardInterrupt, KeyboardInterrupt),
         ("copies", MemoryError, ts.CheckpointError),
     ],
 )
@@ -389,12 +356,11 @@ def test_a_failure_before_the_arrays_are_written_leaves_no_files(
     def stopped(*args: Any, **options: Any) -> list[int]:
         raise error
 
-    monkeypatch.setattr(_save, fails, stopped)
-    for _ in range(5):
+    with monkeypatch.context() as patch:
+        patch.setattr(_save, fails, stopped)
         with pytest.raises(raised):
             save(tmp_path / "x", BIG)
-        assert files_in(tmp_path) == []
-    monkeypatch.undo()
+    assert files_in(tmp_path) == []
     save(tmp_path / "x", BIG)
     assert_array_equal(restore(tmp_path / "x")["w"], BIG["w"])
 
@@ -444,41 +410,23 @@ def fails(*args):
 _save._commit = fails
 checkpoints = Checkpoints(sys.argv[1])
 checkpoints.save(1, {"w": np.ones(8)})
-if sys.argv[2] == "waited for":
-    try:
-        checkpoints.wait()
-    except RuntimeError:
-        pass
-if sys.argv[2] == "forked":
-    checkpoints._writing[1]._end.exception()
-    child = os.fork()
-    if not child:  # a child of JAX cannot end in the ordinary way
-        _checkpoints._tell_at_exit()
-        os._exit(0)
-    print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-print("the last line")
+checkpoints._writing[1]._end.exception()
+child = os.fork()
+if not child:  # a child of JAX cannot end in the ordinary way
+    _checkpoints._tell_at_exit()
+    os._exit(0)
+print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-@pytest.mark.parametrize("case", ["nobody waits", "waited for", "forked"])
-def test_a_failed_save_that_nothing_waits_for_is_told_at_exit(case: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", FAILS_AT_THE_END, str(tmp_path), case]
+def test_a_failed_save_that_nothing_waits_for_is_told_at_exit(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FAILS_AT_THE_END, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    lines = done.stdout.splitlines()
-    assert lines[-1] == "the last line"
-    assert not list(tmp_path.glob("1*"))
-    if case == "waited for":
-        assert (done.returncode, done.stderr) == (0, "")
-        return
-    assert done.returncode == 1
+    assert (done.returncode, done.stdout) == (1, "child 0\n")
     assert done.stderr.startswith("A save in the background failed: ")
-    assert (
-        "1 was not saved; what existed before is unchanged. OSError: the disk is gone"
-        in done.stderr
-    )
-    if case == "forked":  # the child says nothing
-        assert "child 0" in lines
-        assert done.stderr.count("in the background") == 1
+    said = "1 was not saved; what existed before is unchanged. OSError: the disk is gone"
+    assert done.stderr.count(said) == 1  # the child says nothing
+    assert not list(tmp_path.glob("1*"))
 
 
 def test_old_steps_are_removed_where_directories_cannot_be_renamed(

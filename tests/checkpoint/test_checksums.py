@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -67,8 +66,11 @@ def test_checksums_do_not_depend_on_the_sharding(layout: tuple[np.ndarray, Named
     assert zlibs(placed) == checksum(host) == zlibs(host)
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 31, 32, 33, 63, 64, 65, 66, 200])
-@pytest.mark.parametrize("dtype", ["int8", "uint4", "bfloat16", "float32", "complex64"])
+# Runs about the length from which each takes a call of its own.
+@pytest.mark.parametrize(
+    ("length", "dtype"),
+    [(1, "int8"), (3, "complex64"), (31, "float32"), (33, "float32"), (65, "int8"), (200, "uint4")],
+)
 def test_checksums_do_not_depend_on_run_length_or_block_size(
     length, dtype, mesh, monkeypatch
 ) -> None:
@@ -91,17 +93,14 @@ def test_checksums_are_the_same_without_isal(mesh, monkeypatch) -> None:
 
 
 def test_without_isal_zlib_is_used() -> None:
-    code = "import sys; sys.modules['isal'] = None\n"
-    code += (
-        "import zlib\nfrom treeshard.checkpoint._checksums import crc32\nassert crc32 is zlib.crc32"
-    )
+    code = "import sys, zlib; sys.modules['isal'] = None\n"
+    code += "from treeshard.checkpoint._checksums import crc32\nassert crc32 is zlib.crc32"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize(
     "x",
     [
-        np.arange(24.0).reshape(2, 3, 4).T,
         np.asfortranarray(some((300, 200, 9), "bfloat16")),
         some((40, 40), "int4").T,
         np.arange(100)[::-3],
@@ -109,8 +108,6 @@ def test_without_isal_zlib_is_used() -> None:
         np.arange(9, dtype=">i4"),
         np.array(2.5),
         np.zeros((0, 3)),
-        np.array(True),
-        np.float64(3) + np.zeros(()),
     ],
     ids=str,
 )
@@ -119,41 +116,20 @@ def test_numpy_arrays_of_any_strides(x: np.ndarray) -> None:
     assert checksum(x) == checksums([x], "reading").crcs[0] == zlibs(x)
 
 
-def test_arrays_on_one_device_and_empty_lists() -> None:
-    x = jax.device_put(some((7, 5), "float32"), jax.devices()[3])
-    assert checksums([x], "reading").crcs == [zlibs(x)]
-    assert checksums([], "reading").crcs == []
-
-
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
-def test_keys_count_as_their_data(impl, fsdp_mesh) -> None:
-    keys = jax.random.split(jax.random.key(7, impl=impl), 16)
+def test_keys_count_as_their_data(fsdp_mesh) -> None:
+    keys = jax.random.split(jax.random.key(7), 16)
     split = jax.device_put(keys, NamedSharding(fsdp_mesh, P("fsdp")))
     assert checksums([keys, split], "reading").crcs == [zlibs(jax.random.key_data(keys))] * 2
 
 
-@pytest.mark.parametrize("dtype", ["int4", "uint4", "int2", "float4_e2m1fn"])
+@pytest.mark.parametrize("dtype", ["int4", "int2", "float4_e2m1fn"])
 def test_unused_bits_do_not_count(dtype) -> None:
-    clean = some((33,), dtype)
+    clean = some((5, 7, 33), dtype)
     mask = 3 if dtype == "int2" else 15
     dirty = (clean.view(np.uint8) | np.uint8(255 - mask)).view(clean.dtype)
     assert checksum(dirty) == checksum(clean) == zlibs(clean) != zlibs(dirty)
-
-
-@pytest.mark.parametrize("length", [1, 6, 33, 200])
-def test_unused_bits_do_not_count_in_runs_of_a_shard(length) -> None:
-    clean = some((5, 7, length), "uint4")
-    dirty = (clean.view(np.uint8) | np.uint8(0xF0)).view(clean.dtype)
-    assert (_of_runs(dirty, 5 * 7) == _of_runs(clean, 5 * 7)).all()
-
-
-def test_negative_numbers_smaller_than_a_byte(fsdp_mesh) -> None:
-    host = np.arange(-8, 8).astype(ml_dtypes.int4)
-    placed = jax.device_put(host, NamedSharding(fsdp_mesh, P("fsdp")))
-    assert checksums([placed], "reading").crcs == [checksum(host)] == [zlibs(placed)]
-
-
-# ------------------------------------------------------------------ costs
+    for runs in (5, 5 * 7):  # of a shard: long and short ones
+        assert (_of_runs(dirty, runs) == _of_runs(clean, runs)).all()
 
 
 def test_nothing_is_compiled_or_cached(mesh, compiles) -> None:
@@ -171,9 +147,7 @@ def test_nothing_is_compiled_or_cached(mesh, compiles) -> None:
     ("dtype", "spec"),
     [
         ("float32", P("data", "fsdp")),  # short runs
-        ("float32", P(("data", "fsdp"))),
         ("uint4", P("data")),  # masked
-        ("uint4", P("fsdp", "data")),
         ("float32", None),  # transposed, on the host
     ],
 )

@@ -5,8 +5,6 @@ power of a disk.
 """
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,12 +62,11 @@ def a_system_with_proc() -> None:
         pytest.skip("the names of open files are read from /proc")
 
 
-@pytest.mark.parametrize("options", [{}, {"fingerprints": False}], ids=str)
-def test_a_checkpoint_is_flushed_before_it_gets_its_name(options, mesh, tmp_path: Path) -> None:
+def test_a_checkpoint_is_flushed_before_it_gets_its_name(mesh, tmp_path: Path) -> None:
     tree = {"small": np.ones(3), "w": ts.shard(np.ones((512, 1024)), P("fsdp"), mesh), "n": 7}
     path = tmp_path / "new" / "inner" / "x"
     with recorded() as calls:
-        save(path, tree, **options)
+        save(path, tree)
     temporary = str(path.with_name("x.orbax-checkpoint-tmp"))
     renamed = calls.index(("rename", temporary))
     before, after = calls[:renamed], calls[renamed:]
@@ -139,32 +136,6 @@ def test_a_file_in_the_place_of_the_temporary_directory_is_told(tmp_path: Path) 
     assert restore(tmp_path / "x") == {"step": 1}
 
 
-FAILING = """
-import sys
-import numpy as np
-import treeshard as ts
-from tests.full_disk import files_of_at_most
-from treeshard.checkpoint import Checkpoints
-large = {f"w{i}": np.ones((256, 1025), np.float32) for i in range(20)}
-with Checkpoints(sys.argv[1]) as run:
-    for step in range(10):
-        try:
-            with files_of_at_most(100_000):
-                run.save(step, large)
-                run.wait()
-        except ts.CheckpointError:
-            print("failed")
-"""
-
-
-def test_threads_of_failed_saves_print_nothing(tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", FAILING, str(tmp_path / "run")], capture_output=True, text=True
-    )
-    assert (ended.stdout.split(), ended.stderr) == (["failed"] * 10, "")
-    assert not list((tmp_path / "run").iterdir())
-
-
 def test_an_error_of_cleaning_up_does_not_replace_the_first(tmp_path: Path, monkeypatch) -> None:
     def fail(*_: Any) -> Any:
         raise OSError(5, "Input/output error")
@@ -205,9 +176,8 @@ def test_a_name_that_cannot_be_flushed_is_told_of_a_complete_checkpoint(
     with recorded() as calls:
         save(tmp_path / "2", {"w": np.ones(3)})
     assert ("fsync", str(tmp_path)) in calls
-    for other in ({"w": np.zeros(3)}, {"v": np.ones(3)}, {"w": np.ones(4)}):
-        with pytest.raises(ts.CheckpointError, match="There is already a checkpoint at"):
-            save(tmp_path / "2", other)
+    with pytest.raises(ts.CheckpointError, match="There is already a checkpoint at"):
+        save(tmp_path / "2", {"w": np.zeros(3)})
     next((tmp_path / "2" / "state").rglob("d/*")).unlink()
     with pytest.raises(ts.CheckpointError, match="There is already a checkpoint at"):
         save(tmp_path / "2", {"w": np.ones(3)})

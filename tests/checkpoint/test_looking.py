@@ -70,14 +70,11 @@ def failing(call: str, number: int, name: str) -> Breaking:
         (forbidden("2"), "/run/2/leaves/table.json cannot be read: Permission denied."),
         (forbidden(""), "/run cannot be listed: Permission denied."),
         (linked_to_itself, "/run/3/leaves/table.json cannot be read: Too many levels of symbolic"),
-        (failing("stat", errno.EIO, "2"), "/run/2/leaves/table.json cannot be read: Input/output"),
         (failing("stat", errno.ESTALE, "2"), "/run/2/leaves/table.json cannot be read: Stale file"),
-        (failing("stat", errno.EIO, ""), "/leaves/table.json cannot be read: Input/output error."),
         (failing("listdir", errno.EIO, ""), "/run cannot be listed: Input/output error."),
-        (failing("listdir", errno.ESTALE, ""), "/run cannot be listed: Stale file handle."),
     ],
-    ids=["step", "run", "loop", "EIO", "ESTALE", "EIO of all", "EIO listing", "ESTALE listing"],
-)  # fmt: skip
+    ids=["step", "run", "loop", "ESTALE", "EIO listing"],
+)
 def test_a_step_that_cannot_be_looked_at_is_an_error(
     run: Path, breaking: Breaking, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,7 +93,6 @@ def test_a_step_that_cannot_be_looked_at_is_an_error(
     [
         ("state", "2: its seal cannot be read: .*denied"),
         ("state/manifest.ocdbt", "Permission|PERMISSION_DENIED"),
-        ("state/d", "Permission|PERMISSION_DENIED"),
         # TensorStore writes one file of data or two, of which reading may need only one.
         ("state/ocdbt.process_0/d/*", "Permission|PERMISSION_DENIED"),
     ],
@@ -109,22 +105,16 @@ def test_files_that_may_not_be_read_are_not_damaged(run: Path, name: str, says: 
         assert not isinstance(told.value, ts.DamagedError)
 
 
-@pytest.mark.parametrize("what", ["no directory", "no steps", "a dangling link", "a file"])
-def test_what_is_absent_is_none(what: str, tmp_path: Path) -> None:
+def test_what_is_absent_is_none(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    if what != "no directory":
-        run.mkdir()
-    if what == "a dangling link":
-        (run / "3").symlink_to(run / "nowhere")
-    if what == "a file":
-        (run / "3").write_text("mine")
+    run.mkdir()
+    (run / "3").symlink_to(run / "nowhere")
+    (run / "4").write_text("mine")
     reader = Checkpoints(run, read_only=True)
     assert reader.restore_latest(TREE) is None
     assert reader.steps() == ()
-
-
-def test_a_file_in_the_place_of_a_run_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "run").write_text("mine")
+    shutil.rmtree(run)
+    run.write_text("mine")
     with pytest.raises(ts.CheckpointError, match="run cannot be listed: Not a directory."):
         Checkpoints(tmp_path / "run", read_only=True).restore_latest(TREE)
 

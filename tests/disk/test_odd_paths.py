@@ -28,28 +28,23 @@ OF_FILES = {
 }
 CALLS = OF_CHECKPOINTS | OF_FILES
 
-OTHER_SCHEME = "{}: there is no access to {}://. Pass a local path, gs:// or s3://."
-NO_PACKAGE = (
-    "{}: reading and writing {}:// needs {}. Install with `pip install {}`, or pass a local path."
-)
-URL_AS_A_PATH = "is a `Path` of a URL. Pass it as text: {!r}."
-
 
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("hdfs://a/b", OTHER_SCHEME.format("hdfs://a/b", "hdfs")),
-        ("http://a/b", OTHER_SCHEME.format("http://a/b", "http")),
-        ("gs://a/b", NO_PACKAGE.format("gs://a/b", "gs", "gcsfs", "gcsfs")),
-        ("s3://a/b", NO_PACKAGE.format("s3://a/b", "s3", "s3fs", "s3fs")),
-        ("gs://", "gs:// names no bucket. Pass gs://BUCKET/NAME."),
-        ("gs:///", "gs:/// names no bucket. Pass gs://BUCKET/NAME."),
+        (
+            "hdfs://a/b",
+            "hdfs://a/b: there is no access to hdfs://. Pass a local path, gs:// or s3://.",
+        ),
+        (
+            "s3://a/b",
+            "s3://a/b: reading and writing s3:// needs s3fs. Install with `pip install s3fs`, or"
+            " pass a local path.",
+        ),
         ("gs:///run", "gs:///run names no bucket. Pass gs://BUCKET/NAME."),
-        ("s3://", "s3:// names no bucket. Pass s3://BUCKET/NAME."),
         ("a\0b", r"a\x00b: a path cannot contain a NUL character."),
-        (Path("gs://a/b"), f"gs:/a/b {URL_AS_A_PATH.format('gs://a/b')}"),
-        (Path("s3://a/b"), f"s3:/a/b {URL_AS_A_PATH.format('s3://a/b')}"),
-        (Path("file:///a/b"), f"file:/a/b {URL_AS_A_PATH.format('file:///a/b')}"),
+        (Path("gs://a/b"), "gs:/a/b is a `Path` of a URL. Pass it as text: 'gs://a/b'."),
+        (Path("file:///a/b"), "file:/a/b is a `Path` of a URL. Pass it as text: 'file:///a/b'."),
     ],
     ids=repr,
 )
@@ -110,7 +105,7 @@ def test_names_that_the_array_store_cannot_have(tmp_path: Path, monkeypatch) -> 
     assert files_in(tmp_path / "a\\b") == []
 
 
-@pytest.mark.parametrize("name", ["q#?q", "a b", "{0}%20", "é\n", "..x", "~", "x:y", "'\""])
+@pytest.mark.parametrize("name", ["q#?q {0}%20", "é\n'\"", "..x:y"])
 def test_other_characters_in_the_path_are_fine(name: str, tmp_path: Path) -> None:
     large = {"w": np.random.default_rng(0).normal(size=(512, 512))}
     save(tmp_path / name / name, large)
@@ -118,32 +113,20 @@ def test_other_characters_in_the_path_are_fine(name: str, tmp_path: Path) -> Non
     assert (restore(tmp_path / "moved" / name)["w"] == large["w"]).all()
 
 
-def test_names_up_to_the_longest_are_saved_or_a_typed_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("most", [None, 800])
+def test_names_up_to_the_longest_are_saved_or_a_typed_error(most, tmp_path: Path) -> None:
     """The longest is 255 bytes; those of locks, parts and indexes are longer than the file's."""
     tree = {"a": np.ones(100), "b": np.ones(100)}
-    saved: set[bool] = set()
-    for length in [*range(190, 262, 3), 300, 1000]:
-        for many in (None, 800):
-            path = tmp_path / f"{length}-{many}" / ("x" * length)
-            path.parent.mkdir()
-            error = ""
-            try:
-                for _ in range(2):
-                    save_safetensors(path, tree, max_file_size=many)
-            except ts.CheckpointError as raised:
-                error = str(raised)
-            saved.add(not error)
-            if not error:
-                assert load_safetensors(path).keys() == tree.keys()
-                continue
-            assert "ile name too long" in error
-            assert not any(file.name.endswith(".part") for file in path.parent.iterdir())
-            if length >= 240:
-                assert error.endswith("cannot be written to: File name too long.")
-                assert files_in(path.parent) == []
-                with pytest.raises(ts.CheckpointError):  # whose text leaves out the middle
-                    load_safetensors(path)
-    assert saved == {True, False}
+    save_safetensors(tmp_path / ("x" * 190), tree, max_file_size=most)
+    assert load_safetensors(tmp_path / ("x" * 190)).keys() == tree.keys()
+    before = files_in(tmp_path)
+    for length in (234, 240, 255, 1000):
+        path = tmp_path / ("x" * length)
+        with pytest.raises(ts.CheckpointError, match="ile name too long"):
+            save_safetensors(path, tree, max_file_size=most)
+        with pytest.raises(ts.CheckpointError):  # whose text leaves out the middle
+            load_safetensors(path)
+    assert files_in(tmp_path) == before
 
 
 def test_float0_is_not_saved(tmp_path: Path) -> None:

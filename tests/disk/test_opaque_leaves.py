@@ -1,12 +1,9 @@
 """What is neither saved nor code is an error: it would come back as the template has it."""
 
 import dataclasses
-import enum
 import functools
-import math
 from collections import deque
 from pathlib import Path
-from types import SimpleNamespace
 
 import equinox as eqx
 import jax
@@ -27,68 +24,43 @@ class State:
     def grown(self) -> np.ndarray:
         return self.w * 2
 
-    def __call__(self) -> np.ndarray:
-        return self.w
-
-
-class Mode(enum.Enum):
-    TRAIN = 1
-
 
 ONES = np.ones(3, np.float32)
 OPAQUE = {
     "dataclass": State(ONES),
+    "deque": deque([1.0, 2.0]),
+    "generator": np.random.default_rng(0),
     "method": State(ONES).grown,
     "partial": functools.partial(jnp.add, ONES),
-    "deque": deque([1.0, 2.0]),
-    "set": {1, 2},
-    "namespace": SimpleNamespace(w=ONES),
-    "generator": np.random.default_rng(0),
-    "bytearray": bytearray(b"12"),
 }
 CODE = {
     "function": lambda x: x,
-    "builtin": len,
-    "activation": jax.nn.relu,
-    "ufunc": np.add,
-    "jnp ufunc": jnp.add,
     "jitted": jax.jit(jnp.sin),
-    "vmapped": jax.vmap(jnp.sin),
     "partial": functools.partial(print, 1),
     "schedule": optax.cosine_decay_schedule(0.1, 100),
     "optimizer": optax.adamw(0.1),
     "type": State,
-    "module": math,
     "dtype": np.dtype("float32"),
-    "jnp dtype": jnp.bfloat16,
-    "enum": Mode.TRAIN,
     "norm": eqx.nn.LayerNorm(3),
 }
 
 
-@pytest.mark.parametrize("name", OPAQUE)
-def test_what_jax_does_not_know_is_not_saved_and_not_restored(name: str, tmp_path: Path) -> None:
-    tree = {"w": ONES, "a": {"b": OPAQUE[name]}}
-    said = (
-        "JAX does not know what is in 1 leaves, so it is not saved:\n  a/b: .*\nRegister the class"
-    )
+def test_what_jax_does_not_know_is_not_saved_and_not_restored(tmp_path: Path) -> None:
+    tree = {"w": ONES, **OPAQUE}
+    says = f"JAX does not know what is in {len(OPAQUE)} leaves, so it is not saved:\n"
     for call in (save, save_safetensors):
-        with pytest.raises(ts.errors.LeafError, match=f"{call.__name__}: {said}"):
+        with pytest.raises(ts.errors.LeafError, match=f"^{call.__name__}: {says}") as told:
             call(tmp_path / "x", tree)
+        assert "\n  dataclass: a State" in str(told.value)
+        assert "\n  method: the function" in str(told.value)
+        assert "\nRegister the class" in str(told.value)
     assert list(tmp_path.iterdir()) == []
     save(tmp_path / "x", {"w": ONES})
     save_safetensors(tmp_path / "y", {"w": ONES})
     for load, file in ((restore, "x"), (load_safetensors, "y")):
         for partial in (False, True):
-            with pytest.raises(ts.errors.MismatchError, match=said):
+            with pytest.raises(ts.errors.MismatchError, match=says):
                 load(tmp_path / file, tree, partial=partial)
-
-
-def test_all_of_them_are_listed(tmp_path: Path) -> None:
-    with pytest.raises(ts.errors.LeafError) as told:
-        save(tmp_path / "x", OPAQUE)
-    for path, what in (("dataclass", "a State"), ("deque", "a deque"), ("method", "the function")):
-        assert f"\n  {path}: {what}" in str(told.value)
 
 
 def test_code_is_static(tmp_path: Path) -> None:
@@ -98,7 +70,7 @@ def test_code_is_static(tmp_path: Path) -> None:
     assert all(again[name] is x for name, x in CODE.items() if name not in ("norm", "optimizer"))
 
 
-@pytest.mark.parametrize("tree", [{}, (), {"f": len}, optax.EmptyState()], ids=str)
+@pytest.mark.parametrize("tree", [{}, {"f": len}, optax.EmptyState()], ids=str)
 def test_a_checkpoint_of_nothing_is_an_error(tree, tmp_path: Path) -> None:
     with pytest.raises(ts.errors.LeafError, match="save: the tree has no array, number, text or"):
         save(tmp_path / "x", tree)

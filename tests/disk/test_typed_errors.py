@@ -11,17 +11,14 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from treeshard._core.text import parse_names, parse_pattern, parse_spec
+from treeshard._core.text import parse_spec
 from treeshard._disk import untrusted
 from treeshard._disk.files import remove_tree
-from treeshard.checkpoint import Checkpoints, _array_store, _save, inspect, restore, save, verify
+from treeshard.checkpoint import Checkpoints, _array_store, _save, inspect, restore, save
 from treeshard.compat._strategies import parse_strategy
 from treeshard.interchange import save_safetensors
 
 TREE = {"w": np.ones((8, 4), np.float32)}
-
-
-# ------------------------------------------------------------------ races
 
 
 def test_a_reader_that_races_keep_reads_the_later_step(tmp_path: Path, monkeypatch) -> None:
@@ -50,17 +47,11 @@ def test_a_reader_that_races_keep_reads_the_later_step(tmp_path: Path, monkeypat
     run.close()
 
 
-# ------------------------------------------------------------------ text
-
-
 @pytest.mark.parametrize(
     "parse",
     [
         lambda: parse_spec("P(0x" + "f" * 100_000 + ")"),
-        lambda: parse_spec("P(0x" + "f" * 3_400 + ")"),
-        lambda: parse_names("(0x" + "f" * 100_000 + ",)"),
         lambda: parse_strategy("-" * 100_000 + "1"),
-        lambda: parse_strategy("-" * 3_400 + "1"),
         lambda: parse_strategy("a." * 1_700 + "b()"),
     ],
 )
@@ -94,25 +85,6 @@ def test_names_cannot_command_the_terminal(tmp_path: Path) -> None:
     assert "\x1b" not in str(told.value)
 
 
-@pytest.mark.parametrize("brackets", ["(" * 5_000 + ")" * 5_000, "(a|" * 1_000 + "b)" * 1_000])
-def test_nested_brackets_in_a_rule_are_an_error_of_each_reader(brackets: str) -> None:
-    shapes = {"w": jax.ShapeDtypeStruct((64, 64), "float32")}
-    plan = ts.plan(shapes, [("w", P("fsdp"))], "fsdp=4", min_size=0)
-    text = plan.to_json().replace('"pattern": "w"', f'"pattern": "{brackets}"')
-    with pytest.raises(ts.FormatError, match=r"rules\[0\] cannot be read: maximum recursion"):
-        ts.Plan.from_json(text)
-    with pytest.raises(ts.ShardingRuleError, match="does not compile"):
-        ts.plan(shapes, [(brackets, P("fsdp"))], "fsdp=4")
-    for strategy in (brackets, f"fsdp({brackets})"):
-        with pytest.raises(ts.ShardingRuleError, match="the strategy"):
-            parse_strategy(strategy)
-    with pytest.raises(ts.FormatError, match="the pattern does not compile"):
-        parse_pattern(brackets, "--only")
-
-
-# ------------------------------------------------------------------ what cannot be stored
-
-
 def test_leaves_beyond_the_limits_of_the_array_store_are_told_before_arrays_are_copied(
     tmp_path: Path, monkeypatch
 ) -> None:
@@ -137,34 +109,6 @@ def test_more_tensors_than_a_header_may_have_are_not_written(tmp_path: Path, mon
     assert not list(tmp_path.iterdir())
 
 
-# ------------------------------------------------------------------ deep directories
-
-
-def nest(folder: Path, depth: int = 1_100) -> None:
-    """Creates directories in each other; the path of the last is too long for the system."""
-    folder.mkdir(parents=True)
-    inner = folder / "0"
-    inner.mkdir()
-    for i in range(1, depth):
-        outer = folder / f"{i}"
-        outer.mkdir()
-        inner = inner.rename(outer / "directory").parent
-
-
-def test_nested_directories_keep_no_run_from_opening_and_saving(tmp_path: Path) -> None:
-    temporary = ".orbax-checkpoint-tmp"
-    with Checkpoints(tmp_path / "run") as run:
-        run.save(1, TREE)
-    nest(tmp_path / "run/1/extra")
-    nest(tmp_path / f"run/2{temporary}/state")
-    verify(tmp_path / "run/1")
-    with pytest.warns(ts.ShardingWarning, match="removed what killed saves had left"):
-        reopened = Checkpoints(tmp_path / "run", keep=1)
-    with reopened as run:
-        run.save(2, TREE)
-    assert os.listdir(tmp_path / "run") == ["2"]
-
-
 def test_what_a_link_refers_to_is_not_removed(tmp_path: Path) -> None:
     (tmp_path / "kept").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "kept")
@@ -176,7 +120,7 @@ def test_what_a_link_refers_to_is_not_removed(tmp_path: Path) -> None:
     assert (tmp_path / "kept").is_dir()
 
 
-@pytest.mark.parametrize("unlinked", range(6))
+@pytest.mark.parametrize("unlinked", [0, 4])
 def test_a_removal_that_was_killed_is_taken_up(tmp_path: Path, unlinked: int, monkeypatch) -> None:
     top = tmp_path / "run"
     for name in ("a/b/c", "d/e", "f/g"):
