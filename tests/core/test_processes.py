@@ -3,10 +3,10 @@
 import pytest
 
 import treeshard as ts
-from tests.multiprocess import exchange_checks, hanging_checks, launcher
+from tests.multiprocess import exchange_checks, launcher
 from treeshard._core.meetings import _absent, _client, exchange
 
-two, test_two_processes = launcher.tests_of(hanging_checks, exchange_checks, devices=1)
+two, test_two_processes = launcher.tests_of(exchange_checks, devices=1)
 
 
 def test_a_single_process_gets_its_own_message() -> None:

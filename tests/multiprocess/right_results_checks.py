@@ -1,9 +1,7 @@
 """Checks of gradients and steps on several processes: all of them find the same."""
 
 import hashlib
-import os
 import re
-from functools import partial
 from typing import Any
 
 import jax
@@ -20,8 +18,6 @@ from tests.multiprocess.worker import Context
 from treeshard import manual, testing
 from treeshard.errors import WrongResultError
 
-jax.config.update("jax_disable_most_optimizations", True)
-SOAK = os.environ.get("TREESHARD_SOAK", "0") not in ("", "0")
 AXES = ("fsdp", "data")
 SPLIT = P(AXES)
 RULES = [("bias", None), (".*", P("fsdp"))]
@@ -47,36 +43,10 @@ def check_right_gradients_pass(context: Context) -> None:
     params = ts.shard(PARAMS, plan)  # no process has all of it
     assert not params["w"].is_fully_addressable
     layouts = testing.layouts(plan, BATCH, SPLIT, by_hand=True)
-    some = [x for x in layouts if SOAK or x.name in ("axes", "by hand")]
+    some = [x for x in layouts if x.name in ("axes", "by hand")]
     body = manual.value_and_grad(loss, AXES, plan)
     report = testing.check_gradients(loss, params, BATCH, plan, layouts=some, by_hand=body)
-    assert len(report.cells["w"]) == len(some) == (10 if SOAK else 2), report
-    assert_same_on_all(str(report))
-
-
-def check_right_dropout_passes(context: Context) -> None:
-    """In bfloat16, with a key that each device folds."""
-
-    def dropout(p: Any, batch: Any, axes: Any = ()) -> Any:
-        x, key = batch
-        key = manual.fold_rng_over_axis(key, axes) if axes else key
-        h = jnp.tanh(x.astype("bfloat16") @ p["w"].astype("bfloat16"))
-        h = jnp.where(jax.random.bernoulli(key, 0.5, h.shape), h, 0)
-        return jnp.mean((h.astype("float32") + p["bias"]) ** 2)
-
-    plan = planned(PARAMS)
-    body = manual.value_and_grad(partial(dropout, axes=AXES), AXES, plan)
-    report = testing.check_gradients(
-        dropout,
-        PARAMS,
-        (BATCH, jax.random.key(0)),
-        plan,
-        layouts=["unchecked"],
-        by_hand=body,
-        batch_specs=(SPLIT, P()),
-    )
-    assert str(report).startswith("check_gradients: Nothing is wrong.\n"), report
-    assert max(report.visible.values()) < 0.01, report
+    assert len(report.cells["w"]) == len(some) == 2, report
     assert_same_on_all(str(report))
 
 
@@ -127,25 +97,20 @@ FAULTS = {
 }
 
 
-def check_steps(context: Context) -> None:
+def check_a_wrong_factor_in_a_step_is_found_on_all(context: Context) -> None:
     optimizer = optax.sgd(0.1, momentum=0.9)
     state = {"params": PARAMS, "opt": optimizer.init(PARAMS)}
     plan = planned(state)
 
-    def sgd(scaled: bool) -> Any:
-        def step(state: Any, x: Any) -> Any:
-            value, grads = jax.value_and_grad(loss)(state["params"], x)
-            if scaled:
-                grads["w"] = grads["w"] * ts.get_axes_size_in_mesh("data")
-            updates, opt = optimizer.update(grads, state["opt"])
-            return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
+    def sgd(state: Any, x: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(state["params"], x)
+        grads["w"] = grads["w"] * ts.get_axes_size_in_mesh("data")
+        updates, opt = optimizer.update(grads, state["opt"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
 
-        return ts.jit_step(step, plan, batch=SPLIT)
-
-    if SOAK:
-        assert_same_on_all(str(testing.check_step(sgd(False), state, BATCH)))
+    step = ts.jit_step(sgd, plan, batch=SPLIT)
     with pytest.raises(WrongResultError) as raised:
-        testing.check_step(sgd(True), ts.shard(state, plan), BATCH)
+        testing.check_step(step, ts.shard(state, plan), BATCH)
     text = str(raised.value)
     assert_same_on_all(text)
     both = "step 1: opt/0/trace/w P('fsdp',); step 1: params/w P('fsdp',): a multiple of"

@@ -9,10 +9,10 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -64,6 +64,16 @@ def start_again(check: str = "") -> None:
     meetings._NAMES = f"treeshard-after-{check} 0/" if check else f"{name} {int(number) + 1}/"
     meetings._sequences.clear()
     meetings._broken.clear()
+
+
+def error_of(call: Callable[[], Any], kind: type[Exception] = ts.ProcessError) -> str:
+    """What a call says as it fails; after that the processes start again."""
+    import pytest  # benchmarks join processes too, where pytest is not installed
+
+    with pytest.raises(kind) as raised:
+        call()
+    start_again()
+    return str(raised.value)
 
 
 def join(port: str, index: int, count: int, devices: int, heartbeat: int = 20) -> None:

@@ -16,7 +16,6 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from tests.multiprocess import launcher, right_results_checks
 from treeshard import manual, testing
 from treeshard.errors import WrongResultError
 from treeshard.testing._findings import axes_of
@@ -585,11 +584,6 @@ def test_a_step_that_was_not_measured_proves_no_axes() -> None:
     with pytest.raises(WrongResultError) as raised:
         testing.check_step(run, state, normal(16, 8, seed=1), layouts=["plan", "mesh"])
     assert facts_of(raised)["step 2: w"].startswith(f"{MULTIPLE} (x 2.000).\n")
-
-
-# ------------------------------------------------------------------ several processes
-
-launched, test_on_two_processes = launcher.tests_of(right_results_checks)
 
 
 @pytest.mark.parametrize("is_mean", [True, False])
