@@ -3,13 +3,10 @@
 import contextlib
 import os
 import re
-import threading
-import warnings
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +20,6 @@ from jax.sharding import PartitionSpec as P
 import treeshard as ts
 from treeshard._core.jax_private import is_in_jit, mesh_of_with_statement, vmapped_axes
 from treeshard._core.mesh import context_mesh
-from treeshard._core.spec_trees import SpecCarrier
 
 BOTH = P("data", "fsdp")
 SOAK = "TREESHARD_SOAK" in os.environ
@@ -62,7 +58,6 @@ CONTEXTS = {
     "NamedSharding": (lambda mesh: contextlib.nullcontext(), by_sharding),
     "with-mesh": (legacy, by_context),
     "set_mesh": (jax.set_mesh, by_context),
-    "set_mesh-and-argument": (jax.set_mesh, by_argument),
     "use_abstract_mesh": (lambda mesh: use_abstract_mesh(mesh.abstract_mesh), by_context),
 }
 
@@ -84,69 +79,53 @@ def loss(c: Any, y: Any) -> Any:
 
 
 def mapped(c: Any, x: Any, axis: str | None) -> Any:
-    return jax.jit(jax.vmap(lambda row: c(row * 2, P(("data", "fsdp"))), spmd_axis_name=axis))(x)
+    return jax.vmap(lambda row: c(row * 2, P(("data", "fsdp"))), spmd_axis_name=axis)(x)
 
 
-def by_hand(c: Any, x: Any, mesh: Mesh, axes: set[str], check: bool) -> Any:
+def layers(c: Any, x: Any) -> Any:
+    return jax.lax.scan(lambda y, w: (y, c(y * w, BOTH)), x, jnp.arange(2.0))[1]
+
+
+def by_hand(c: Any, x: Any, mesh: Mesh, check: bool) -> Any:
     return jax.jit(
         jax.shard_map(
             lambda part: c(part * 2, BOTH),
             mesh=mesh,
             in_specs=P("data"),
             out_specs=P("data"),
-            axis_names=axes,
+            axis_names={"data"},
             check_vma=check,
         )
     )(x)
 
 
-EVERY = {"data", "fsdp"}
+OF_GRADIENT = (BOTH, P(), P(None, "fsdp"))  # an Explicit one has the type of its parameter
+# JAX ignores the name where the mapped dim is Explicit and not sharded on it.
+NAMED = (BOTH, P(None, "fsdp"), BOTH)
 CASES = {
     "jit": Case(lambda c, x, _: jax.jit(lambda y: c(y * 2, BOTH))(x), (BOTH,)),
-    "filter_jit": Case(lambda c, x, _: eqx.filter_jit(lambda y: c(y * 2, BOTH))(x), (BOTH,)),
-    # An Explicit gradient has the type of what it is the gradient of.
-    "jit-of-grad": Case(
-        lambda c, x, _: jax.jit(jax.grad(partial(loss, c)))(x), (BOTH, P(), P(None, "fsdp"))
-    ),
     "checkpoint": Case(
-        lambda c, x, _: jax.jit(jax.grad(jax.checkpoint(partial(loss, c))))(x),
-        (BOTH, P(), P(None, "fsdp")),
+        lambda c, x, _: jax.jit(jax.grad(jax.checkpoint(partial(loss, c))))(x), OF_GRADIENT
     ),
-    "cond": Case(
-        lambda c, x, _: jax.jit(
-            lambda y: jax.lax.cond(y[0, 0] > 1, lambda: c(y, BOTH), lambda: c(y * 2, BOTH))
-        )(x),
-        (BOTH,),
+    "scan": Case(lambda c, x, _: jax.jit(partial(layers, c))(x), (P(None, "data", "fsdp"),)),
+    "vmap": Case(
+        lambda c, x, _: jax.jit(lambda y: mapped(c, y, None))(x), (P(None, ("data", "fsdp")),)
     ),
-    "scan": Case(
-        lambda c, x, _: jax.jit(
-            lambda y: jax.lax.scan(lambda z, w: (z, c(z * w, BOTH)), y, jnp.arange(2.0))[1]
-        )(x),
-        (P(None, "data", "fsdp"),),
-    ),
-    "vmap": Case(lambda c, x, _: mapped(c, x, None), (P(None, ("data", "fsdp")),)),
-    "vmap-spmd": Case(
-        # JAX ignores the name where the mapped dim is Explicit and not sharded on it.
-        lambda c, x, _: mapped(c, x, "data"),
-        (P("data", "fsdp"), P(None, "fsdp"), P("data", "fsdp")),
-    ),
+    "vmap-spmd": Case(lambda c, x, _: jax.jit(lambda y: mapped(c, y, "data"))(x), NAMED),
     "vmap-of-sharded": Case(
-        lambda c, x, _: mapped(c, x, None),
+        lambda c, x, _: jax.jit(lambda y: mapped(c, y, None))(x),
         (P(None, ("data", "fsdp")), BOTH, BOTH),
         start=P("data"),
     ),
-    "shard_map": Case(
-        lambda c, x, mesh: by_hand(c, x, mesh, EVERY, True), (P("data"),), start=P("data")
-    ),
+    "shard_map": Case(lambda c, x, mesh: by_hand(c, x, mesh, True), (BOTH,), start=P("data")),
     "shard_map-unchecked": Case(
-        lambda c, x, mesh: by_hand(c, x, mesh, EVERY, False), (P("data"),), start=P("data")
+        lambda c, x, mesh: by_hand(c, x, mesh, False), (BOTH,), start=P("data")
     ),
-    "shard_map-partial": Case(
-        lambda c, x, mesh: by_hand(c, x, mesh, {"data"}, True), (BOTH,), start=P("data")
-    ),
-    "shard_map-partial-unchecked": Case(
-        lambda c, x, mesh: by_hand(c, x, mesh, {"data"}, False), (BOTH,), start=P("data")
-    ),
+    # Executed at once, operation by operation, as in a notebook.
+    "eager": Case(lambda c, x, _: c(x, BOTH), (BOTH,)),
+    "eager grad": Case(lambda c, x, _: jax.grad(partial(loss, c))(x), OF_GRADIENT),
+    "eager vmap-spmd": Case(lambda c, x, _: mapped(c, x, "data"), NAMED),
+    "eager scan": Case(lambda c, x, _: layers(c, x), (P(None, "data", "fsdp"),)),
 }
 
 
@@ -163,17 +142,18 @@ def reference(case: str) -> np.ndarray:
 
 # All code in one context; in the others what differs in how the mesh is found.
 PLACES = [
-    (case, context)
-    for case in CASES
-    for context in CONTEXTS
-    if context == "set_mesh" or case in ("jit", "vmap-spmd", "shard_map-partial")
+    *((case, "set_mesh", kind) for case in CASES for kind in AXIS_TYPES),
+    *(("jit", context, kind) for context in CONTEXTS for kind in AXIS_TYPES if kind != "mixed"),
+    *(("vmap-spmd", context, "mixed") for context in CONTEXTS),
+    *(("shard_map", context, "mixed") for context in CONTEXTS),
+    *(("eager", context, "auto") for context in CONTEXTS if context != "use_abstract_mesh"),
+    ("eager grad", "mesh-argument", "auto"),
 ]
 
 
 @pytest.mark.usefixtures("quick_compiles")
-@pytest.mark.parametrize("kind", AXIS_TYPES)
-@pytest.mark.parametrize(("case", "context"), PLACES)
-def test_in_a_trace(case: str, context: str, kind: str):
+@pytest.mark.parametrize(("case", "context", "kind"), dict.fromkeys(PLACES))
+def test_it_constrains_and_changes_no_value_in(case: str, context: str, kind: str):
     mesh, (enter, constrain) = mesh_of(kind), CONTEXTS[context]
     run, specs, start = CASES[case]
     x = jax.device_put(SQUARE, NamedSharding(mesh, start))
@@ -185,128 +165,41 @@ def test_in_a_trace(case: str, context: str, kind: str):
     np.testing.assert_array_equal(np.asarray(got), want)
 
 
-# Executed at once, operation by operation, as in a notebook.
-UNJITTED = {
-    "eager": Case(lambda c, x, _: c(x, BOTH), (BOTH,)),
-    "grad": Case(lambda c, x, _: jax.grad(partial(loss, c))(x), (BOTH, P(), P(None, "fsdp"))),
-    "vmap": Case(
-        lambda c, x, _: jax.vmap(lambda row: c(row * 2, P("fsdp")))(x), (P(None, "fsdp"),)
-    ),
-    "vmap-spmd": Case(
-        lambda c, x, _: jax.vmap(lambda row: c(row * 2, P("data")), spmd_axis_name="fsdp")(x),
-        (P("fsdp", "data"), P(None, "data"), P("fsdp", "data")),
-    ),
-    "scan": Case(
-        lambda c, x, _: jax.lax.scan(lambda z, w: (z, c(z * w, BOTH)), x, jnp.arange(2.0))[1],
-        (P(None, "data", "fsdp"),),
-    ),
-}
-# Elsewhere JAX itself cannot run a gradient of values on Explicit axes.
-UNJITTED_PLACES = [
-    *(("eager", context, "auto") for context in CONTEXTS),
-    *((case, "mesh-argument", "auto") for case in UNJITTED if case != "eager"),
-    *((case, "set_mesh", kind) for case in UNJITTED for kind in AXIS_TYPES if case != "eager"),
-    *(
-        ("eager", context, kind)
-        for context in ("set_mesh", "set_mesh-and-argument")
-        for kind in ("explicit", "mixed")
-    ),
-]
-
-
-@pytest.mark.usefixtures("quick_compiles")
-@pytest.mark.parametrize(("case", "context", "kind"), UNJITTED_PLACES)
-def test_executed_at_once(case: str, context: str, kind: str):
-    mesh, (enter, constrain) = mesh_of(kind), CONTEXTS[context]
-    run, specs, start = UNJITTED[case]
-    x = jax.device_put(SQUARE, NamedSharding(mesh, start))
-    want = np.asarray(run(lambda y, _: y, jnp.asarray(SQUARE), mesh))
-    with enter(mesh):
-        got = run(partial(constrain, mesh), x, mesh)
-    np.testing.assert_array_equal(np.asarray(got), want)
-    if case == "eager" and context == "use_abstract_mesh":
-        assert got is x  # no devices to place it on
-    else:
-        spec = specs[list(AXIS_TYPES).index(kind)] if len(specs) > 1 else specs[0]
-        assert same_spec(got, spec, mesh), got.sharding
-
-
-# A constraint under `vmap(spmd_axis_name="data")`, on a mesh of Explicit and Auto axes.
-MIXED = {
-    "one-of-each": ("data=2,fsdp=4", {"data": "explicit", "fsdp": "auto"}),
-    "two-explicit": (
-        "data=2,tensor=2,fsdp=2",
-        {"data": "explicit", "tensor": "explicit", "fsdp": "auto"},
-    ),
-}
-
-
 @pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize("execute", [jax.jit, lambda f: f], ids=["jit", "at-once"])
-@pytest.mark.parametrize(
-    ("axes", "context", "start"),
-    [
-        *(("one-of-each", "set_mesh", start) for start in (P(), P("data"))),
-        *(("two-explicit", context, P("data")) for context in CONTEXTS),
-    ],
-    ids=str,
-)
-def test_under_vmap_on_a_mixed_mesh_as_in_plain_jax(
-    axes: str, context: str, start: P, execute: Any
-):
-    mesh = ts.make_mesh(MIXED[axes][0], axis_types=MIXED[axes][1])
+@pytest.mark.parametrize("context", ["set_mesh", "mesh-argument"])
+def test_under_vmap_two_explicit_axes_and_one_auto_axis_stay(context: str, execute: Any):
+    kinds = {"data": "explicit", "tensor": "explicit", "fsdp": "auto"}
+    mesh = ts.make_mesh("data=2,tensor=2,fsdp=2", axis_types=kinds)
     enter, constrain = CONTEXTS[context]
-    tensor = "tensor" if "tensor" in mesh.axis_names else None
-
-    def plain(row: Any) -> Any:
-        row = row * 2
-        if tensor:
-            row = jax.sharding.reshard(row, NamedSharding(mesh.abstract_mesh, P(tensor)))
-        return jax.lax.with_sharding_constraint(row, NamedSharding(mesh, P(None, "fsdp")))
-
-    def ours(row: Any) -> Any:
-        return constrain(mesh, row * 2, P(tensor, "fsdp"))
-
     cube = np.arange(512, dtype=np.float32).reshape(8, 8, 8)
-    x = jax.device_put(cube, NamedSharding(mesh, start))
+    x = jax.device_put(cube, NamedSharding(mesh, P("data")))
     with enter(mesh):
-        got = execute(jax.vmap(ours, spmd_axis_name="data"))(x)
-        # Executed at once, plain JAX loses "tensor".
-        want = jax.jit(jax.vmap(plain, spmd_axis_name="data"))(x)
-    assert got.sharding == want.sharding
-    if start == P("data"):  # else JAX 0.10.0 does not shard the mapped dim
-        assert got.sharding == NamedSharding(mesh, P("data", tensor, "fsdp"))
+        constrained = jax.vmap(
+            lambda row: constrain(mesh, row * 2, P("tensor", "fsdp")), spmd_axis_name="data"
+        )
+        got = execute(constrained)(x)
+    assert got.sharding == NamedSharding(mesh, P("data", "tensor", "fsdp"))
     np.testing.assert_array_equal(np.asarray(got), cube * 2)
-    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
 
 
 @pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
-@pytest.mark.parametrize("named", ["set_mesh", "mesh-argument"])
-def test_manual_explicit_and_auto_axes_at_once(named: str, check: bool):
+def test_manual_explicit_and_auto_axes_at_once(check: bool):
     mesh = ts.make_mesh("m=2,e=2,a=2", axis_types={"m": "auto", "e": "explicit", "a": "auto"})
     x = jax.device_put(SQUARE, NamedSharding(mesh, P("m")))
-    enter, constrain = CONTEXTS[named]
     part = jax.shard_map(
-        lambda y: constrain(mesh, y * 2, P(("m", "a"), "e")),
+        lambda y: ts.with_sharding_constraint(y * 2, P(("m", "a"), "e")),
         mesh=mesh,
         in_specs=P("m"),
         out_specs=P("m"),
         axis_names={"m"},
         check_vma=check,
     )
-    with enter(mesh):
+    with jax.set_mesh(mesh):
         got = jax.jit(part)(x)
         # shard_map's own out_specs drop "e" again, so the program must tell.
         assert '[{"a"}, {"e"}]' in jax.jit(part).lower(x).as_text()
     np.testing.assert_array_equal(np.asarray(got), SQUARE * 2)
-
-
-def test_outside_a_trace_one_process_exchanges_nothing(mesh: Mesh, monkeypatch: pytest.MonkeyPatch):
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("something was exchanged")
-
-    monkeypatch.setattr("treeshard._core.meetings._client", refuse)
-    assert same_spec(ts.with_sharding_constraint(SQUARE, BOTH, mesh), BOTH, mesh)
 
 
 def test_an_abstract_mesh_in_a_trace_uses_the_devices_of_the_inputs(mesh: Mesh):
@@ -348,54 +241,11 @@ def test_kinds_of_arrays(kind: str):
             assert x.size == 0 or same_spec(got, BOTH, mesh), name
 
 
-@pytest.mark.parametrize("kind", AXIS_TYPES)
-def test_typed_keys_inside_shard_map_and_vmap(kind: str):
-    mesh = mesh_of(kind)
-    keys = jax.device_put(LEAVES["typed keys"], NamedSharding(mesh, P("data")))
-    by_hand = jax.shard_map(
-        lambda part: ts.with_sharding_constraint(part, BOTH),
-        mesh=mesh,
-        in_specs=P("data"),
-        out_specs=P("data"),
-        axis_names={"data"},
-    )
-    mapped = jax.vmap(lambda k: ts.with_sharding_constraint(k, P("fsdp")))
-    with jax.set_mesh(mesh):
-        both = jax.jit(lambda keys: (by_hand(keys), mapped(keys)))(keys)
-    for got in both:
-        assert got.sharding.shard_shape(got.shape)[1] == 2
-        assert bits(got) == bits(keys)
-
-
-class Layer(eqx.Module):
-    weight: jax.Array
-    activation: Callable[[Any], Any]
-    name: str
-    depth: int
-    bias: None = None
-
-
-def layer() -> Layer:
-    return Layer(jnp.asarray(SQUARE), jax.nn.relu, "mlp", 3)
-
-
-def test_a_module_keeps_leaves_that_are_not_arrays(mesh: Mesh):
-    got = ts.with_sharding_constraint(layer(), BOTH, mesh)
-    assert same_spec(got.weight, BOTH, mesh)
-    assert (got.activation, got.name, got.depth) == (jax.nn.relu, "mlp", 3)
-    traced = eqx.filter_jit(lambda m: ts.with_sharding_constraint(m, BOTH, mesh))(layer())
-    assert same_spec(traced.weight, BOTH, mesh)
-    assert traced.activation is jax.nn.relu
-
-
 def test_structs_get_the_sharding(mesh: Mesh):
     struct = jax.ShapeDtypeStruct((8, 6), jnp.bfloat16, weak_type=False)
     with pytest.warns(ts.ShardingWarning, match="6 is not divisible"):
         got = ts.with_sharding_constraint(struct, BOTH, mesh)
     assert got == struct.update(sharding=NamedSharding(mesh, P("data")))
-
-
-def test_structs_on_abstract_meshes_of_any_size():
     big = AbstractMesh((4096, 16), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
     got = ts.with_sharding_constraint(jax.ShapeDtypeStruct((8192, 32), "float32"), P("fsdp"), big)
     assert got.sharding == NamedSharding(big, P("fsdp"))
@@ -409,29 +259,28 @@ def test_structs_on_abstract_meshes_of_any_size():
 STRUCT = jax.ShapeDtypeStruct((8, 8), "float32")
 
 
-@pytest.mark.parametrize(
-    "leaf",
-    [SQUARE, jax.nn.relu, "name", 3, 2.5, True, STRUCT, np.array([None])],
-    ids=lambda leaf: type(leaf).__name__,
-)
-def test_without_a_mesh_leaves_are_unchanged(leaf: Any):
-    assert ts.with_sharding_constraint([leaf], [BOTH])[0] is leaf
-    assert ts.unshard([leaf], [BOTH], "fsdp")[0] is leaf
+OTHERS = [jax.nn.relu, "name", 3, 2.5, True, np.array([None])]
 
 
-@pytest.mark.parametrize(
-    "leaf", [jax.nn.relu, "name", 3, 2.5, np.array([None])], ids=lambda leaf: type(leaf).__name__
-)
-def test_leaves_that_are_not_arrays_are_unchanged(leaf: Any, mesh: Mesh):
-    assert ts.with_sharding_constraint([leaf], BOTH, mesh)[0] is leaf
+def test_without_a_mesh_leaves_are_unchanged():
+    leaves = [SQUARE, STRUCT, *OTHERS]
+    for got in (ts.with_sharding_constraint(leaves, BOTH), ts.unshard(leaves, BOTH, "fsdp")):
+        assert all(x is y for x, y in zip(got, leaves, strict=True))
 
 
-def test_none_leaves_a_subtree_unchanged(mesh: Mesh):
-    tree = {"a": {"w": SQUARE, "v": STRUCT}, "b": SQUARE}
-    got = ts.with_sharding_constraint(tree, {"a": None, "b": P("data")}, mesh)
-    assert got["a"] == tree["a"]
-    assert got["a"]["w"] is SQUARE
-    assert same_spec(got["b"], P("data"), mesh)
+def test_leaves_without_a_spec_and_those_that_are_no_arrays_are_unchanged(mesh: Mesh):
+    tree = {"none": {"w": SQUARE, "v": STRUCT}, "others": OTHERS}
+
+    def f(w: Any) -> Any:
+        specs = {"none": None, "others": BOTH, "w": P("data")}
+        got = ts.with_sharding_constraint({**tree, "w": w}, specs, mesh)
+        assert got["none"]["w"] is SQUARE
+        assert got["none"]["v"] is STRUCT
+        assert all(x is y for x, y in zip(got["others"], OTHERS, strict=True))
+        return got["w"]
+
+    assert same_spec(f(SQUARE), P("data"), mesh)
+    assert same_spec(jax.jit(f)(SQUARE), P("data"), mesh)
 
 
 def test_an_abstract_mesh_outside_a_trace_moves_no_arrays(mesh: Mesh):
@@ -460,16 +309,14 @@ def test_a_mesh_foreign_to_explicit_axes_is_ignored(kind: str, fsdp_mesh: Mesh):
     traced(f, jax.device_put(SQUARE, NamedSharding(mesh_of(kind), P("data"))))
 
 
-@pytest.mark.parametrize("axes", [{"data"}, EVERY], ids=["partial", "full"])
-def test_a_mesh_foreign_to_manual_axes_is_ignored(axes: set[str], mesh: Mesh, fsdp_mesh: Mesh):
+def test_a_mesh_foreign_to_manual_axes_is_ignored_and_one_foreign_to_auto_axes_used(
+    mesh: Mesh, fsdp_mesh: Mesh
+):
     def f(x: Any) -> Any:
         assert ts.with_sharding_constraint(x, P("fsdp"), fsdp_mesh) is x
         return x
 
-    traced(jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P(), axis_names=axes), SQUARE)
-
-
-def test_a_mesh_foreign_to_auto_axes_is_used(mesh: Mesh, fsdp_mesh: Mesh):
+    traced(jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"}), SQUARE)
     with jax.set_mesh(mesh):
         got = jax.jit(lambda x: ts.with_sharding_constraint(x * 2, P("fsdp"), fsdp_mesh))(SQUARE)
     assert same_spec(got, P("fsdp"), fsdp_mesh)
@@ -502,64 +349,45 @@ def test_explicit_axes_that_lie_right_are_left_alone():
 # ------------------------------------------------------------------ which mesh
 
 
-class Carrier(SpecCarrier):
-    """Stands for a tree of specs, as a Plan does."""
-
-    def __init__(self, specs: Any, mesh: Any):
-        self.specs, self.mesh = specs, mesh
-
-
-def test_the_argument_goes_before_the_sharding_before_the_context(mesh: Mesh, fsdp_mesh: Mesh):
-    own = NamedSharding(mesh, P("fsdp"))
+def test_the_argument_goes_before_the_sharding_and_the_plan_before_the_context(
+    mesh: Mesh, fsdp_mesh: Mesh
+):
+    own = NamedSharding(mesh, P("fsdp"), memory_kind="pinned_host")
+    plan = ts.plan({"w": SQUARE}, [("w", P("fsdp"))], mesh, min_size=0)
     with jax.set_mesh(ts.make_mesh("data=4,fsdp=2")):
         assert ts.with_sharding_constraint(SQUARE, P("fsdp")).sharding.shard_shape((8, 8)) == (4, 8)
         assert ts.with_sharding_constraint(SQUARE, own).sharding == own
-        got = ts.with_sharding_constraint(SQUARE, own, fsdp_mesh)
+        got = ts.with_sharding_constraint(SQUARE, NamedSharding(mesh, P("fsdp")), fsdp_mesh)
         assert got.sharding == NamedSharding(fsdp_mesh, P("fsdp"))
+        got = ts.with_sharding_constraint({"w": SQUARE}, plan, fsdp_mesh)["w"]
+        assert got.sharding == NamedSharding(fsdp_mesh, P("fsdp"))
+        got = ts.with_sharding_constraint({"w": SQUARE}, plan)["w"]
+        assert got.sharding == NamedSharding(mesh, P("fsdp"))
+        assert ts.unshard({"w": got}, plan, "data")["w"] is got
+        assert ts.unshard({"w": got}, plan, "fsdp")["w"].sharding == NamedSharding(mesh, P())
+    assert ts.with_sharding_constraint(STRUCT, own).sharding == own
 
 
-def test_a_sharding_keeps_its_memory_kind(mesh: Mesh):
-    pinned = NamedSharding(mesh, P("data"), memory_kind="pinned_host")
-    assert ts.with_sharding_constraint(STRUCT, pinned).sharding == pinned
-    assert ts.with_sharding_constraint(SQUARE, pinned).sharding == pinned
-
-
-def test_a_carrier_brings_its_mesh(mesh: Mesh, fsdp_mesh: Mesh):
-    carrier = Carrier({"w": P("fsdp")}, mesh)
-    got = ts.with_sharding_constraint({"w": SQUARE}, carrier)["w"]
-    assert got.sharding == NamedSharding(mesh, P("fsdp"))
-    got = ts.with_sharding_constraint({"w": SQUARE}, carrier, fsdp_mesh)["w"]
-    assert got.sharding == NamedSharding(fsdp_mesh, P("fsdp"))
-    assert ts.unshard(got, carrier.specs["w"], "data") is got
-    assert ts.unshard({"w": got}, carrier, "fsdp")["w"].sharding == NamedSharding(mesh, P())
-
-
-def test_an_explicit_mesh_given_to_an_auto_trace_speaks_of_auto_axes(mesh: Mesh):
-    with jax.set_mesh(mesh):
-        got = jax.jit(lambda x: by_argument(mesh_of("explicit"), x * 2, BOTH))(SQUARE)
-    assert same_spec(got, BOTH, mesh)
-
-
-@pytest.mark.parametrize("kind", ["explicit", "mixed"])
-def test_an_explicit_mesh_that_nothing_else_names_speaks_of_auto_axes(kind: str, fsdp_mesh: Mesh):
+def test_an_explicit_mesh_that_the_context_does_not_name_speaks_of_auto_axes(
+    mesh: Mesh, fsdp_mesh: Mesh
+):
     def f(x: Any) -> Any:
-        return by_argument(mesh_of(kind), x * 2, BOTH)
+        return by_argument(mesh_of("mixed"), x * 2, BOTH)
 
-    assert same_spec(jax.jit(f)(SQUARE), BOTH, mesh_of(kind))
-    assert same_spec(f(SQUARE), BOTH, mesh_of(kind))
-    with jax.set_mesh(fsdp_mesh):
-        assert same_spec(jax.jit(f)(SQUARE), BOTH, mesh_of(kind))
+    assert same_spec(jax.jit(f)(SQUARE), BOTH, mesh)
+    assert same_spec(f(SQUARE), BOTH, mesh)
+    for context in (mesh, fsdp_mesh):
+        with jax.set_mesh(context):
+            assert same_spec(jax.jit(f)(SQUARE), BOTH, mesh)
 
 
-@pytest.mark.parametrize("kind", ["explicit", "mixed"])
-def test_the_context_knows_the_types_of_a_mesh_better(kind: str, mesh: Mesh):
-    typed = mesh_of(kind)
-    with jax.set_mesh(typed):
-        assert ts.with_sharding_constraint(SQUARE, BOTH, mesh).sharding == NamedSharding(
-            typed, BOTH
-        )
-    x = jax.device_put(SQUARE, NamedSharding(typed, P()))
-    with use_abstract_mesh(typed.abstract_mesh):
+def test_the_context_knows_the_types_of_a_mesh_better(mesh: Mesh):
+    mixed = mesh_of("mixed")
+    with jax.set_mesh(mixed):
+        placed = ts.with_sharding_constraint(SQUARE, BOTH, mesh)
+    assert placed.sharding == NamedSharding(mixed, BOTH)
+    x = jax.device_put(SQUARE, NamedSharding(mixed, P()))
+    with use_abstract_mesh(mixed.abstract_mesh):
         got = jax.jit(lambda y: ts.with_sharding_constraint(y * 2, BOTH, mesh))(x)
     assert same_spec(got, BOTH, mesh)
 
@@ -575,17 +403,6 @@ def test_the_context_knows_the_devices_better_in_a_trace(mesh: Mesh):
     with jax.set_mesh(mesh):
         assert same_spec(jax.jit(f)(SQUARE), BOTH, mesh)
         assert same_spec(ts.with_sharding_constraint(SQUARE, BOTH, turned), BOTH, turned)
-
-
-def test_the_context_is_the_threads_own(mesh: Mesh):
-    seen: list[Any] = []
-    with jax.set_mesh(mesh):
-        thread = threading.Thread(
-            target=lambda: seen.append(ts.with_sharding_constraint(SQUARE, BOTH) is SQUARE)
-        )
-        thread.start()
-        thread.join()
-    assert seen == [True]
 
 
 def test_a_jax_without_the_private_lookups(monkeypatch: pytest.MonkeyPatch, mesh: Mesh):
@@ -606,27 +423,17 @@ def test_a_jax_without_the_private_lookups(monkeypatch: pytest.MonkeyPatch, mesh
 # ------------------------------------------------------------------ projection
 
 PROJECTED = {
-    "unknown axes of one dim": (P(("pipe", "data", "tensor")), P("data")),
-    "names of other meshes": (P("dp", "sp"), P()),
+    "names of other meshes": (P(("pipe", "data"), "sp"), P("data")),
     "a near name beside the known one": (P(("data", "data2")), P("data")),
     "trailing None beyond the rank": (P("data", None, None, None), P("data")),
     "major axis first": (P(("fsdp", "data")), P(("fsdp", "data"))),
-    "unconstrained": (P("data", P.UNCONSTRAINED), P("data")),
 }
 
 
 def test_axes_dropped_silently(mesh: Mesh):
-    def constrained(x: Any) -> dict[str, Any]:
-        return {
-            name: ts.with_sharding_constraint(x, asked, mesh)
-            for name, (asked, _) in PROJECTED.items()
-        }
-
-    for got in (constrained(SQUARE), jax.jit(constrained)(SQUARE)):
-        wrong = {
-            name for name, (_, spec) in PROJECTED.items() if not same_spec(got[name], spec, mesh)
-        }
-        assert not wrong
+    for name, (asked, spec) in PROJECTED.items():
+        constrained = partial(ts.with_sharding_constraint, shardings=asked, mesh=mesh)
+        assert same_spec(constrained(SQUARE), spec, mesh), name
 
 
 @pytest.mark.parametrize("kind", AXIS_TYPES)
@@ -661,7 +468,7 @@ WARNED = {
 
 
 @pytest.mark.parametrize(("asked", "given", "message"), WARNED.values(), ids=WARNED)
-@pytest.mark.parametrize("uneven", ["warn", "drop", "error", "keep"])
+@pytest.mark.parametrize("uneven", ["warn", "drop", "error"])
 def test_axes_dropped_with_a_warning(asked: P, given: P, message: str, uneven: Any, mesh: Mesh):
     with pytest.warns(ts.ShardingWarning) as caught:
         got = ts.with_sharding_constraint({"w": SQUARE}, asked, mesh, uneven=uneven)
@@ -672,31 +479,24 @@ def test_axes_dropped_with_a_warning(asked: P, given: P, message: str, uneven: A
 UNEVEN = {"w": np.ones((6, 8), np.float32), "v": [np.ones((8, 3), np.float32)]}
 
 
-def test_uneven_dims_are_reported(mesh: Mesh):
+def test_uneven_dims_are_reported_in_one_warning_or_dropped_in_silence(mesh: Mesh):
+    asked = P(("data", "fsdp"))
     with pytest.warns(ts.ShardingWarning) as caught:
-        got = ts.with_sharding_constraint(UNEVEN, P(("data", "fsdp")), mesh)
+        got = ts.with_sharding_constraint(UNEVEN, asked, mesh)
     assert [str(w.message) for w in caught] == [
         "with_sharding_constraint: w: P(('data', 'fsdp'),) splits dim 0 of shape (6, 8) into 8"
         " parts, and 6 is not divisible by 8. Pad it to 8, or use another dim or axis. The mesh:"
         " data=2, fsdp=4. It is constrained to P('data',) instead."
     ]
-    assert same_spec(got["w"], P("data"), mesh)
-    assert same_spec(got["v"][0], P(("data", "fsdp")), mesh)
-
-
-def test_several_uneven_dims_are_reported_at_once(mesh: Mesh):
+    for part in (got, ts.with_sharding_constraint(UNEVEN, asked, mesh, uneven="drop")):
+        assert same_spec(part["w"], P("data"), mesh)
+        assert same_spec(part["v"][0], asked, mesh)
     with pytest.warns(ts.ShardingWarning) as caught:
         ts.with_sharding_constraint(UNEVEN, P("fsdp", "data"), mesh)
-    (warning,) = caught
-    head, first, second = str(warning.message).split("\n")
+    head, first, second = str(caught.pop().message).split("\n")
     assert head == "with_sharding_constraint: 2 constraints were only applied in part:"
     assert first.startswith("  v/0: P('fsdp', 'data') splits dim 1 of shape (8, 3) into 2 parts")
     assert second.startswith("  w: P('fsdp', 'data') splits dim 0 of shape (6, 8) into 4 parts")
-
-
-def test_uneven_drop_is_silent(mesh: Mesh):
-    got = ts.with_sharding_constraint(UNEVEN, P("fsdp", "data"), mesh, uneven="drop")
-    assert same_spec(got["w"], P(None, "data"), mesh)
 
 
 @pytest.mark.parametrize("where", ["eager", "jit"])
@@ -732,23 +532,19 @@ def test_uneven_keep_pads_intermediates(execute: Any, kind: str):
     assert '[{"data"}, {"fsdp"}]' in text
 
 
-KEEP_FAILS = {
-    "eager": ("auto", lambda x: ts.with_sharding_constraint(x, P("data"), uneven="keep")),
-    "struct": (
-        "auto",
-        lambda x: ts.with_sharding_constraint(
-            jax.ShapeDtypeStruct(x.shape, x.dtype), P("data"), uneven="keep"
-        ),
-    ),
-    "explicit": (
-        "explicit",
-        jax.jit(lambda x: ts.with_sharding_constraint(x, P("data"), uneven="keep")),
-    ),
-    "mixed": ("mixed", jax.jit(lambda x: ts.with_sharding_constraint(x, P("data"), uneven="keep"))),
-}
+def kept(x: Any) -> Any:
+    return ts.with_sharding_constraint(x, P("data"), uneven="keep")
 
 
-@pytest.mark.parametrize(("kind", "f"), KEEP_FAILS.values(), ids=KEEP_FAILS)
+@pytest.mark.parametrize(
+    ("kind", "f"),
+    [
+        ("auto", kept),
+        ("auto", lambda x: kept(jax.ShapeDtypeStruct(x.shape, x.dtype))),
+        ("mixed", jax.jit(kept)),
+    ],
+    ids=["eager", "struct", "mixed"],
+)
 def test_uneven_keep_elsewhere_is_an_error(kind: str, f: Any):
     with jax.set_mesh(mesh_of(kind)), pytest.raises(ts.SpecError) as error:
         f(np.ones((3, 2), np.float32))
@@ -761,40 +557,21 @@ def test_uneven_keep_elsewhere_is_an_error(kind: str, f: Any):
     )
 
 
-# ------------------------------------------------------------------ messages
-
 MISTAKES = {
     "rank": (
-        {"a": SQUARE, "b": {"c": SQUARE}},
         P("data", None, "fsdp"),
-        "with_sharding_constraint: 2 constraints do not fit:\n"
-        "  a: float32[8,8] as P('data', None, 'fsdp') on the mesh (data=2, fsdp=4): P('data', None,"
-        " 'fsdp') has 3 entries, but shape (8, 8) has 2 dims. Drop the last entry.\n"
-        "  b/c: float32[8,8] as P('data', None, 'fsdp') on the mesh (data=2, fsdp=4): P('data',"
-        " None, 'fsdp') has 3 entries, but shape (8, 8) has 2 dims. Drop the last entry.",
+        "w: float32[8,8] as P('data', None, 'fsdp') on the mesh (data=2, fsdp=4): P('data', None,"
+        " 'fsdp') has 3 entries, but shape (8, 8) has 2 dims. Drop the last entry.",
     ),
-    "logical names": (
-        {"w": SQUARE},
-        {"w": ("embed", "heads")},
-        "w: ('embed', 'heads') is a tuple of logical names, and no rules are in force to resolve"
-        " them. Write P('embed', 'heads') if these are mesh axes, or run inside"
-        " `with treeshard.logical_axis_rules(rules):`.",
-    ),
-    "structure": (
-        {"w": SQUARE},
-        {"v": P()},
-        "at the root: the shardings lack 'w' and the tree has no 'v'. The shardings must have the"
-        " tree's structure, or be a prefix of it, where one spec serves a whole subtree.",
-    ),
+    "structure": ({"v": P()}, "at the root: the shardings lack 'w' and the tree has no 'v'."),
 }
 
 
-@pytest.mark.parametrize(("tree", "specs", "message"), MISTAKES.values(), ids=MISTAKES)
+@pytest.mark.parametrize(("specs", "message"), MISTAKES.values(), ids=MISTAKES)
 @pytest.mark.parametrize("execute", [jax.jit, lambda f: f], ids=["jit", "eager"])
-def test_mistakes(tree: Any, specs: Any, message: str, execute: Any, mesh: Mesh):
-    with jax.set_mesh(mesh), pytest.raises(ts.SpecError) as error:
-        execute(lambda t: ts.with_sharding_constraint(t, specs))(tree)
-    assert str(error.value) == message
+def test_mistakes(specs: Any, message: str, execute: Any, mesh: Mesh):
+    with jax.set_mesh(mesh), pytest.raises(ts.SpecError, match=re.escape(message)):
+        execute(lambda t: ts.with_sharding_constraint(t, specs))({"w": SQUARE})
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -811,20 +588,18 @@ def test_an_unknown_value_of_uneven():
 def test_unshard_gathers_over_one_axis(kind: str):
     mesh, specs = mesh_of(kind), {"w": P("data", "fsdp"), "b": P("data"), "m": P(("fsdp", "data"))}
     tree = {name: jax.device_put(SQUARE, NamedSharding(mesh, s)) for name, s in specs.items()}
-    want = {"w": P("data"), "b": P("data"), "m": P("data")}
     with jax.set_mesh(mesh):
         eager = ts.unshard(tree, specs, "fsdp")
         traced = jax.jit(lambda t: ts.unshard(t, specs, "fsdp"))(tree)
-    for name in tree:
-        for got in (eager, traced):
-            assert same_spec(got[name], want[name], mesh), name
-            np.testing.assert_array_equal(np.asarray(got[name]), SQUARE)
+    for got in (*eager.values(), *traced.values()):
+        assert same_spec(got, P("data"), mesh)
+        np.testing.assert_array_equal(np.asarray(got), SQUARE)
     assert eager["b"] is tree["b"]
 
 
 def test_unshard_over_several_axes_and_by_named_shardings(mesh: Mesh):
     x = jax.device_put(SQUARE, NamedSharding(mesh, BOTH))
-    assert same_spec(ts.unshard(x, BOTH, "fsdp"), P("data"), mesh) is False  # no mesh: as it is
+    assert ts.unshard(x, BOTH, "fsdp") is x  # no mesh
     assert same_spec(ts.unshard(x, x.sharding, "fsdp"), P("data"), mesh)
     assert same_spec(ts.unshard(x, BOTH, "fsdp", mesh), P("data"), mesh)
     assert same_spec(ts.unshard(x, x.sharding, ["data", "fsdp"]), P(), mesh)
@@ -884,36 +659,21 @@ def constraints(draw: st.DrawFn) -> tuple[np.ndarray, P]:
     return np.arange(np.prod(shape, dtype=int), dtype=np.int32).reshape(shape), P(*parts)
 
 
-def unwarned(f: Callable[[], Any]) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ts.ShardingWarning)
-        return f()
-
-
+@pytest.mark.filterwarnings("ignore::treeshard.ShardingWarning")
 @pytest.mark.parametrize("kind", AXIS_TYPES)
-@settings(deadline=None, max_examples=60 if SOAK else 20)
-@given(case=constraints(), uneven=st.sampled_from(["warn", "drop"]))
-def test_a_constraint_changes_no_value(case: tuple[np.ndarray, P], uneven: Any, kind: str):
+@settings(deadline=None, max_examples=60 if SOAK else 10)
+@given(case=constraints())
+def test_a_constraint_changes_no_value(case: tuple[np.ndarray, P], kind: str):
     x, spec = case
-    constrain = partial(ts.with_sharding_constraint, shardings=spec, uneven=uneven)
+    constrain = partial(ts.with_sharding_constraint, shardings=spec, uneven="drop")
     with jax.set_mesh(mesh_of(kind)):
-        got = unwarned(lambda: constrain([x]))[0]
-        assert unwarned(lambda: jax.eval_shape(constrain, [x])[0]).shape == x.shape
+        got = constrain([x])[0]
+        traced = jax.jit(lambda y: constrain(y + 1))(x)
     assert got.dtype == x.dtype
     assert all((np.asarray(s.data) == x[s.index]).all() for s in got.addressable_shards)
     assert got.sharding.mesh == mesh_of(kind)
-
-
-@pytest.mark.parametrize("kind", AXIS_TYPES)
-@settings(deadline=None, max_examples=12 if SOAK else 6)
-@given(case=constraints())
-def test_a_traced_constraint_changes_no_value(case: tuple[np.ndarray, P], kind: str):
-    x, spec = case
-    with jax.set_mesh(mesh_of(kind)):
-        f = jax.jit(lambda y: ts.with_sharding_constraint(y + 1, spec, uneven="drop"))
-        got = unwarned(lambda: f(x))
     if x.size:
-        np.testing.assert_array_equal(np.asarray(got), x + 1)
+        np.testing.assert_array_equal(np.asarray(traced), x + 1)
 
 
 def test_a_second_call_compiles_nothing(mesh: Mesh, compiles: list[str]):
