@@ -24,7 +24,7 @@ def normal(seed: int, *shape: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
-# No dim is divisible by 3, 5, 7 or 8, and that of `v` is smaller than most meshes.
+# No dim is divisible by 3 or 8, and that of `v` is smaller than most meshes.
 PARAMS = {
     "w": normal(0, 11, 13),
     "deep": normal(1, 2, 13, 17) / 4,
@@ -67,7 +67,7 @@ OPTIMIZER = optax.adamw(1e-2)
 
 
 @checks
-@pytest.mark.parametrize("count", [3, 5, 7, 8])
+@pytest.mark.parametrize("count", [3, 8])
 def test_raw_gradients_and_two_steps_are_those_of_one_device(count: int, check_vma: bool) -> None:
     mesh = ts.make_mesh({"fsdp": count}, devices=jax.devices()[:count])
     x = normal(4, 2 * count, 11)
@@ -196,15 +196,6 @@ def test_a_second_axis_pads_another_dim() -> None:
         return manual.gather_params(part, "data")["w"]
 
     assert np.array_equal(on(mesh, run, P(), P(), False)(PARAMS["w"]), PARAMS["w"])
-
-
-def test_without_pad_leaves_stay_whole_and_the_warning_says_how_to_pad(fsdp_mesh) -> None:
-    def run(w: jax.Array) -> Any:
-        return manual.shard_params({"w": w}, "fsdp", min_size=1)["w"]
-
-    why = r"w: no free dim of shape \(11, 13\) is divisible by 8\. `pad=True` would pad it\."
-    with pytest.warns(ts.ShardingWarning, match=why):
-        assert on(fsdp_mesh, run, P(), P())(PARAMS["w"]).shape == (11, 13)
 
 
 def test_pad_with_specs_is_an_error(fsdp_mesh) -> None:
