@@ -103,13 +103,12 @@ def _loss(params: Any, batch: Any) -> jax.Array:
 BATCH = {"x": struct(ROWS, WIDTH), "y": struct(ROWS, WIDTH)}
 
 
-def _averaged(mesh: Any, *, copied: bool) -> Program:
+def average(mesh: Any) -> Program:
     optimizer = optax.adamw(1e-3)
 
     def init(key: jax.Array) -> Any:
         params = _mlp(key)
-        average = jax.tree.map(jnp.copy, params) if copied else params
-        return {"params": params, "ema": average, "opt": optimizer.init(params)}
+        return {"params": params, "ema": params, "opt": optimizer.init(params)}
 
     def step(state: Any, batch: Any) -> tuple[Any, Any]:
         loss, grads = jax.value_and_grad(_loss)(state["params"], batch)
@@ -120,14 +119,6 @@ def _averaged(mesh: Any, *, copied: bool) -> Program:
 
     roles = {"params/": "trained", "ema/": "updated only", "opt/": "updated only"}
     return _made(mesh, init, step, BATCH, roles)
-
-
-def average(mesh: Any) -> Program:
-    return _averaged(mesh, copied=True)
-
-
-def average_of_same_arrays(mesh: Any) -> Program:
-    return _averaged(mesh, copied=False)
 
 
 def lora(mesh: Any) -> Program:
@@ -153,24 +144,6 @@ def lora(mesh: Any) -> Program:
 
     roles = {"base/": "frozen", "lora/": "trained", "opt/": "updated only"}
     return _made(mesh, init, step, BATCH, roles)
-
-
-def frozen_tower(mesh: Any) -> Program:
-    """A vision tower whose updates an optimizer sets to zero."""
-    labels = {"vision": "frozen", "head": "trained"}
-    optimizer = optax.multi_transform(
-        {"frozen": optax.set_to_zero(), "trained": optax.adamw(1e-3)}, labels
-    )
-
-    def init(key: jax.Array) -> Any:
-        return {"vision": _mlp(key), "head": _mlp(jax.random.split(key)[0])}
-
-    def loss(params: Any, batch: Any) -> jax.Array:
-        x = _apply(params["vision"], batch["x"])
-        return jnp.mean((_apply(params["head"], x) - batch["y"]) ** 2)
-
-    roles = {"params/vision": "frozen", "params/head": "trained", "opt/": "updated only"}
-    return _trained(mesh, init, loss, BATCH, None, roles, optimizer)
 
 
 # ------------------------------------------------------------------ experts
@@ -325,36 +298,6 @@ def accumulated_layers(mesh: Any) -> Program:
 
 
 # ------------------------------------------------------------------ several optimizers
-
-
-def two_optimizers(mesh: Any) -> Program:
-    def init(key: jax.Array) -> Any:
-        first, second = _mlp(key), _mlp(jax.random.split(key)[0])
-        return {
-            "first": first,
-            "second": second,
-            "opts": (adam.init(first), momentum.init(second)),
-        }
-
-    adam, momentum = optax.adamw(1e-3), optax.sgd(1e-2, momentum=0.9)
-
-    def step(state: Any, batch: Any) -> tuple[Any, Any]:
-        def loss(first: Any, second: Any) -> jax.Array:
-            return jnp.mean((_apply(second, _apply(first, batch["x"])) - batch["y"]) ** 2)
-
-        parts = state["first"], state["second"]
-        value, grads = jax.value_and_grad(loss, (0, 1))(*parts)
-        new, opts = [], []
-        for optimizer, part, grad, opt in zip(
-            (adam, momentum), parts, grads, state["opts"], strict=True
-        ):
-            updates, opt = optimizer.update(grad, opt, part)
-            new.append(optax.apply_updates(part, updates))
-            opts.append(opt)
-        return {"first": new[0], "second": new[1], "opts": tuple(opts)}, value
-
-    roles = {"first/": "trained", "second/": "trained", "opts/": "updated only"}
-    return _made(mesh, init, step, BATCH, roles)
 
 
 def muon(mesh: Any) -> Program:
@@ -513,15 +456,12 @@ def batch_norm(mesh: Any) -> Program:
 
 PROGRAMS: dict[str, Callable[[Any], Program]] = {
     "average": average,
-    "average of the same arrays": average_of_same_arrays,
     "low-rank factors": lora,
-    "frozen tower": frozen_tower,
     "experts by constraints": experts_by_constraints,
     "experts by hand": experts_by_hand,
     "tied heads": tied_heads,
     "recurrent": gru,
     "accumulated layers": accumulated_layers,
-    "two optimizers": two_optimizers,
     "muon": muon,
     "actor and critic": actor_and_critic,
     "critic first": critic_first,

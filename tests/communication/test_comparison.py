@@ -1,11 +1,9 @@
 """Programs are compared with their plans, and each difference is explained."""
 
-import os
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from helpers import struct
@@ -24,32 +22,13 @@ ROWS = P("fsdp")
 
 # ------------------------------------------------------------------ against compiled
 
-# All combinations would be 60 programs, of a few seconds each.
 EXACT = [
-    ("mlp", "hand", "fsdp=8", False, False),
     ("mlp", "hand", "data=2,fsdp=4", True, True),
-    ("mlp", "jit", "data=4,fsdp=2", False, False),
     ("mlp", "jit", "pod=2,data=2,fsdp=2", True, True),
     ("transformer", "hand", "data=2,fsdp=4", True, False),
     ("transformer", "jit", "fsdp=8", False, False),
     ("conv", "hand", "data=4,fsdp=2", False, False),
-    ("conv", "hand", "pod=2,data=2,fsdp=2", True, True),
-    ("conv", "jit", "data=2,fsdp=4", True, False),
 ]
-
-if os.environ.get("TREESHARD_SOAK"):  # `make soak`
-    EXACT = [
-        (name, *way[:1], axes, *way[1:])
-        for name in ("mlp", "transformer", "conv")
-        for axes in ("fsdp=8", "data=2,fsdp=4", "data=4,fsdp=2", "pod=2,data=2,fsdp=2")
-        for way in (
-            ("hand", False, False),
-            ("hand", True, False),
-            ("hand", True, True),
-            ("jit", False, False),
-            ("jit", True, True),
-        )
-    ]
 
 
 @pytest.mark.parametrize(("name", "way", "axes", "scan", "remat"), EXACT)
@@ -126,14 +105,10 @@ def test_a_scan_without_unshard_moves_activations() -> None:
     plan, program = compiled("mlp", "no hints", ts.make_mesh("fsdp=8"), scan=True)
     compared = ts.compare_communication(plan, program, scan="layers")
     moved = next(x for x in compared.unplanned if x.code == "activation")
-    assert "unplanned" in moved.fact
     assert "of computed values" in moved.fact
     assert "`unshard(layer, layer_specs(specs), axis)`" in moved.hint
     assert all("small_models.py:" in (x.source or "") for x in moved.collectives)
     assert "small_models.py:" in str(moved)
-    named = {x.path for x in compared.compiled} - {None}
-    assert all(str(path).startswith(("state/", "batch")) for path in named)
-    assert not any(x.path for x in moved.collectives)
 
 
 def planned(axes: str, tree: Any, rules: dict[str, Any]) -> ts.Plan:
@@ -282,51 +257,6 @@ def test_a_batch_reshaped_across_devices_for_accumulation() -> None:
     assert "x 4 trips = " in left.fact
 
 
-@pytest.mark.parametrize("axes", ["fsdp=8", "data=2,fsdp=4"])
-def test_a_loop_over_minibatches_by_hand(axes: str) -> None:
-    plan = planned(axes, {"w": struct(16, 32)}, {"w": P("fsdp")})
-    names = plan.mesh.axis_names
-    grad = value_and_grad(lambda p, x: jnp.mean((x @ p["w"]) ** 2), names, plan)
-
-    def step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
-        def one(total: Any, x: jax.Array) -> tuple[Any, jax.Array]:
-            # Each minibatch needs weights of its own, so that the gather stays in the loop.
-            value, grads = grad(jax.tree.map(jnp.subtract, state, total), x)
-            return jax.tree.map(jnp.add, total, grads), value
-
-        grads, values = jax.lax.scan(one, jax.tree.map(jnp.zeros_like, state), x.reshape(4, -1, 16))
-        return jax.tree.map(jnp.subtract, state, grads), values.mean()
-
-    run = shard_map_step(step, plan, batch=P(names))
-    compared = run.communication(plan.structs, struct(64, 16))
-    # The step asks for a gather in each trip, of weights that change: these are planned.
-    [row] = [row for row in compared.rows if row.kind == "all-gather"]
-    assert (row.count, row.bytes) == (row.planned_count, row.planned_bytes) == (4, 4 * 2 * KIB)
-    assert {one.code for one in compared.unplanned} == {"inside-loop"}
-    assert all("accumulate_gradients" in difference.hint for difference in compared.unplanned)
-
-
-def test_a_repeated_gather_is_not_missing_too() -> None:
-    plan = planned("fsdp=8", {"w": struct(16, 32)}, {"w": P("fsdp")})
-
-    def loss(p: Any, x: jax.Array) -> jax.Array:
-        return jnp.mean((x @ ts.unshard(p, plan.specs, "fsdp")["w"]) ** 2)
-
-    def step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
-        def one(total: Any, x: jax.Array) -> tuple[Any, jax.Array]:
-            value, grads = jax.value_and_grad(jax.checkpoint(loss))(state, x)
-            return jax.tree.map(jnp.add, total, grads), value
-
-        x = ts.with_sharding_constraint(x.reshape(8, 4, 16).swapaxes(0, 1), P(None, "fsdp"))
-        grads, values = jax.lax.scan(one, jax.tree.map(jnp.zeros_like, state), x)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), values.mean()
-
-    compared = compared_step(step, plan, struct(32, 16))
-    # The backward pass gathers anew in each iteration, and reduces.
-    assert [x.code for x in compared.unplanned] == ["again", "inside-loop"]
-    assert [x.paths for x in compared.unplanned] == [("w",), ("w",)]
-
-
 def test_a_forgotten_activation_constraint() -> None:
     tree = {"up": struct(16, 64), "down": struct(64, 16)}
     plan = planned("fsdp=8", tree, {"up": P(None, "fsdp"), "down": P("fsdp")})
@@ -388,30 +318,6 @@ def test_a_cast_to_float64_is_not_the_cpus_own() -> None:
     assert "16-bit floats" not in str(compared)
 
 
-def test_what_is_the_cpus_own_is_a_finding_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, program = compiled("mlp", "jit", ts.make_mesh("fsdp=8"))
-    assert ts.compare_communication(plan, program).unplanned == ()
-    for platform in ("tpu", "gpu"):
-        monkeypatch.setattr(comparison, "platform_of", lambda _, name=platform: name)
-        compared = ts.compare_communication(plan, program)
-        assert compared.by_compiler == ()
-        [difference] = compared.unplanned
-        assert difference.code == "all-reduce"
-        assert difference.hint == (
-            "Use `training.value_and_grad`, which constrains gradients to the plan's specs, or"
-            " reduce-scatter them by hand (`treeshard.manual`)."
-        )
-        assert "CPU" not in str(compared)
-
-
-def _by_constraint(loss: Any) -> Any:
-    def differentiate(state: Any, x: jax.Array) -> tuple[Any, Any]:
-        value, grads = jax.value_and_grad(loss)(state, x)
-        return value, ts.with_sharding_constraint(grads, P("fsdp"))
-
-    return differentiate
-
-
 def _in_minibatches(loss: Any) -> Any:
     def differentiate(state: Any, x: jax.Array) -> tuple[Any, Any]:
         def grad(x: jax.Array, key: Any) -> tuple[Any, Any]:
@@ -428,11 +334,10 @@ def _in_minibatches(loss: Any) -> Any:
     [
         (jax.value_and_grad, False, "all-reduce", "Use `training.value_and_grad`, which"),
         (ts.training.value_and_grad, True, "all-reduce", "The step scatters them already"),
-        (_by_constraint, True, "all-reduce", "The step scatters them already"),
         # This compiler reduces in each trip.
         (_in_minibatches, True, "inside-loop", "Add the gradients of each device"),
     ],
-    ids=["jax", "training", "constraint", "minibatches"],
+    ids=["jax", "training", "minibatches"],
 )
 def test_no_step_is_advised_to_do_what_it_does(
     differentiate: Any,
@@ -455,23 +360,19 @@ def test_no_step_is_advised_to_do_what_it_does(
 
 
 def test_a_step_that_scatters_by_hand_is_known() -> None:
-    shapes = {"w": struct(64, 64), "layers": struct(3, 64, 64)}
-    plan = planned("fsdp=8", shapes, {"w": P("fsdp"), "layers": P(None, "fsdp")})
+    plan = planned("fsdp=8", {"layers": struct(3, 64, 64)}, {"layers": P(None, "fsdp")})
 
     def loss(state: Any, x: jax.Array) -> jax.Array:
         def body(x: jax.Array, layer: jax.Array) -> tuple[jax.Array, None]:
             return x @ gather_params(layer, "fsdp", P("fsdp")), None
 
-        x = x @ gather_params(state["w"], "fsdp", P("fsdp"))
         return jnp.mean(jax.lax.scan(body, x, state["layers"])[0] ** 2)
 
     def by_hand(loss: Any) -> Any:
         return value_and_grad(loss, "fsdp", plan.specs, gather=False)
 
     step = shard_map_step(sgd(loss, by_hand), plan, batch=P("fsdp"))
-    roles = step.roles(plan.structs, struct(64, 64))
-    assert roles["w"].is_scattered
-    assert roles["layers"].is_scattered
+    assert step.roles(plan.structs, struct(64, 64))["layers"].is_scattered
 
 
 def test_zero_1_on_a_cpu() -> None:
@@ -500,10 +401,6 @@ def test_a_planned_transfer_that_the_program_lacks() -> None:
         " leaf, and that the plan is of this step. If computed values are moved instead, call"
         " `unshard` where the weight is used."
         for transfer in ("all-gather (weight)", "reduce-scatter (gradient)")
-    ]
-    assert [(row.kind, row.planned_count, row.count) for row in compared.rows] == [
-        ("all-gather", 1, 0),
-        ("reduce-scatter", 1, 0),
     ]
 
 
@@ -539,19 +436,18 @@ def test_an_op_that_cannot_be_read_is_reported() -> None:
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        pytest.param(
+        (
             {"v": struct(8, 8)},
             "compare_communication: the program has none of the plan's parameters, such as 'v'. Its"
             " arguments: state/w.",
-            id="another tree",
         ),
-        pytest.param(
+        (
             {"w": struct(16, 8)},
             "w: 32 bytes per device in the program, 64 in the plan.\n"
             "Compile the step for this plan.",
-            id="other shapes",
         ),
     ],
+    ids=["another tree", "other shapes"],
 )
 def test_a_plan_of_another_tree_raises(
     tree: Any, message: str, doubled: Any, fsdp_mesh: jax.sharding.Mesh
@@ -593,7 +489,3 @@ def test_a_mesh_as_text_is_enough_to_name_axes(doubled: Any, fsdp_mesh: jax.shar
     assert ts.collectives(doubled, "fsdp=8") == ts.collectives(doubled, fsdp_mesh)
     assert [moved.axes for moved in ts.collectives(doubled, "fsdp=8")] == [("fsdp",)]
     ts.assert_collectives(doubled, "fsdp=8", all_gather=1)
-    with jax.set_mesh(fsdp_mesh):
-        x = ts.shard(np.ones((8, 8), np.float32), P("fsdp"))
-        whole = jax.jit(lambda x: ts.unshard(x, P("fsdp"), "fsdp", "fsdp=8"))(x)
-    assert whole.sharding.is_fully_replicated

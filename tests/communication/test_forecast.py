@@ -23,27 +23,6 @@ STACKED = {"layers": struct(4, 64, 32)}
     ("tree", "spec", "axes", "batch", "options", "moved"),
     [
         pytest.param(
-            W, None, "data=8", P("data"), {}, [("all-reduce", ("data",), 32 * KIB, 1)], id="DP"
-        ),
-        pytest.param(
-            W,
-            P("fsdp"),
-            "fsdp=4096",
-            P("fsdp"),
-            {},
-            [("all-reduce", ("fsdp",), 32 * KIB, 1)],
-            id="indivisible, so it is replicated",
-        ),
-        pytest.param(
-            W,
-            P("fsdp"),
-            "fsdp=64",
-            P("fsdp"),
-            {},
-            [("all-gather", ("fsdp",), 32 * KIB, 1), ("reduce-scatter", ("fsdp",), 32 * KIB, 1)],
-            id="FSDP",
-        ),
-        pytest.param(
             W,
             P("fsdp"),
             "data=2,fsdp=4",
@@ -59,15 +38,6 @@ STACKED = {"layers": struct(4, 64, 32)}
         ),
         pytest.param(
             W,
-            P("tensor", "fsdp"),
-            "fsdp=4,tensor=2",
-            P("fsdp"),
-            {},
-            [("all-gather", ("fsdp",), 16 * KIB, 1), ("reduce-scatter", ("fsdp",), 16 * KIB, 1)],
-            id="FSDP x TP",
-        ),
-        pytest.param(
-            W,
             P("data", "fsdp"),
             "data=2,fsdp=4",
             P(("data", "fsdp")),
@@ -79,18 +49,6 @@ STACKED = {"layers": struct(4, 64, 32)}
                 ("reduce-scatter", ("fsdp",), 16 * KIB, 1),
             ],
             id="two dims",
-        ),
-        pytest.param(
-            W,
-            P(("data", "fsdp")),
-            "data=2,fsdp=4",
-            P(("data", "fsdp")),
-            {},
-            [
-                ("all-gather", ("data", "fsdp"), 32 * KIB, 1),
-                ("reduce-scatter", ("data", "fsdp"), 32 * KIB, 1),
-            ],
-            id="two axes on one dim",
         ),
         pytest.param(
             STACKED,
@@ -154,12 +112,6 @@ def test_optimizer_state_is_not_taken_for_parameters() -> None:
         ("all-gather", 16 * KIB, "model/layers/0/w", "update"),
         ("all-reduce", 4, None, "loss"),
     ]
-
-
-def test_branches_of_the_same_structure_are_all_parameters() -> None:
-    tree = {"encoder": {"w": struct(8, 8)}, "decoder": {"w": struct(8, 8)}}
-    plan = ts.plan(tree, [(".*", None)], abstract_mesh("data=8"))
-    assert len(parameters(plan.leaves)) == 2
 
 
 def test_a_layer_is_not_the_state_of_a_norm_above_it() -> None:

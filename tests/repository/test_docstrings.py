@@ -28,6 +28,7 @@ PUBLIC = {
     for name, thing in surface().items()
     if callable(thing) and not (isinstance(thing, type) and issubclass(thing, Exception))
 }
+PUBLIC |= {module.__name__: module for module in (ts.checkpoint, ts.communication)}
 
 
 def names() -> dict[str, Any]:
