@@ -3,13 +3,15 @@
 A row is found by the first code of its first cell. Its test gets `ours`, which runs the code of
 the second cell, a line for each `<br>`, with what it is given by name, and returns the value of
 the last line. So a page and its test cannot come apart.
+
+What the old functions do was read in their sources or observed, and is written down here anew.
 """
 
 import ast
 import inspect
 import re
 from collections.abc import Callable
-from functools import wraps
+from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
+import pytest
+from helpers import arange, assert_close, assert_same, struct
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
@@ -31,44 +35,60 @@ for _module in (training, manual):
 
 
 class Ours:
-    """The code of a row."""
+    """The code of a row, which may use the mesh of its table."""
 
-    def __init__(self, code: str) -> None:
+    def __init__(self, code: str, table: "Table") -> None:
         *self._before, last = ast.parse(code).body
         if not isinstance(last, ast.Expr):
             raise ValueError(f"the last line has no value: {code}")
         self._last = last.value
+        self._table = table
         self.ran = False
 
     def __call__(self, **names: Any) -> Any:
         self.ran = True
-        known = _NAMES | names
+        known = _NAMES | {"mesh": self._table.mesh} | names
         exec(compile(ast.Module(self._before, []), "ours", "exec"), known)
         return eval(compile(ast.Expression(self._last), "ours", "eval"), known)
 
 
 class Table:
-    """The rows of a page or a section, by their first code; and which of them have a test."""
+    """The rows of a page or a section, by their first code; and which of them have a test.
 
-    def __init__(self, page: Path, section: str = "") -> None:
-        self.page = page
+    Args:
+        page: The page.
+        section: A heading of its second level.
+        axes: The mesh of the rows.
+        devices: How many devices it has.
+    """
+
+    def __init__(self, page: Path, section: str = "", axes: str = "data=8", devices: int = 8):
+        self.page, self.section = page, section
         self.rows = _rows(_section(page.read_text(), section))
         self.tested: set[str] = set()
+        self._axes = axes, devices
 
-    def row(self, theirs: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-        """Marks a test as that of a row; its first argument is the row's code."""
-        if theirs not in self.rows:
-            raise LookupError(f"{self.page} has no row {theirs!r}. It has {list(self.rows)}.")
-        self.tested.add(theirs)
-        ours = Ours(self.rows[theirs])
+    @cached_property
+    def mesh(self) -> Mesh:
+        axes, devices = self._axes
+        return ts.make_mesh(axes, devices=jax.devices()[:devices])
+
+    def __call__(self, *theirs: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+        """Marks a test as that of rows; its first arguments are the code of each."""
+        for key in theirs:
+            if key not in self.rows:
+                raise LookupError(f"{self.page} has no row {key!r}. It has {list(self.rows)}.")
+        self.tested.update(theirs)
+        codes = [Ours(self.rows[key], self) for key in theirs]
 
         def mark(test: Callable[..., None]) -> Callable[..., None]:
             @wraps(test)
             def run(**fixtures: Any) -> None:
-                test(ours, **fixtures)
-                assert ours.ran, "the test does not run the row's code"
+                test(*codes, **fixtures)
+                for key, code in zip(theirs, codes, strict=True):
+                    assert code.ran, f"the test does not run the row's code: {key}"
 
-            _, *rest = inspect.signature(test).parameters.values()
+            rest = list(inspect.signature(test).parameters.values())[len(theirs) :]
             run.__signature__ = inspect.Signature(rest)  # type: ignore[attr-defined]
             return run
 
@@ -80,8 +100,8 @@ class Table:
         assert not untested, f"{self.page}: rows without a test: {sorted(untested)}"
 
 
-def table(section: str) -> Table:
-    return Table(PAGE, section)
+def table(section: str, axes: str, devices: int = 8) -> Table:
+    return Table(PAGE, section, axes, devices)
 
 
 def _section(text: str, title: str) -> str:
@@ -118,3 +138,111 @@ def short(specs: Any) -> Any:
         return P(*kept)
 
     return jax.tree.map(one, specs)
+
+
+# ------------------------------------------------------------------ what old functions do
+
+
+def first_match(rules: Any, tree: Any, strict: bool = True) -> Any:
+    """EasyLM's and scalax's: the first pattern found in a path decides; one element is whole."""
+
+    def spec(path: str, leaf: Any) -> P:
+        if np.prod(leaf.shape) == 1:  # of no dims, or of one element
+            return P()
+        for pattern, given in rules:
+            if re.search(pattern, path):
+                return given
+        if strict:
+            raise ValueError(f"no rule for {path}")
+        return P()
+
+    return ts.named_tree_map(spec, tree)
+
+
+def longest_dim(shape: tuple[int, ...], axis: str, size: int, *, first: bool = False) -> P:
+    """The longest dim that the axis divides, of equals the last or the first; or none."""
+    divisible = [i for i, dim in enumerate(shape) if dim % size == 0]
+    if not divisible:
+        return P()
+    chosen = max(divisible, key=lambda i: (shape[i], -i if first else i))
+    return P(*[None] * chosen, axis)
+
+
+def mebibytes(leaf: Any) -> float:
+    return np.prod(leaf.shape) * leaf.dtype.itemsize / 2**20
+
+
+# ------------------------------------------------------------------ rows of several sections
+
+
+def check_init(made: tuple[Any, ts.Plan], expected: Any, specs: Any) -> None:
+    """A state is made in its shards: as the old way has it, with the numbers of one device."""
+    state, plan = made
+    assert [leaf.given for leaf in plan.leaves] == jax.tree.leaves(short(specs))
+    assert not ts.diff_shardings(state, plan)
+    assert_same(ts.gather(state), expected)
+
+
+def check_step(step: Any, plan: ts.Plan, train: Any, state: Any, batch: Any) -> None:
+    """Two steps give the numbers of one device, donate the state, and keep its specs."""
+    first = placed = ts.shard(state, plan)
+    for _ in range(2):
+        state, expected = train(state, jnp.asarray(batch))
+        placed, aux = step(placed, batch)
+        assert_close(ts.gather((placed, aux)), (state, expected))
+    assert all(x.is_deleted() for x in jax.tree.leaves(first))
+    assert not ts.diff_shardings(placed, plan)
+
+
+def check_batch(ours: Ours, mesh: Mesh, spec: P) -> None:
+    """The rows of each process become a global array; an error names what does not divide."""
+    x = arange(16, 2)
+    placed = ours(batch={"image": x})["image"]
+    assert placed.sharding == NamedSharding(mesh, spec)
+    np.testing.assert_array_equal(placed, x)
+    with pytest.raises(ts.SpecError, match="image: .* 15 is not divisible"):
+        ours(batch={"image": x[:15]})
+
+
+def check_save(ours: Ours, mesh: Mesh, spec: P, path: Path) -> None:
+    """A sharded state is saved, and restored to the bit on another mesh."""
+    state = {"w": arange(8, 4), "act": jax.nn.relu}
+    placed = ts.shard(state, spec, mesh)
+    ours(path=path, state=placed, train_state=placed)
+    plan = ts.plan(state, [("w", P("all"))], ts.make_mesh("all=8"), min_size=0)
+    restored = ts.checkpoint.restore(path, plan)
+    assert not ts.diff_shardings(restored, plan)
+    assert_same(ts.gather(restored), state)
+
+
+def check_restore(ours: Ours, mesh: Mesh, spec: P, path: Path) -> None:
+    """An array is restored to the bit as the plan says; another shape or dtype is an error."""
+
+    def plan_of(leaf: Any) -> ts.Plan:
+        return ts.plan({"w": leaf}, [("w", spec)], mesh, min_size=0)
+
+    x = arange(8, 4)
+    ts.checkpoint.save(path, ts.shard({"w": x}, P("all"), ts.make_mesh("all=8")))
+    found = ours(path=path, plan=plan_of(x))["w"]
+    assert found.sharding == NamedSharding(mesh, spec)
+    np.testing.assert_array_equal(found, x)
+    with pytest.raises(ts.MismatchError, match=r"w: saved as float32\[8,4\]"):
+        ours(path=path, plan=plan_of(struct(8, 8)))
+    with pytest.raises(ts.MismatchError, match="saved as float32.*, requested as bfloat16"):
+        ours(path=path, plan=plan_of(struct(8, 4, dtype="bfloat16")))
+
+
+def check_checkpoints(
+    ours: Ours, mesh: Mesh, saved: dict[int, bool], kept: tuple[int, ...], directory: Path
+) -> None:
+    """A run saves in these of its steps, keeps some of them, and resumes from the last."""
+    x = arange(8)
+    plan = ts.plan({"w": x}, [("w", P(mesh.axis_names[-1]))], mesh, min_size=0)
+    with ours(directory=directory) as checkpoints:
+        assert {step: checkpoints.save(step, {"w": x + step}) for step in saved} == saved
+        checkpoints.wait()
+        assert checkpoints.steps() == kept
+        step, state = checkpoints.restore_latest(plan)
+    assert step == kept[-1]
+    assert not ts.diff_shardings(state, plan)
+    np.testing.assert_array_equal(state["w"], x + step)
