@@ -57,8 +57,7 @@ def test_orbax_reads_them(saved: Path, mesh) -> None:
 
 def test_they_are_restored_on_any_mesh_and_to_the_host(saved: Path, mesh) -> None:
     assert_same(restore(saved, state(mesh)), state(mesh))
-    for axes in ("fsdp=4,data=2", "data=2,fsdp=2", "fsdp=1,data=1"):
-        count = 8 if "4" in axes else 4 if "2" in axes else 1
+    for axes, count in {"fsdp=4,data=2": 8, "data=2,fsdp=2": 4, "fsdp=1,data=1": 1}.items():
         other = state(ts.make_mesh(axes, devices=jax.devices()[:count]))
         assert_same(restore(saved, other), other)
     host = restore(saved)
@@ -132,14 +131,13 @@ def test_small_arrays_are_written_in_several_transactions(tmp_path: Path, monkey
     assert_same(restore(tmp_path / "x"), tree)
 
 
-@pytest.mark.parametrize("in_flight", [1, 2**26])
-def test_verify_reads_large_arrays_by_their_chunks(tmp_path, monkeypatch, mesh, in_flight) -> None:
+def test_verify_reads_large_arrays_by_their_chunks(tmp_path, monkeypatch, mesh) -> None:
     w = np.arange(8 * 5 * 16, dtype=np.float32).reshape(8, 5, 16)
     monkeypatch.setattr(_array_store, "_SMALL", 1)
     save(tmp_path / "x", {"w": ts.shard(w, P("data", None, "fsdp"), mesh)})
     (leaf,) = inspect(tmp_path / "x").leaves
     assert leaf.chunk == (4, 5, 4)
-    monkeypatch.setattr(_array_store, "_IN_FLIGHT", in_flight)
+    monkeypatch.setattr(_array_store, "_IN_FLIGHT", 1)
     read: list[tuple[int, ...]] = []
     values = _array_store.ArrayStore._values
 
@@ -150,4 +148,4 @@ def test_verify_reads_large_arrays_by_their_chunks(tmp_path, monkeypatch, mesh, 
 
     monkeypatch.setattr(_array_store.ArrayStore, "_values", recorded)
     verify(tmp_path / "x")
-    assert read == ([(8, 5, 16)] if in_flight > w.nbytes else [(4, 5, 4)] * 8)
+    assert read == [(4, 5, 4)] * 8

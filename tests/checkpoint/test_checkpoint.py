@@ -116,9 +116,6 @@ def test_it_works_inside_a_running_event_loop_as_in_notebooks(tmp_path: Path) ->
     assert_same(asyncio.run(cell()), tree)
 
 
-# ------------------------------------------------------------------ onto other meshes
-
-
 @pytest.fixture(autouse=True)
 def small_leaves_are_sharded_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MIN_SHARDING_SIZE", "1")
@@ -196,24 +193,6 @@ def test_arrays_are_restored_to_one_device_and_to_the_host(trained) -> None:
     assert type(restore(path, like)["step"]) is np.int32
 
 
-def test_a_restored_state_can_be_donated(trained) -> None:
-    path, state = trained
-    plan = ts.plan(structs(state), RULES, ts.make_mesh("data=4,tensor=2"))
-    step = ts.training.jit_step(add_one, plan, batch=P("data"))
-    again = restore(path, plan)
-    for _ in range(3):
-        again, _ = step(again, np.zeros(4, np.float32))
-    weight = state["model"].layers[0].weight
-    assert_same(again["model"].layers[0].weight, weight + 1 + 1 + 1)
-
-
-def add_one(state: Any, batch: jax.Array) -> tuple[Any, jax.Array]:
-    def one(x):
-        return x + jnp.ones((), x.dtype) if eqx.is_inexact_array(x) else x
-
-    return jax.tree.map(one, state), batch.sum()
-
-
 def test_a_resumed_run_has_the_same_losses(tmp_path: Path) -> None:
     mesh = ts.make_mesh("fsdp=8")
     rules = [(".*", ts.fsdp("fsdp", min_size=0))]
@@ -244,9 +223,6 @@ def train(state: Any, batch: jax.Array) -> tuple[Any, jax.Array]:
         updates, opt = optax.adamw(1e-3).update(grads, state["opt"], params)
     model = eqx.combine(optax.apply_updates(params, updates), static)
     return {**state, "model": model, "opt": opt, "step": state["step"] + 1}, loss
-
-
-# ------------------------------------------------------------------ requested and stored leaves
 
 
 @pytest.fixture(scope="module")
@@ -362,25 +338,10 @@ def test_incomplete_shardings_are_errors(small) -> None:
         restore(path, ts.plan(structs(tree), [(".*", None)], abstract))
 
 
-def test_min_size_replicates_small_leaves_as_in_a_plan(tmp_path: Path) -> None:
-    save(tmp_path / "x", {"w": np.ones((8, 4), np.float32)})
-    rules, mesh = [("w", P("fsdp"))], ts.make_mesh("fsdp=8")
-    with pytest.warns(ts.ShardingWarning, match="32 elements, fewer than min_size=10000"):
-        small = restore(tmp_path / "x", rules=rules, mesh=mesh, min_size=10_000)
-    assert small["w"].sharding.spec == P()
-    again = restore(tmp_path / "x", rules=rules, mesh=mesh, min_size=0)
-    assert again["w"].sharding.spec == P("fsdp")
-    with pytest.raises(ValueError, match="min_size was given without rules"):
-        restore(tmp_path / "x", min_size=0)
-
-
 def test_two_leaves_of_like_with_one_path_are_an_error(small) -> None:
     path, tree = small
     with pytest.raises(ts.MismatchError, match=r"x/y: shared by \['x'\]\['y'\], \['x/y'\]"):
         restore(path, {"x": {"y": tree["step"]}, "x/y": 1}, partial=True)
-
-
-# ------------------------------------------------------------------ what cannot be saved
 
 
 def deleted() -> jax.Array:
@@ -443,43 +404,23 @@ def test_paths_and_strings_that_cannot_be_saved_are_listed_at_once(tmp_path: Pat
     )
 
 
-def test_existing_paths_are_not_overwritten(small, tmp_path: Path) -> None:
+def test_paths_that_are_taken_or_cannot_be_created(small, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "directory").mkdir()
-    for path, what in [
-        (small[0], "checkpoint"),
-        (tmp_path / "file", "file"),
-        (tmp_path / "directory", "directory"),
-    ]:
+    for what in ("checkpoint", "file", "directory"):
+        path = small[0] if what == "checkpoint" else tmp_path / what
         with pytest.raises(ts.CheckpointError) as told:
             save(path, {"x": 1})
         assert str(told.value) == (
             f"There is already a {what} at {path}, and `save` does not overwrite. Remove it first,"
             " or save to another path."
         )
-    assert (tmp_path / "file").read_text() == "mine"
-    assert files_in(tmp_path) == ["directory", "file"]
-    assert files_in(small[0].parent) == ["step_7"]
-
-
-def test_a_path_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
     with pytest.raises(ts.CheckpointError, match=r"file/inner cannot be created: Not a directory"):
         save(tmp_path / "file" / "inner" / "x", {"x": 1})
     with pytest.raises(ts.CheckpointError, match="names with '.orbax-checkpoint-tmp' are reserved"):
         save(tmp_path / "x.orbax-checkpoint-tmp", {"x": 1})
-
-
-def test_relative_paths_are_resolved(
-    small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    save("new/x", {"x": 1})
-    assert restore("./new/../new/x") == {"x": 1}
-    assert inspect("new/x").path == str(tmp_path / "new" / "x")
-
-
-# ------------------------------------------------------------------ paths without a checkpoint
+    assert (tmp_path / "file").read_text() == "mine"
+    assert files_in(tmp_path) == ["directory", "file"]
 
 
 def refused(path: Path) -> str:
@@ -525,9 +466,6 @@ def test_the_error_says_what_is_at_the_path_instead(small, tmp_path: Path) -> No
     )
 
 
-# ------------------------------------------------------------------ damage
-
-
 @pytest.fixture
 def damaged(small, tmp_path: Path) -> Path:
     """A copy of a checkpoint, for a test to damage."""
@@ -547,10 +485,6 @@ def test_a_flipped_bit_is_named(small, damaged: Path) -> None:
         with pytest.raises(ts.DamagedError) as again:
             restore(damaged, like)
         assert str(again.value) == line
-
-
-def test_verify_false_skips_the_checksums(small, damaged: Path) -> None:
-    flip_in(damaged, small[1]["ids"].tobytes())
     assert restore(damaged, verify=False)["ids"].tolist() != small[1]["ids"].tolist()
 
 
@@ -583,20 +517,21 @@ def test_the_table_of_another_checkpoint_is_detected_with_equal_arrays(damaged: 
 
 def test_a_damaged_or_missing_table_is_detected(damaged: Path) -> None:
     table = damaged / "leaves" / "table.json"
-    text = table.read_text()
-    table.write_text(text.replace('"value": "7"', '"value": "8"'))
-    assert f"{damaged}: The table of leaves has the CRC-32" in refused(damaged)
-    table.write_bytes(b"\xff" + text.encode())
-    assert f"{damaged}: the table of leaves is not text" in refused(damaged)
-    table.write_text(text[:100])
-    assert f"{damaged}: The table of leaves is" in refused(damaged)
+    text = table.read_bytes()
+    for data, says in {
+        text.replace(b'"value": "7"', b'"value": "8"'): "The table of leaves has the CRC-32 ",
+        b"\xff" + text: "the table of leaves is not text: ",
+        text[:100]: "The table of leaves is not valid JSON: ",
+        b"[" * 100_000: "The table of leaves is not valid JSON: ",
+        text.replace(b'"kind"', b'"path"'): "The table of leaves is not valid JSON: the key 'path'",
+        b"[]": "The table of leaves has no version or no checksum.",
+    }.items():
+        table.write_bytes(data)
+        assert refused(damaged).startswith(f"{damaged}: {says}")
     table.unlink()
     assert refused(damaged) == (
         f"{damaged}: its table of leaves is missing, so its contents are unknown."
     )
-
-
-# ------------------------------------------------------------------ contents
 
 
 def test_contents_print_as_a_table(small) -> None:

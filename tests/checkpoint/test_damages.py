@@ -1,6 +1,5 @@
 """Damages files anywhere in a checkpoint: reading it raises a located error, or is exact."""
 
-import faulthandler
 import json
 import os
 import random
@@ -14,13 +13,14 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers import assert_same
 from jax.sharding import PartitionSpec as P
 from test_table import with_checksum
 
 import treeshard as ts
 from treeshard.checkpoint import restore, save, verify
 
-DAMAGES = 2000 if os.environ.get("TREESHARD_SOAK") else 200  # `make soak`
+DAMAGES = 2000 if os.environ.get("TREESHARD_SOAK") else 150  # `make soak`
 PAGE = 4096
 RULES = [("key|whole", None), (".*", P("fsdp"))]
 
@@ -45,16 +45,6 @@ def state(seed: int) -> dict[str, Any]:
     }
 
 
-def bits(tree: dict[str, Any]) -> dict[str, Any]:
-    """Every leaf in a form that is equal only if all its bits are."""
-    found: dict[str, Any] = {}
-    for path, x in tree.items():
-        x = jax.random.key_data(x) if path == "key" else x
-        is_array = isinstance(x, jax.Array | np.ndarray)
-        found[path] = (x.shape, str(x.dtype), np.asarray(x).tobytes()) if is_array else repr(x)
-    return found
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory, mesh) -> tuple[Path, Path]:
     """A checkpoint, and another one of the same model."""
@@ -63,9 +53,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory, mesh) -> tuple[Path, Path]:
         tree = state(seed)
         save(path, ts.shard(tree, ts.plan(tree, RULES, mesh, min_size=0)))
     return where / "one", where / "other"
-
-
-# ------------------------------------------------------------------ damages
 
 
 def flip(draw: random.Random, path: Path, other: Path) -> None:
@@ -87,15 +74,6 @@ def zero(draw: random.Random, path: Path, other: Path) -> None:
 def cut(draw: random.Random, path: Path, other: Path) -> None:
     file, data = some(draw, path)
     file.write_bytes(data[: draw.choice([0, draw.randrange(len(data)), len(data) - 1])])
-
-
-def lengthen(draw: random.Random, path: Path, other: Path) -> None:
-    file, data = some(draw, path)
-    file.write_bytes(data + draw.randbytes(draw.randrange(1, PAGE)))
-
-
-def delete(draw: random.Random, path: Path, other: Path) -> None:
-    draw.choice(files(path)).unlink()
 
 
 def delete_folder(draw: random.Random, path: Path, other: Path) -> None:
@@ -125,8 +103,7 @@ def swap_folder_with_other(draw: random.Random, path: Path, other: Path) -> None
     shutil.copytree(folder, path / folder.relative_to(other))
 
 
-KINDS = [flip, zero, cut, lengthen, delete, delete_folder]
-KINDS += [swap, swap_with_other, swap_folder_with_other]
+KINDS = [flip, zero, cut, delete_folder, swap, swap_with_other, swap_folder_with_other]
 
 
 def files(path: Path) -> list[Path]:
@@ -138,9 +115,6 @@ def some(draw: random.Random, path: Path) -> tuple[Path, bytearray]:
     there = [file for file in files(path) if file.stat().st_size]
     file = draw.choices(there, [100 + file.stat().st_size for file in there])[0]
     return file, bytearray(file.read_bytes())
-
-
-# ------------------------------------------------------------------ outcomes
 
 
 def outcomes(path: Path, mesh: jax.sharding.Mesh) -> tuple[str, str]:
@@ -160,7 +134,8 @@ def outcomes(path: Path, mesh: jax.sharding.Mesh) -> tuple[str, str]:
         except ts.CheckpointError as error:
             heard.append(judged(error, path))
         else:
-            assert found is None or bits(found) == bits(whole), "silently wrong"
+            if found is not None:
+                assert_same(jax.device_get(found), jax.device_get(whole))
             heard.append("nothing was changed")
     return heard[0], heard[1]
 
@@ -188,15 +163,11 @@ def test_no_damage_is_silent(saved, mesh, tmp_path: Path, capfd, caplog, record_
         kind = KINDS[i % len(KINDS)]
         shutil.copytree(one, path)
         kind(draw, path, other)
-        with capfd.disabled():  # so that the traceback is visible
-            faulthandler.dump_traceback_later(120, exit=True)
         try:
             restored, verified = outcomes(path, mesh)
         except BaseException as error:
             error.add_note(f"damage {i}: {kind.__name__}")
             raise
-        finally:
-            faulthandler.cancel_dump_traceback_later()
         assert restored == verified, f"damage {i}: {kind.__name__}"
         counts[restored] += 1
         shutil.rmtree(path)
@@ -204,9 +175,6 @@ def test_no_damage_is_silent(saved, mesh, tmp_path: Path, capfd, caplog, record_
     assert len(counts) == 4  # every outcome occurred
     assert not caplog.records
     assert capfd.readouterr() == ("", "")
-
-
-# ------------------------------------------------------------------ tables and arrays that differ
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import errno
 import fcntl
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +13,7 @@ import pytest
 from helpers import files_in
 
 import treeshard as ts
-from treeshard._disk.files import Lock, lock_of_killed
-from treeshard.checkpoint import Checkpoints, restore, save
+from treeshard.checkpoint import Checkpoints, save
 from treeshard.interchange import save_safetensors
 
 TREE = {"w": np.ones((512, 256), np.float32)}  # 512 KiB
@@ -121,7 +119,6 @@ def test_without_locks_nothing_is_removed(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "7.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
     for name in (
         ".7.treeshard-lock",
-        ".step_8.treeshard-lock",
         ".x.treeshard-files-lock",
         ".x.part",
     ):
@@ -136,25 +133,3 @@ def test_without_locks_nothing_is_removed(tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.warns(ts.ShardingWarning, match="does not support locks"):
             begin(what, tmp_path)
     assert set(before) <= set(files_in(tmp_path))
-
-
-def test_a_writer_waits_for_a_sweep_of_its_path(tmp_path: Path) -> None:
-    (tmp_path / ".x.treeshard-lock").write_text("process 9")
-    sweep = lock_of_killed(tmp_path / ".x.treeshard-lock")
-    assert sweep is not None
-    thread = threading.Timer(0.3, sweep.release)
-    thread.start()
-    save(tmp_path / "x", TREE)
-    assert not sweep.is_held
-    thread.join()
-    assert files_in(tmp_path) == ["x"]
-    assert restore(tmp_path / "x")["w"].shape == (512, 256)
-
-
-def test_a_sweep_takes_no_lock_that_is_held(tmp_path: Path) -> None:
-    assert lock_of_killed(tmp_path / "lock") is None
-    assert files_in(tmp_path) == []
-    with Lock(tmp_path / "lock", "it"):
-        assert lock_of_killed(tmp_path / "lock") is None
-    (tmp_path / "folder").mkdir()
-    assert lock_of_killed(tmp_path / "folder") is None

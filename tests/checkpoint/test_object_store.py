@@ -7,15 +7,16 @@ import random
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
 
 import pytest
+from helpers import wait_until
 
-from tests.multiprocess import launcher, object_store_checks, unshared_store_checks
+from tests.multiprocess import launcher, object_store_checks
 from tests.multiprocess.killed_saves_checks import differing, like
 from treeshard.checkpoint import Checkpoints
 
@@ -53,34 +54,6 @@ with Checkpoints(sys.argv[1], keep=2) as checkpoints:
 """
 
 
-@contextmanager
-def store(directory: Path) -> Iterator[dict[str, str]]:
-    """A store with an empty bucket; yields what a process needs in its environment to find it."""
-    port = launcher.free_port()
-    command = [sys.executable, "-c", SERVER, str(port)]
-    server = launcher.start(command, directory / f"server-{port}.log")
-    address = f"http://localhost:{port}"
-    try:
-        wait_until_it_answers(address)
-        yield {
-            "STORAGE_EMULATOR_HOST": address,  # for gcsfs
-            "TENSORSTORE_GCS_HTTP_URL": address,
-            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "any",  # TensorStore then asks nobody for one
-        }
-    finally:
-        launcher.end([server])
-
-
-def wait_until_it_answers(address: str) -> None:
-    for _ in range(300):
-        try:
-            urlopen(f"{address}/storage/v1/b/runs").close()
-            return
-        except (URLError, ConnectionError):
-            time.sleep(0.1)
-    raise AssertionError(f"nothing answers at {address}")
-
-
 @pytest.fixture(scope="module")
 def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("object-store")
@@ -88,8 +61,26 @@ def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def env(where: Path) -> Iterator[dict[str, str]]:
-    with store(where) as found:
-        yield found
+    """A store with an empty bucket: what a process needs in its environment to find it."""
+    port = launcher.free_port()
+    server = launcher.start([sys.executable, "-c", SERVER, str(port)], where / "server.log")
+    address = f"http://localhost:{port}"
+
+    def answers() -> bool:
+        with suppress(URLError, ConnectionError):
+            urlopen(f"{address}/storage/v1/b/runs").close()
+            return True
+        return False
+
+    try:
+        wait_until(answers)
+        yield {
+            "STORAGE_EMULATOR_HOST": address,  # for gcsfs
+            "TENSORSTORE_GCS_HTTP_URL": address,
+            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "any",  # TensorStore then asks nobody for one
+        }
+    finally:
+        launcher.end([server])
 
 
 @pytest.fixture(scope="module")
@@ -100,25 +91,6 @@ def two(where: Path, env: dict[str, str]) -> launcher.Verdicts:
 @pytest.mark.parametrize("check", launcher.checks_of(object_store_checks))
 def test_two_processes(check: str, two: launcher.Verdicts) -> None:
     two.assert_passed(check)
-
-
-@pytest.fixture(scope="module")
-def unshared(where: Path, env: dict[str, str]) -> Iterator[launcher.Verdicts]:
-    with store(where) as own:
-        prefixes = {1: ["env", *(f"{name}={value}" for name, value in own.items())]}
-        yield launcher.launch(
-            unshared_store_checks,
-            where / "unshared",
-            devices=2,
-            args=[BUCKET],
-            env=env,
-            prefixes=prefixes,
-        )
-
-
-@pytest.mark.parametrize("check", launcher.checks_of(unshared_store_checks))
-def test_stores_that_are_not_shared(check: str, unshared: launcher.Verdicts) -> None:
-    unshared.assert_passed(check)
 
 
 def test_a_run_that_is_killed_again_and_again(
@@ -143,10 +115,8 @@ def test_a_run_that_is_killed_again_and_again(
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     with Checkpoints(run, read_only=True) as checkpoints:
-        step, state = checkpoints.restore_latest(like(), rules=WHOLE, mesh="fsdp=-1") or (
-            0,
-            {},
-        )
+        found = checkpoints.restore_latest(like(), rules=WHOLE, mesh="fsdp=-1")
+    step, state = found or (0, {})
     assert step >= saved >= KILLS
     assert removed  # the run was killed while it wrote, and the next one could save the step
     assert not differing(state, step)

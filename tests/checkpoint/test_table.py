@@ -103,19 +103,3 @@ def test_a_table_of_another_program_is_refused(row, change, message, mesh) -> No
     with pytest.raises(ts.FormatError) as told:
         from_text(with_checksum(raw))
     assert message in str(told.value)
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda text: "", "The table of leaves is not valid JSON: Expecting value"),
-        (lambda text: text.replace("hello", "hallo"), "The table of leaves has the CRC-32 "),
-        (lambda text: "[]", "The table of leaves has no version or no checksum."),
-        (lambda text: text.replace('"kind"', '"path"'), "JSON: the key 'path' is repeated."),
-        (lambda text: "[" * 100000, "The table of leaves is not valid JSON: "),
-    ],
-)
-def test_a_damaged_table_is_an_error(damage, message, mesh) -> None:
-    with pytest.raises(ts.DamagedError) as told:
-        from_text(damage(a_table(mesh)))
-    assert message in str(told.value)

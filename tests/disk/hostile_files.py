@@ -72,6 +72,11 @@ def holes_as_a_tensor(file: Path) -> None:
     os.truncate(file, file.stat().st_size + 2**42)
 
 
+def a_million_tensors() -> bytes:
+    empty = '"dtype":"U8","shape":[0],"data_offsets":[0,0]'
+    return ("{" + ",".join(f'"{i}":{{{empty}}}' for i in range(10**6)) + "}").encode()
+
+
 def header_in_holes(size: int) -> Make:
     """A file of a terabyte that takes no room on disk, with a header of this size."""
 
@@ -96,6 +101,7 @@ def index_of_special(make: Make) -> Make:
 
 TENSORS: dict[str, Make] = {f"x.safetensors is {name}": make for name, make in SPECIAL.items()}
 TENSORS |= {
+    "a million tensors": header(a_million_tensors),
     "a name of 96 MB": header(lambda: b'{"' + b"n" * 96_000_000 + b'":{"dtype":"F3"}}'),
     "a header of 10 MB of brackets": header(lambda: b"[" * TEN_MB),
     "ten million empty lists": header(lambda: b"[" + b"[]," * TEN_MB + b"[]]"),

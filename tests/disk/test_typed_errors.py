@@ -1,6 +1,5 @@
 """Paths and texts of any kind, and files that change or are withheld: what is raised is typed."""
 
-import os
 import shutil
 from pathlib import Path
 
@@ -47,17 +46,11 @@ def test_a_reader_that_races_keep_reads_the_later_step(tmp_path: Path, monkeypat
     run.close()
 
 
-@pytest.mark.parametrize(
-    "parse",
-    [
-        lambda: parse_spec("P(0x" + "f" * 100_000 + ")"),
-        lambda: parse_strategy("-" * 100_000 + "1"),
-        lambda: parse_strategy("a." * 1_700 + "b()"),
-    ],
-)
-def test_text_beyond_the_limits_of_python_is_an_error(parse) -> None:
-    with pytest.raises((ts.FormatError, ts.ShardingRuleError)) as told:
-        parse()
+def test_text_beyond_the_limits_of_python_is_an_error() -> None:
+    with pytest.raises(ts.FormatError, match="is too long: it has 100,005 characters"):
+        parse_spec("P(0x" + "f" * 100_000 + ")")
+    with pytest.raises(ts.ShardingRuleError) as told:
+        parse_strategy("a." * 1_700 + "b()")
     assert len(str(told.value)) < 9_000
 
 
@@ -118,26 +111,3 @@ def test_what_a_link_refers_to_is_not_removed(tmp_path: Path) -> None:
     (tmp_path / "run/link").symlink_to(tmp_path / "kept")
     remove_tree(tmp_path / "run")
     assert (tmp_path / "kept").is_dir()
-
-
-@pytest.mark.parametrize("unlinked", [0, 4])
-def test_a_removal_that_was_killed_is_taken_up(tmp_path: Path, unlinked: int, monkeypatch) -> None:
-    top = tmp_path / "run"
-    for name in ("a/b/c", "d/e", "f/g"):
-        (top / name).mkdir(parents=True)
-        (top / name / "file").touch()
-        (top / name).with_name("file").touch()
-    left = iter(range(unlinked))
-    unlink = os.unlink
-
-    def killed(path: object) -> None:
-        if next(left, None) is None:
-            raise KeyboardInterrupt
-        unlink(path)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "unlink", killed)
-        with pytest.raises(KeyboardInterrupt):
-            remove_tree(top)
-    remove_tree(top)
-    assert not top.exists()

@@ -1,16 +1,12 @@
 """Trees saved to safetensors files and loaded: the same bytes as the safetensors package."""
 
-import random
-import subprocess
+import os
 import sys
-import time
-import warnings
 
 import equinox as eqx
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
@@ -24,7 +20,6 @@ from saved_tensors import blocks, entry, flat, package_bytes, random_array, writ
 
 import treeshard as ts
 from treeshard._disk import untrusted
-from treeshard._disk.files import Lock
 from treeshard.interchange import _byte_ranges, load_safetensors, save_safetensors
 from treeshard.interchange._format import DTYPES, PACKED
 
@@ -49,13 +44,10 @@ def mlp() -> Mlp:
     return Mlp(rows, jnp.ones(16, jnp.bfloat16), jax.nn.relu, 0.1, 32)
 
 
-# ------------------------------------------------------------------ bytes
-
-
 def views_of(x: np.ndarray) -> list[np.ndarray]:
     """Arrays of the same values with other strides or byte order."""
     twice = np.repeat(x, 2, axis=0) if x.ndim else x
-    views = [x, np.asfortranarray(x), x.T.copy().T, twice[::2] if x.ndim else x]
+    views = [x, np.asfortranarray(x), twice[::2] if x.ndim else x]
     if x.dtype.kind in "iufc" and x.dtype.itemsize > 1 and x.dtype.type.__module__ == "numpy":
         views.append(x.astype(x.dtype.newbyteorder(">")))
     return views
@@ -86,9 +78,7 @@ def test_any_tree_has_the_bytes_of_the_package(tmp_path, monkeypatch, block, dat
 TABLE = {
     "bool": ("BOOL", "bool", (8, 16), P("fsdp"), P(None, "data")),
     "bf16": ("BF16", "bfloat16", (16, 8, 24), P(None, "fsdp"), P("data", None, "fsdp")),
-    "f8": ("F8_E4M3", "float8_e4m3fn", (8, 16), P(None, "fsdp"), P("fsdp", "data")),
-    "f8-wide": ("F8_E5M2", "float8_e5m2", (16, 8), P("fsdp"), P(("data", "fsdp"))),
-    "int4-as-bytes": ("U8", "uint8", (8, 4), P("fsdp"), P(None, "fsdp")),
+    "f8": ("F8_E4M3", "float8_e4m3fn", (8, 16), P(None, "fsdp"), P(("data", "fsdp"))),
     "f16": ("F16", "float16", (8, 8, 8), P(None, None, "fsdp"), P(None, ("fsdp", "data"))),
     "f32": ("F32", "float32", (8, 16), P("fsdp"), P("fsdp", "data")),
     "c64": ("C64", "complex64", (8, 8), P(), P("data")),
@@ -98,8 +88,9 @@ TABLE = {
 }
 
 
-@pytest.mark.parametrize("most", [None, 900], ids=["one file", "several files"])
-@pytest.mark.parametrize(("axes", "which"), [("fsdp=8", 3), ("data=2,fsdp=4", 4)])
+@pytest.mark.parametrize(
+    ("axes", "which", "most"), [("fsdp=8", 3, None), ("data=2,fsdp=4", 4, 1200)]
+)
 def test_files_go_both_ways(file, tmp_path, axes, which, most) -> None:
     placed_as = {name: NamedSharding(ts.make_mesh(axes), row[which]) for name, row in TABLE.items()}
     tree = {name: random_array(jnp.dtype(row[1]), row[2]) for name, row in TABLE.items()}
@@ -124,7 +115,7 @@ def test_files_go_both_ways(file, tmp_path, axes, which, most) -> None:
             assert np.asarray(piece.data).tobytes() == tree[name][piece.index].tobytes()
 
 
-@pytest.mark.parametrize("spec", [P("fsdp"), P(None, "fsdp"), P("data", "fsdp"), P()], ids=str)
+@pytest.mark.parametrize("spec", [P("fsdp"), P(None, "fsdp")], ids=str)
 def test_large_arrays_are_moved_in_blocks(file, mesh, spec, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(_byte_ranges, "BLOCK", 2**12)
     tree = {"w": random_array(np.dtype("float32"), (256, 128)), "t": np.ones((300, 150)).T}
@@ -134,49 +125,38 @@ def test_large_arrays_are_moved_in_blocks(file, mesh, spec, tmp_path, monkeypatc
     assert_same(load_safetensors(file, {"w": struct, "t": tree["t"]}), flat(tree))
 
 
-def test_a_header_is_read_once_and_each_tensor_takes_as_long_as_the_last(
-    file, tmp_path, monkeypatch
-) -> None:
+def test_short_reads_and_writes_are_continued(file, monkeypatch) -> None:
+    pwrite, preadv = os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda f, data, at: pwrite(f, data[:7], at))
+    monkeypatch.setattr(os, "preadv", lambda f, into, at: preadv(f, [into[0][:7]], at))
+    save_safetensors(file, blocks())
+    assert_same(load_safetensors(file), blocks())
+    monkeypatch.setattr(os, "preadv", lambda f, into, at: 0)
+    with pytest.raises(ts.DamagedError, match="was cut short while it was read"):
+        load_safetensors(file)
+
+
+def test_each_tensor_takes_as_many_calls_as_the_last(file) -> None:
     def calls(count: int) -> int:
-        """The calls of Python functions in a load of so many empty tensors."""
         save_file({f"{i}/w": np.zeros(0, np.float32) for i in range(count)}, file)
-        made = 0
-
-        def count_one(frame: object, event: str, arg: object) -> None:
-            nonlocal made
-            made += event in ("call", "c_call")
-
-        sys.setprofile(count_one)
+        made: list[str] = []
+        sys.setprofile(lambda frame, event, arg: made.append(event))
         try:
             load_safetensors(file)
         finally:
             sys.setprofile(None)
-        return made
+        return len(made)
 
     none, some, twice = (calls(count) for count in (0, 1000, 2000))
     assert twice - some == pytest.approx(some - none, rel=0.05)
+
+
+def test_the_header_of_each_file_is_read_once(file, monkeypatch) -> None:
     opened = []
     monkeypatch.setattr(safetensors, "safe_open", lambda *args: opened.append(args))
     save_safetensors(file, blocks(), max_file_size=900)
     load_safetensors(file.with_name("model.safetensors.index.json"), blocks())
     assert len(opened) == 3
-
-
-def test_only_arrays_are_saved(file) -> None:
-    save_safetensors(file, mlp(), metadata={})
-    assert load_safetensors(file).keys() == {"w", "b"}
-    assert safetensors.safe_open(file, "np").metadata() is None
-
-
-def test_an_array_at_two_paths_is_two_tensors(file) -> None:
-    x = np.arange(6.0)
-    save_safetensors(file, {"embed": x, "head": x})
-    tree = load_safetensors(file, {"embed": x, "head": x})
-    assert_same(tree, {"embed": x, "head": x.copy()})
-    assert not np.shares_memory(tree["embed"], tree["head"])
-
-
-# ------------------------------------------------------------------ names
 
 
 def test_tensors_are_renamed(file) -> None:
@@ -193,86 +173,51 @@ def test_tensors_are_renamed(file) -> None:
     ("tree", "rename", "message"),
     [
         (
-            {"a/b": np.ones(1), "a": {"b": np.ones(1)}},
+            {"a/b": 1, "a": {"b": 1}},
             None,
             "a/b: the name of ['a']['b'] and ['a/b']. Give them different names with `rename`.",
         ),
+        ({"a": 1}, {"a": "__metadata__"}, "a: its name would be '__metadata__', which the"),
+        ({"a": 1}, {"a": "\ud800"}, "a: its name would be '\\ud800', which is not valid Unicode."),
+        ({"a": 1}, lambda path: 3, "a: its name would be 3, which is a int, not a str."),
         (
-            {"a": np.ones(1), "b": np.ones(1)},
-            lambda path: "x",
-            "x: the name of ['a'] and ['b']. Give them different names with `rename`.",
-        ),
-        (
-            {"a": np.ones(1)},
-            {"a": "__metadata__"},
-            "a: its name would be '__metadata__', which the",
-        ),
-        (
-            {"a": np.ones(1)},
-            {"a": "\ud800"},
-            "a: its name would be '\\ud800', which is not valid Unicode.",
-        ),
-        ({"a": np.ones(1)}, lambda path: 3, "a: its name would be 3, which is a int, not a str."),
-        (
-            {"weight": np.ones(1)},
-            {"wieght": "w"},
+            {"weight": 1},
+            {"wieght": "w", "d": "e"},
             "wieght: `rename` has it, but the tree has no such array. Did you mean 'weight'?",
         ),
-        ({"a": np.ones(1), "b": np.ones(1)}, {"c": "d", "e": "f"}, "2 names are invalid:\n"),
     ],
-    ids=["paths", "names", "metadata", "unicode", "int", "unknown", "several"],
+    ids=["paths", "metadata", "unicode", "int", "unknown"],
 )
 def test_invalid_names_are_listed(file, tree, rename, message) -> None:
     with pytest.raises(ts.CheckpointError) as told:
-        save_safetensors(file, tree, rename=rename)
+        save_safetensors(file, jax.tree.map(np.ones, tree), rename=rename)
     assert message in str(told.value)
     assert str(told.value).startswith("save_safetensors: ")
     assert files_in(file.parent) == []
 
 
-def test_rename_needs_like(file) -> None:
-    with pytest.raises(ValueError, match="The result is a dict by name: rename its keys."):
-        load_safetensors(file, rename=str.upper)
-
-
-# ------------------------------------------------------------------ errors of save
-
-
-@pytest.mark.parametrize(
-    ("leaf", "error", "message"),
-    [
-        (jax.random.key(0), ts.LeafError, "Save `jax.random.key_data(key)`, and turn it back into"),
-        (
-            jnp.ones(2, jnp.int4),
-            ts.LeafError,
-            "int4[2]: safetensors does not have this dtype, or packs it.",
-        ),
-        (np.ones(2, ml_dtypes.float4_e2m1fn), ts.LeafError, "Use `.astype`, or `.view('uint8')`"),
-        (
-            np.ones(2, np.complex128),
-            ts.LeafError,
-            "w: complex128[2]: safetensors does not have this dtype",
-        ),
-        (jax.ShapeDtypeStruct((2,), "int8"), ts.LeafError, "w: int8[2]: it is a ShapeDtypeStruct"),
-    ],
-    ids=["key", "int4", "float4", "complex128", "struct"],
-)
-def test_leaves_that_cannot_be_written_raise(file, leaf, error, message) -> None:
-    with pytest.raises(error) as told:
-        save_safetensors(file, {"w": leaf, "b": np.ones(3)})
-    assert message in str(told.value)
-    assert files_in(file.parent) == []
-
-
-def test_all_leaves_that_cannot_be_written_are_named(file) -> None:
+def test_all_leaves_that_cannot_be_written_are_listed(file) -> None:
     gone = jnp.ones(2)
     gone.delete()
+    no_dtype = (
+        "safetensors does not have this dtype, or packs it. Use `.astype`, or `.view('uint8')`"
+    )
+    facts = {
+        "complex": (np.ones(2, np.complex128), "complex128[2]: safetensors does not have this"),
+        "gone": (gone, "float32[2]: its memory is gone"),
+        "int4": (jnp.ones(2, jnp.int4), f"int4[2]: {no_dtype}"),
+        "key": (jax.random.key(0), "key<fry>[]: "),
+        "struct": (jax.ShapeDtypeStruct((2,), "int8"), "int8[2]: it is a ShapeDtypeStruct"),
+    }
     with pytest.raises(ts.LeafError) as told:
-        save_safetensors(file, {"a": jax.random.key(0), "b": {"c": gone}})
-    assert "a: key<fry>[]: " in str(told.value)
-    assert "b/c: float32[2]: its memory is gone" in str(told.value)
+        save_safetensors(file, {name: x for name, (x, _) in facts.items()} | {"b": np.ones(3)})
+    lines = str(told.value).splitlines()[1:]
+    for line, (name, (_, says)) in zip(lines, facts.items(), strict=True):
+        assert line.startswith(f"  {name}: {says}"), line
+    assert "Save `jax.random.key_data(key)`, and turn it back into" in lines[3]
     with pytest.raises(ts.DeletedLeafError):
         save_safetensors(file, gone)
+    assert files_in(file.parent) == []
 
 
 def test_an_invalid_file_size_is_rejected(file) -> None:
@@ -311,83 +256,25 @@ def test_a_full_disk_changes_nothing(file, tmp_path, most) -> None:
     assert_same(load_safetensors(file), large)
 
 
-def test_a_killed_save_leaves_a_complete_file(file, tmp_path) -> None:
-    saves = f"""
-import numpy as np
-from treeshard.interchange import save_safetensors
-trees = [{{"w": np.full((1000, 1000), i, np.float32)}} for i in range(2)]
-while True:
-    for tree in trees:
-        save_safetensors({str(file)!r}, tree)
-"""
-    rng, seen = random.Random(7), set()
-    for _ in range(3):
-        file.unlink(missing_ok=True)
-        with subprocess.Popen([sys.executable, "-c", saves], start_new_session=True) as process:
-            while not file.exists() and process.poll() is None:
-                time.sleep(0.01)
-            time.sleep(rng.random() / 5)
-            process.kill()
-        found = load_safetensors(file)["w"]
-        assert (found == found[0, 0]).all()
-        seen.add(float(found[0, 0]))
-    assert seen <= {0.0, 1.0}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ts.ShardingWarning)  # if the last one left something
-        save_safetensors(file, blocks())
-    assert files_in(tmp_path) == ["model.safetensors"]
-
-
-def test_leftovers_of_a_killed_save_are_overwritten(file, tmp_path) -> None:
-    (tmp_path / ".model.safetensors.part").write_bytes(b"x" * 10**5)
-    with pytest.warns(ts.ShardingWarning, match=r"model.safetensors.part \(97.7 KiB\)"):
-        save_safetensors(file, blocks())
-    assert files_in(tmp_path) == ["model.safetensors"]
-    assert file.read_bytes() == package_bytes(blocks(), tmp_path)
-
-
-def test_two_saves_of_one_file_at_a_time_are_refused(file, tmp_path) -> None:
-    with (
-        Lock(tmp_path / ".model.safetensors.treeshard-files-lock", "elsewhere"),
-        pytest.raises(ts.CheckpointError, match="is already writing here"),
-    ):
-        save_safetensors(file, blocks())
-    save_safetensors(file, blocks())
-    assert files_in(tmp_path) == ["model.safetensors"]
-
-
-# ------------------------------------------------------------------ placement
-
-
-def test_rules_place_the_leaves_of_a_module(file, mesh) -> None:
-    save_safetensors(file, mlp())
-    like = eqx.filter_eval_shape(mlp)
-    found = load_safetensors(file, like, rules=[("b", None), ("w", P("fsdp"))], mesh=mesh)
-    assert found.w.sharding == NamedSharding(mesh, P("fsdp"))
-    assert (found.act, found.rate, found.width) == (jax.nn.relu, 0.1, 32)
-    assert_same(eqx.filter(found, eqx.is_array), eqx.filter(mlp(), eqx.is_array))
-
-
-def test_a_mesh_may_be_text(file) -> None:
-    save_safetensors(file, {"w": np.ones((8, 4), np.float32)})
-    rules = [("w", P("fsdp"))]
-    loaded = load_safetensors(file, rules=rules, mesh="fsdp=8", min_size=0)
-    assert loaded["w"].sharding == NamedSharding(ts.make_mesh("fsdp=8"), P("fsdp"))
-
-
-def test_rules_use_the_current_mesh(file, mesh) -> None:
-    save_safetensors(file, {"w": np.ones((8, 8), np.float32)})
+def test_rules_and_plans_place_the_leaves_of_a_module(file, mesh) -> None:
+    save_safetensors(file, mlp(), metadata={})
+    like, rules = eqx.filter_eval_shape(mlp), [("b", None), ("w", P("fsdp"))]
+    found = [
+        load_safetensors(file, like, rules=rules, mesh=mesh),
+        load_safetensors(file, like, rules=rules, mesh="data=2,fsdp=4"),
+        load_safetensors(file, ts.plan(mlp(), rules, mesh)),
+    ]
     with jax.set_mesh(mesh):
-        found = load_safetensors(file, rules=[("w", P("data"))])
-    assert found["w"].sharding.spec == P("data")
-
-
-def test_a_plan_places_leaves(file, mesh) -> None:
-    decided = ts.plan(mlp(), [("b", None), ("w", P(None, "data"))], mesh)
-    save_safetensors(file, mlp())
-    found = load_safetensors(file, decided)
-    assert found.w.sharding == NamedSharding(mesh, P(None, "data"))
-    assert found.act is jax.nn.relu
+        found.append(load_safetensors(file, like, rules=rules))
+    for module in found:
+        assert module.w.sharding == NamedSharding(mesh, P("fsdp"))
+        assert (module.act, module.rate, module.width) == (jax.nn.relu, 0.1, 32)
+        assert_same(eqx.filter(module, eqx.is_array), eqx.filter(mlp(), eqx.is_array))
+    assert {type(x) for x in load_safetensors(file).values()} == {np.ndarray}
+    by_name = load_safetensors(file, rules=rules, mesh=mesh)
+    assert {name: x.sharding.spec for name, x in by_name.items()} == {"w": P("fsdp"), "b": P()}
+    negated = jax.jit(lambda tree: jax.tree.map(lambda x: -x, tree), donate_argnums=0)
+    assert_same(negated(negated(by_name)), flat(mlp()))
 
 
 def test_leaves_are_placed_as_those_of_like(file, mesh) -> None:
@@ -413,97 +300,40 @@ def test_leaves_are_placed_as_those_of_like(file, mesh) -> None:
     assert_same(found, tree)
 
 
-def test_without_like_all_tensors_are_loaded_by_name(file, mesh) -> None:
-    save_safetensors(file, {"b": np.ones(8), "a": {"w": np.ones((8, 8), np.float32)}})
-    assert all(type(x) is np.ndarray for x in load_safetensors(file).values())
-    with jax.enable_x64(True):
-        found = load_safetensors(file, rules=[("w", P("fsdp")), (".*", None)], mesh=mesh)
-    assert {name: x.sharding.spec for name, x in found.items()} == {"a/w": P("fsdp"), "b": P()}
-
-
-def test_loaded_arrays_can_be_donated(file, mesh) -> None:
-    save_safetensors(
-        file, {"w": np.ones((512, 512), np.float32), "r": np.ones((512, 8), np.float32)}
-    )
-    found = load_safetensors(file, rules=[("w", P("fsdp")), ("r", None)], mesh=mesh)
-    step = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
-    for x in jax.tree.leaves(step(step(found))):
-        assert all(np.all(np.asarray(piece.data) == 3) for piece in x.addressable_shards)
-    assert_same(load_safetensors(file)["r"], np.ones((512, 8), np.float32))
-
-
 def test_a_mesh_without_rules_or_rules_without_a_mesh_raise(file, mesh) -> None:
     save_safetensors(file, {"w": np.ones(8)})
     with pytest.raises(ValueError, match="a mesh was given without rules"):
         load_safetensors(file, mesh=mesh)
     with pytest.raises(ts.NoMeshError, match="jax.set_mesh"):
         load_safetensors(file, rules=[("w", None)])
+    with pytest.raises(ValueError, match="The result is a dict by name: rename its keys."):
+        load_safetensors(file, rename=str.upper)
     abstract = ts.plan({"w": np.ones(8)}, [("w", None)], mesh.abstract_mesh)
     with pytest.raises(ts.NoMeshError, match="is an AbstractMesh: it has sizes, but no devices"):
         load_safetensors(file, abstract)
 
 
-def test_rules_that_do_not_fit_raise(file, mesh) -> None:
-    save_safetensors(file, {"w": np.ones((2, 3), np.float32)})
-    with pytest.raises(ts.ShardingRuleError, match="is not divisible"):
-        load_safetensors(file, rules=[("w", P(None, "fsdp"))], mesh=mesh)
-
-
-# ------------------------------------------------------------------ differences from the request
-
-
-def test_all_differences_are_listed_at_once(file) -> None:
-    save_safetensors(file, {"layers/0/weight": np.ones((8, 4)), "b": np.ones(3), "c": np.ones(2)})
-    like = {"layers/0/wieght": np.ones((8, 4)), "b": np.ones(4), "c": np.ones(2, np.int32)}
-    with pytest.raises(ts.MismatchError) as told:
-        load_safetensors(file, like)
-    message = str(told.value)
-    for fact in (
-        "b: saved as float64[3], requested as float64[4].",
-        "c: saved as float64[2], requested as int32[2].",
-        f"layers/0/wieght: not in {file}. Did you mean 'layers/0/weight'?",
-        f"layers/0/weight: in {file}, but not requested.",
-    ):
-        assert fact in message
-
-
-def test_dtypes_are_converted_only_with_cast(file) -> None:
-    tree = {"w": np.array([1.0, 1e39]), "i": np.ones(2, np.int32)}
+def test_what_differs_from_the_request_is_told_as_of_a_checkpoint(file, mesh) -> None:
+    tree = {"layers/0/weight": np.ones((8, 4)), "b": np.array([1, 1e39]), "i": np.array([2**40])}
     save_safetensors(file, tree)
-    like = {"w": np.ones(2, np.float32), "i": tree["i"]}
-    with pytest.raises(ts.MismatchError, match="`cast='float32'` converts it."):
-        load_safetensors(file, like)
-    found = load_safetensors(file, like, cast="float32")
-    assert_same(found, {"w": np.array([1, np.inf], np.float32), "i": tree["i"]})
-    assert_same(load_safetensors(file, cast=jnp.float32), found)
-    with pytest.raises(ts.FormatError, match="Only floating-point arrays are"):
-        load_safetensors(file, cast="int32")
-
-
-def test_64_bits_on_devices_need_x64(file, mesh) -> None:
-    save_safetensors(file, {"i": np.array([2**40]), "w": np.ones(1)})
+    like = {"layers/0/wieght": np.ones((8, 4)), "b": np.ones(2, np.float32)}
     with pytest.raises(ts.MismatchError) as told:
-        load_safetensors(file, rules=[(".*", None)], mesh=mesh)
-    assert "i: int64[1] would be int32[1] on devices. Turn on 64-bit" in str(told.value)
-    assert "convert it with `cast='float32'`" in str(told.value)
-    with jax.enable_x64(True):
-        found = load_safetensors(file, rules=[(".*", None)], mesh=mesh)
-        assert found["i"][0] == 2**40
-
-
-def test_partial_loads_part_of_a_tree(file) -> None:
-    save_safetensors(file, {"a": np.ones(2), "c": np.ones(3)})
-    like = {"a": np.zeros(2), "b": np.zeros(3)}
-    with pytest.raises(ts.MismatchError, match="`partial=True` reads the leaves"):
         load_safetensors(file, like)
-    with pytest.warns(ts.ShardingWarning, match=f"b: not in {file}"):
-        found = load_safetensors(file, like, partial=True)
-    assert_same(found["a"], np.ones(2))
-    assert found["b"] is like["b"]
-    with pytest.raises(
-        ts.MismatchError, match="saved as float64\\[2\\], requested as float64\\[5\\]"
+    for fact in (
+        "b: saved as float64[2], requested as float32[2]. `cast='float32'` converts it.",
+        f"layers/0/wieght: not in {file}. Did you mean 'layers/0/weight'?",
+        f"i: in {file}, but not requested.",
     ):
-        load_safetensors(file, {"a": np.zeros(5)}, partial=True)
+        assert fact in str(told.value)
+    with pytest.warns(ts.ShardingWarning, match=f"layers/0/wieght: not in {file}"):
+        found = load_safetensors(file, like, cast="float32", partial=True)
+    assert found["layers/0/wieght"] is like["layers/0/wieght"]
+    assert_same(found["b"], np.array([1, np.inf], np.float32))
+    assert_same(load_safetensors(file, cast=jnp.float32)["b"], found["b"])
+    with pytest.raises(ts.MismatchError, match=r"i: int64\[1\] would be int32\[1\] on devices"):
+        load_safetensors(file, rules=[(".*", None)], mesh=mesh)
+    with jax.enable_x64(True):
+        assert load_safetensors(file, rules=[(".*", None)], mesh=mesh)["i"][0] == 2**40
 
 
 def test_packed_dtypes_are_not_loaded(file) -> None:

@@ -15,7 +15,6 @@ from saved_tensors import blocks, entry, package_bytes, random_array, write_raw
 
 import treeshard as ts
 from treeshard.interchange import _format, load_safetensors, save_safetensors
-from treeshard.interchange._files import open_tensors
 
 
 @pytest.mark.parametrize(
@@ -23,18 +22,11 @@ from treeshard.interchange._files import open_tensors
     [
         ([], "is not a safetensors file: Error while deserializing header: invalid JSON"),
         ({"w": 3}, "invalid type: integer `3`"),
-        ({"w": {"dtype": "U8"}}, "missing field `shape`"),
         ({"w": entry("F33")}, "unknown variant `F33`, expected one of `BOOL`"),
-        ({"w": entry(shape=[-1])}, "integer `-1`"),
         ({"w": entry(shape=[1] * 65)}, "w: the shape has 65 dims, and numpy allows 64."),
-        ({"w": entry(shape=[2**62, 2**62])}, "overflow"),
         ({"w": entry("F4", [3], [0, 1])}, "does not end up at a byte boundary"),
         ({"w": entry(offsets=[1, 0])}, "invalid offset for tensor `w`"),
-        ({"w": entry(offsets=[1, 2])}, "invalid offset for tensor `w`"),
-        ({"__metadata__": {"a": 1}}, "expected a string"),
-        (b'{"w": "\xff"}', "invalid"),
         (b"[" * 10**5, "invalid JSON in header"),
-        (b"{}x", "trailing characters"),
     ],
     ids=lambda x: x[:40] if isinstance(x, str) else "",
 )
@@ -55,11 +47,7 @@ def test_a_shape_beyond_numpy_is_rejected(file) -> None:
     assert "v: the shape is (0, 4611686018427387904, 4), which is too large" in str(told.value)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [b"", b"abc", b"\xff" * 8 + b"{}", struct.pack("<Q", 10**8 + 1) + b"{}"],
-    ids=["empty", "short", "huge", "over-the-limit"],
-)
+@pytest.mark.parametrize("data", [b"", b"abc", b"\xff" * 8 + b"{}"])
 def test_a_file_of_another_format_is_rejected(file, data) -> None:
     file.write_bytes(data)
     with pytest.raises(ts.FormatError, match=f"{file} is not a safetensors file: .*header too"):
@@ -72,16 +60,6 @@ def test_a_file_that_is_too_short_or_too_long_is_damaged(file, change) -> None:
     file.write_bytes(change(file.read_bytes()))
     with pytest.raises(ts.DamagedError, match="is cut short or too long: .* Copy it again."):
         load_safetensors(file)
-
-
-def test_the_shapes_of_a_file_that_is_cut_short_are_in_the_order_of_its_data(file) -> None:
-    header = {"last": entry(shape=[2], offsets=[1, 3]), "first": entry()}
-    for data in (b"abc", b""):
-        write_raw(file, header, data)
-        with open_tensors(file, shapes_only=True) as stored:
-            starts = {name: x.tensor.start for name, x in stored.items()}
-        assert list(starts) == ["first", "last"]
-        assert starts["last"] == starts["first"] + 1
 
 
 def test_a_file_that_is_replaced_while_it_is_opened_raises(file, monkeypatch) -> None:
@@ -122,9 +100,6 @@ def test_an_entry_of_another_form_that_the_package_reads_is_rejected(file, entry
         load_safetensors(file)
 
 
-# ------------------------------------------------------------------ fuzzed
-
-
 def valid_file(rng: random.Random, directory) -> bytes:
     """A file of a few tensors, written by the package."""
     dtypes = [name for code, name in _format.DTYPES.items() if code not in _format.PACKED]
@@ -133,28 +108,6 @@ def valid_file(rng: random.Random, directory) -> bytes:
         shape = tuple(rng.choice([0, 1, 2, 3, 8]) for _ in range(rng.randint(0, 3)))
         tree[rng.choice("abé/.\n") * (i + 1)] = random_array(jnp.dtype(rng.choice(dtypes)), shape)
     return package_bytes(tree, directory, rng.choice([None, {"format": "pt"}]))
-
-
-PIECES = [b"0", b"-", b"9", b"{", b"}", b"[", b",", b'"', b"\\", b"\xff", b" ", b"1e9"]
-
-
-def other_bytes(rng: random.Random, valid: bytes) -> bytes:
-    """Flips, inserts, deletes and appends bytes, in and around the header."""
-    data = bytearray(valid)
-    for _ in range(rng.choice([1, 1, 2, 5])):
-        at, piece = rng.randrange(min(len(data), 200)), rng.choice(PIECES)
-        change = rng.randrange(5)
-        if change == 0:
-            data[at] ^= 1 << rng.randrange(8)
-        elif change == 1:
-            data[at:at] = piece
-        elif change == 2 and len(data) > 100:
-            del data[at : at + rng.choice([1, 1, 3, 40])]
-        elif change == 3:
-            data[at : at + len(piece)] = piece
-        else:
-            data += rng.choice([b"x", b"\0" * 8])
-    return bytes(data)
 
 
 VALUES = [0, 1, 2, -1, 7, 8, 2**31, 2**63, 2**64, 10**30, 1.0, 1e300, True, None, "", "F32", "F4",
@@ -190,13 +143,6 @@ def other_header(rng: random.Random, valid: bytes) -> bytes:
     return struct.pack("<Q", len(text)) + text + data
 
 
-def endless_header(rng: random.Random, valid: bytes) -> bytes:
-    """A header of thousands of brackets, digits or letters."""
-    start = rng.choice([b"[", b'{"a":', b'{"a":{"shape":[', b'{"a":"', b'{"a":{"shape":[1'])
-    text = start * rng.choice([1, 100, 5000]) + rng.choice([b"", b"0" * 5000, b"]}" * 100])
-    return struct.pack("<Q", len(text)) + text + valid
-
-
 @pytest.fixture
 def little_memory():
     """Limits the process to 64 MiB more than it uses now."""
@@ -207,22 +153,14 @@ def little_memory():
     resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def test_the_memory_limit_is_in_force(little_memory) -> None:
-    with pytest.raises(MemoryError):
-        bytes(2**30)  # more than the allocator may have kept
-
-
-@pytest.mark.parametrize(
-    ("change", "count"), [(other_bytes, 2000), (other_header, 2500), (endless_header, 200)]
-)
 def test_fuzzed_headers_are_rejected_or_read_as_the_package_does(
-    file, tmp_path, unchecked, little_memory, change, count
+    file, tmp_path, unchecked, little_memory
 ) -> None:
     rng = random.Random(7)
     valid = [valid_file(rng, tmp_path) for _ in range(40)]
     rejected = read = 0
-    for _ in range(count):
-        bad = change(rng, rng.choice(valid))
+    for _ in range(2000):
+        bad = other_header(rng, rng.choice(valid))
         file.unlink(missing_ok=True)  # faster than overwriting it
         file.write_bytes(bad)
         try:
@@ -237,5 +175,5 @@ def test_fuzzed_headers_are_rejected_or_read_as_the_package_does(
             assert list(x.shape) == theirs[name]["shape"]
             assert _format.code_of(x.dtype) == theirs[name]["dtype"]
             assert x.tobytes() == theirs[name]["data"]
-    print(f"{change.__name__}: {rejected} rejected, {read} read as the package does")
-    assert rejected > count / 4
+    assert rejected > 500
+    assert read > 100
