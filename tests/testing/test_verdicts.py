@@ -1,5 +1,6 @@
 """Verdicts carry their evidence: what was not compared is not said to be right."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -95,22 +96,15 @@ OF_KEYED = (SPREAD, P())
 
 
 def test_a_forgotten_mean_behind_dropout_is_found() -> None:
-    body = folding(averaged(dropout, "up", "down"))
-    layouts = ("plan", "by hand", "unchecked")
+    body = folding(averaged(dropout, "up"))
+    layouts = ("by hand", "unchecked")
     report = checked(dropout, PARAMS, KEYED, body, specs=OF_KEYED, layouts=layouts)
-    for leaf in PARAMS:
-        assert "differs by more than rounding" in problem(report, leaf), report
     # JAX refuses what may differ between devices and is said not to.
     head, refused = report.splitlines()[:2]
-    assert head == "check_gradients: 2 results are wrong, 1 layout raised."
+    assert head == "check_gradients: 1 result is wrong, 1 layout raised.", report
     assert refused.startswith("by hand raised ValueError: ")
     assert "out_specs" in refused
-
-
-def test_one_forgotten_mean_behind_dropout_is_found() -> None:
-    report = checked(dropout, PARAMS, KEYED, folding(averaged(dropout, "up")), specs=OF_KEYED)
-    assert report.startswith("check_gradients: 1 result is wrong.\n"), report
-    assert "differs by more than rounding" in problem(report, "up")
+    assert "differs by more than rounding" in problem(report, "up"), report
 
 
 def test_numbers_that_one_device_cannot_repeat_are_not_checked() -> None:
@@ -125,31 +119,27 @@ def test_numbers_that_one_device_cannot_repeat_are_not_checked() -> None:
     assert "unchecked: not checked, since each device draws random numbers in a way that" in report
 
 
-def noisy_step(plan: ts.Plan, reduce: Any) -> Any:
+def test_a_key_in_the_state_is_repeated() -> None:
     """A step by hand whose key is in its state, split, and then folded."""
+    state = {**PARAMS, "key": jax.random.key(1)}
+    plan = planned(state, mesh="data=8")
 
     def step(state: Any, x: Any) -> Any:
         key, own = jax.random.split(state["key"])
         own = manual.fold_rng_over_axis(own, "data")
         params = manual.vary({"up": state["up"], "down": state["down"]}, "data")
         value, grads = jax.value_and_grad(dropout)(params, (x, own))
-        grads = reduce(grads)
-        new = {name: state[name] - 0.1 * grads[name] for name in grads}
-        return {**new, "key": key}, lax.pmean(value, "data")
+        up = state["up"] - 0.1 * lax.psum(grads["up"], "data")
+        down = state["down"] - 0.1 * lax.pmean(grads["down"], "data")
+        return {"up": up, "down": down, "key": key}, lax.pmean(value, "data")
 
-    return ts.shard_map_step(step, plan, batch=P("data"))
-
-
-def test_a_key_in_the_state_is_repeated() -> None:
-    state = {**PARAMS, "key": jax.random.key(1)}
-    plan = planned(state, mesh="data=8")
-    right = noisy_step(plan, lambda grads: lax.pmean(grads, "data"))
-    report = testing.check_step(right, state, BATCH, layouts=["plan"])
-    assert str(report).startswith("check_step: Nothing is wrong.\n"), report
-    wrong = noisy_step(plan, lambda grads: lax.psum(grads, "data"))
     with pytest.raises(WrongResultError) as raised:
-        testing.check_step(wrong, state, BATCH, layouts=["plan", "mesh"])
-    assert "the size of `data`" in problem(str(raised.value), "step 1: up")
+        testing.check_step(
+            ts.shard_map_step(step, plan, batch=P("data")), state, BATCH, layouts=["plan"]
+        )
+    assert "(x 8.000)" in problem(str(raised.value), "step 1: up")
+    assert not problem(str(raised.value), "step 1: down")
+    assert re.search(r"step 1: down +ok", str(raised.value))
 
 
 # ------------------------------------------------------------------ layouts that raise
@@ -229,10 +219,9 @@ def test_zeros_hide_no_fault_of_the_layers_before_them() -> None:
 
 
 def test_a_batch_of_equal_rows_is_refused() -> None:
-    for batch in (np.ones((16, 8), "float32"), np.tile(BATCH[:1], (16, 1))):
-        report = checked(loss, PARAMS, batch, averaged(loss, "up"))
-        assert report.startswith("check_gradients: Nothing was compared.\n")
-        assert "All rows of the batch are equal" in report
+    report = checked(loss, PARAMS, np.tile(BATCH[:1], (16, 1)), averaged(loss, "up"))
+    assert report.startswith("check_gradients: Nothing was compared.\n")
+    assert "All rows of the batch are equal" in report
     # Each device has the same rows.
     report = checked(loss, PARAMS, np.tile(BATCH[:2], (8, 1)), averaged(loss, "up"))
     assert report.startswith("check_gradients: Nothing was compared.\n"), report
@@ -266,33 +255,6 @@ def narrow(p: Any, x: Any) -> jax.Array:
 
 
 OTHER = PARAMS | {"other": normal(8, 4, seed=7)}
-
-
-def test_narrow_floats_hide_no_small_error() -> None:
-    right = averaged(narrow)
-
-    def wrong(p: Any, x: Any) -> Any:
-        value, grads = right(p, x)
-        return value, grads | {"up": 1.002 * grads["up"]}
-
-    report = checked(narrow, OTHER, BATCH, wrong)
-    # The other gradients are right.
-    assert report.startswith("check_gradients: 1 result is wrong.\n"), report
-    assert "a multiple of the right result (x 1.002)" in problem(report, "up")
-
-
-def test_a_mean_over_tokens_by_each_device_is_found_in_bfloat16() -> None:
-    def masked(p: Any, batch: Any) -> jax.Array:
-        x, mask = batch
-        up, down = (p[name].astype("bfloat16") for name in ("up", "down"))
-        h = jnp.tanh(x.astype("bfloat16") @ up) @ down
-        rows = jnp.mean(h.astype("float32") ** 2, axis=1)
-        return jnp.sum(rows * mask) / jnp.sum(mask)
-
-    mask = np.ones(16, "float32")
-    mask[0] = 0
-    report = checked(masked, PARAMS, (BATCH, mask), averaged(masked))
-    assert "differs by more than rounding" in problem(report, "up"), report
 
 
 def test_an_error_that_is_just_visible_is_seen() -> None:
@@ -351,112 +313,54 @@ def test_a_scalar_has_no_factor() -> None:
     assert "\nscale  off 300%" in report
 
 
-def test_a_sum_of_a_row_parallel_product_has_the_factor_of_its_axis() -> None:
-    """Without `check_vma` the gradient of `psum` is `psum`."""
-    plan = planned(PARAMS, ("up", P(None, "fsdp")), ("down", P("fsdp")))
-
-    def body(p: Any, x: Any) -> Any:
-        def local(p: Any) -> jax.Array:
-            return jnp.mean(lax.psum(jnp.tanh(x @ p["up"]) @ p["down"], "fsdp") ** 2)
-
-        value, grads = jax.value_and_grad(local)(manual.vary(p, "data"))
-        return lax.pmean(value, "data"), lax.pmean(grads, "data")
-
-    layouts = ("by hand", "unchecked", "unchecked mesh")
-    with pytest.raises(WrongResultError) as raised:
-        testing.check_gradients(
-            loss, PARAMS, BATCH, plan, by_hand=body, batch_specs=P("data"), layouts=layouts
-        )
-    text = problem(str(raised.value), "up")
-    assert "(x 4.000; x 2.000 in `unchecked mesh`): the size of `fsdp`." in text
-
-
 # ------------------------------------------------------------------ updates of whole leaves
 
 
-def clipped(g: Any, p: Any, s: Any) -> tuple[Any, Any]:
-    return g / jnp.sqrt(jnp.sum(g**2)), s
+def clipped(g: Any) -> Any:
+    return g / jnp.sqrt(jnp.sum(g**2))
 
 
-def by_trust(g: Any, p: Any, s: Any) -> tuple[Any, Any]:
-    """LAMB's ratio of the norms of a parameter and of its update."""
-    return g * jnp.sqrt(jnp.sum(p**2) / jnp.sum(g**2)), s
-
-
-def muon(g: Any, p: Any, s: Any) -> tuple[Any, Any]:
+def muon(g: Any) -> Any:
     """Newton-Schulz iterations, in a loop."""
 
     def iteration(_: Any, x: Any) -> Any:
         return 1.5 * x - 0.5 * (x @ x.T) @ x
 
     start = g / (jnp.sqrt(jnp.sum(g**2)) + 1e-7)
-    return lax.fori_loop(0, 3, iteration, start), s
+    return lax.fori_loop(0, 3, iteration, start)
 
 
-def shampoo(g: Any, p: Any, s: Any) -> tuple[Any, Any]:
-    """Both sides' second moments to the power of -1/4, by their eigenvalues."""
-
-    def root(moment: Any) -> Any:
-        values, vectors = jnp.linalg.eigh(moment + 0.1 * jnp.eye(len(moment)))
-        return vectors @ jnp.diag(values**-0.25) @ vectors.T
-
-    return root(g @ g.T) @ g @ root(g.T @ g), s
-
-
-def adafactor(g: Any, p: Any, s: Any) -> tuple[Any, Any]:
-    """A second moment of each row and of each column."""
-    squares = 0.9 * s + 0.1 * (g**2 + 1e-6)
-    rows, columns = squares.mean(1, keepdims=True), squares.mean(0, keepdims=True)
-    return g * jnp.sqrt(rows.mean() / (rows * columns)), squares
-
-
-# What updates two leaves, and what it updates: shards, gathered leaves, or layers that are whole.
+# What updates two leaves, and whether it updates shards of them, or gathers them.
 UPDATED = {
     "clipped": (clipped, "shards"),
-    "by trust": (by_trust, "shards"),
     "muon": (muon, "shards"),
-    "shampoo": (shampoo, "shards"),
-    "adafactor": (adafactor, "shards"),
     "muon, right": (muon, "gathered"),
-    "adafactor, right": (adafactor, "gathered"),
-    "shampoo, right": (jax.vmap(shampoo), "layers"),
 }
 
 
 def test_shards_in_place_of_whole_leaves_are_found() -> None:
-    layers = {"up": normal(4, 8, 8) / 3, "down": normal(4, 8, 8, seed=2) / 4}
-    params = {name: layers if way == "layers" else PARAMS for name, (_, way) in UPDATED.items()}
-    state = {"p": params, "s": jax.tree.map(np.zeros_like, params)}
-    plan = planned(state, ("shampoo, right|down", P("fsdp")), ("up", P(None, "fsdp")))
+    state = {name: PARAMS for name in UPDATED}
+    plan = planned(state, ("down", P("fsdp")), ("up", P(None, "fsdp")))
 
     def of_all(p: Any, x: Any) -> jax.Array:
-        def layer(h: Any, w: Any) -> Any:
-            return jnp.tanh(h @ w["up"]) @ w["down"], None
+        return jnp.stack([loss(p[name], x) for name in UPDATED]).sum()
 
-        losses = [
-            lax.scan(layer, x, p[name])[0].mean() if way == "layers" else loss(p[name], x)
-            for name, (_, way) in UPDATED.items()
-        ]
-        return jnp.stack(losses).sum()
-
-    def updated(name: str, spec: P, *leaf: Any) -> Any:
+    def updated(name: str, spec: P, g: Any) -> Any:
         update, way = UPDATED[name]
-        if way != "gathered":
-            return update(*leaf)
-        full = update(*manual.gather_params(leaf, "fsdp", (spec,) * 3))
+        if way == "shards":
+            return update(g)
+        full = update(manual.gather_params(g, "fsdp", spec))
         dim, size = [*spec].index("fsdp"), lax.axis_size("fsdp")
-        return [jnp.stack(jnp.split(x, size, dim))[lax.axis_index("fsdp")] for x in full]
+        return jnp.stack(jnp.split(full, size, dim))[lax.axis_index("fsdp")]
 
     def step(state: Any, x: Any) -> Any:
-        specs = plan.specs["p"]
-        value, grads = manual.value_and_grad(of_all, BOTH, specs)(state["p"], x)
-        p, s = (jax.tree.map(lambda x: x, state[tree]) for tree in ("p", "s"))
+        value, grads = manual.value_and_grad(of_all, BOTH, plan.specs)(state, x)
+        new = {name: {} for name in UPDATED}
         for name, of_leaves in grads.items():
             for leaf, g in of_leaves.items():
-                spec = specs[name][leaf]
-                change, s[name][leaf] = updated(name, spec, g, p[name][leaf], s[name][leaf])
-                p[name][leaf] -= 0.01 * change
-        return {"p": p, "s": s}, value
+                change = updated(name, plan.specs[name][leaf], g)
+                new[name][leaf] = state[name][leaf] - 0.01 * change
+        return new, value
 
     with pytest.raises(WrongResultError) as raised:
         testing.check_step(
@@ -464,7 +368,7 @@ def test_shards_in_place_of_whole_leaves_are_found() -> None:
         )
     for name in UPDATED:
         for leaf in PARAMS:
-            told = problem(str(raised.value), f"step 1: p/{name}/{leaf}")
+            told = problem(str(raised.value), f"step 1: {name}/{leaf}")
             assert bool(told) != ("right" in name), f"{name}: {raised.value}"
 
 

@@ -399,7 +399,8 @@ class _Comparison:
         if coarse:
             worst, some = percent(max(coarse.values())), ", ".join(fold_paths(coarse))
             self._note(_SEES_LITTLE.format(worst=worst, paths=some))
-        if any(self.findings.values()) and self._averages_parts(chosen[0]):
+        ran = [layout for layout in chosen if layout.name not in self.raised]
+        if any(self.findings.values()) and self._averages_parts(ran[0]):
             self._note(_MEAN_OF_PARTS)
         return Report(
             what,
