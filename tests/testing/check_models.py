@@ -1,14 +1,12 @@
-"""Models of the field's kinds, in three libraries: parameters, a batch and a loss of each."""
+"""Models of the field's kinds: parameters, a batch and a loss of each."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
-import flax.linen as linen
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from treeshard import manual
 
@@ -43,69 +41,6 @@ def attend(q: Any, k: Any, v: Any) -> Any:
     scores = jnp.einsum("btd,bsd->bts", q, k) / 4
     mask = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))[None]
     return jnp.einsum("bts,bsd->btd", jax.nn.softmax(jnp.where(mask, scores, -1e9)), v)
-
-
-def eqx_attention(dtype: Any) -> Case:
-    """Equinox: attention, norm, MLP; static leaves in the tree."""
-    keys = jax.random.split(jax.random.key(0), 4)
-    model = {
-        "embed": eqx.nn.Embedding(VOCABULARY, WIDTH, key=keys[0]),
-        "attention": eqx.nn.MultiheadAttention(2, WIDTH, key=keys[1]),
-        "norm": eqx.nn.LayerNorm(WIDTH),
-        "mlp": eqx.nn.MLP(WIDTH, VOCABULARY, 32, 1, key=keys[2]),
-    }
-
-    def loss(model: Any, batch: Any) -> Any:
-        def row(x: Any) -> Any:
-            h = jax.vmap(model["embed"])(x)
-            n = jax.vmap(model["norm"])(h)
-            h = h + model["attention"](n, n, n)
-            return jax.vmap(model["mlp"])(h)
-
-        return cross_entropy(jax.vmap(row)(batch), jnp.roll(batch, 1, 1))
-
-    return Case(cast(model, dtype), tokens(), loss)
-
-
-def linen_conv(dtype: Any) -> Case:
-    """Flax Linen: convolutions and a group norm."""
-
-    class Net(linen.Module):
-        @linen.compact
-        def __call__(self, x: Any) -> Any:
-            x = linen.relu(linen.Conv(WIDTH, (3, 3), dtype=dtype)(x))
-            x = linen.GroupNorm(4, dtype=dtype)(x)
-            x = linen.relu(linen.Conv(WIDTH, (3, 3), strides=2, dtype=dtype)(x))
-            return linen.Dense(8, dtype=dtype)(x.mean((1, 2)))
-
-    x = normal(ROWS, 8, 8, 4, seed=1, dtype=dtype)
-    params = Net().init(jax.random.key(0), x)
-
-    def loss(params: Any, x: Any) -> Any:
-        out: Any = Net().apply(params, x)
-        return jnp.mean(out.astype("float32") ** 2)
-
-    return Case(cast(params, dtype), x, loss)
-
-
-def nnx_mlp(dtype: Any) -> Case:
-    """Flax nnx: an MLP whose state is the tree."""
-
-    class Net(nnx.Module):
-        def __init__(self, rngs: Any) -> None:
-            self.a = nnx.Linear(WIDTH, 32, rngs=rngs)
-            self.norm = nnx.LayerNorm(32, rngs=rngs)
-            self.b = nnx.Linear(32, 8, rngs=rngs)
-
-        def __call__(self, x: Any) -> Any:
-            return self.b(jax.nn.gelu(self.norm(self.a(x))))
-
-    graph, state = nnx.split(Net(nnx.Rngs(0)))
-
-    def loss(state: Any, x: Any) -> Any:
-        return jnp.mean(nnx.merge(graph, state)(x).astype("float32") ** 2)
-
-    return Case(cast(nnx.to_pure_dict(state), dtype), normal(ROWS, WIDTH, dtype=dtype), loss)
 
 
 def scanned(dtype: Any) -> Case:
@@ -205,5 +140,5 @@ def dropped(dtype: Any) -> Case:
     return Case(params, (normal(ROWS, WIDTH, dtype=dtype), jax.random.key(3)), loss)
 
 
-FUNCTIONS = (eqx_attention, linen_conv, nnx_mlp, scanned, experts, recurrent, tied, dropped)
+FUNCTIONS = (scanned, experts, recurrent, tied, dropped)
 MODELS = {f.__name__: f for f in FUNCTIONS}

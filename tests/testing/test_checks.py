@@ -1,7 +1,6 @@
 """Checks of gradients and steps: planted faults are found and measured."""
 
 import io
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -20,7 +19,6 @@ from treeshard import manual, testing
 from treeshard.errors import WrongResultError
 from treeshard.testing._findings import axes_of
 
-SOAK = os.environ.get("TREESHARD_SOAK", "0") not in ("", "0")
 BOTH = ("data", "fsdp")
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -82,29 +80,12 @@ LEAF_FAULTS = {
         lambda g: mean(g) / lax.axis_size("data"),
         f"{MULTIPLE} (x 0.500; x 0.250 {IN_MESH}): 1 / the size of `data`.",
     ),
-    "divided by all": LeafFault(
-        COLUMNS,
-        lambda g: own(mean(g), dim=1) / lax.axis_size(BOTH),
-        f"{MULTIPLE} (x 0.125).\n",
-    ),
-    "times 4": LeafFault(WHOLE, lambda g: 4 * mean(g), f"{MULTIPLE} (x 4.000).\n"),
-    "negated": LeafFault(WHOLE, lambda g: -mean(g), f"{MULTIPLE} (x -1.000).\n"),
     "zero": LeafFault(ROWS, lambda g: own(0 * mean(g)), f"{MULTIPLE} (x 0).\n"),
     "unsynced": LeafFault(WHOLE, lambda g: g, OFF),
     "not along data": LeafFault(WHOLE, lambda g: mean(g, "fsdp"), OFF),
-    "scattered, not along data": LeafFault(
-        ROWS, lambda g: scattered(g, "fsdp") / lax.axis_size("fsdp"), OFF
-    ),
-    "scattered, along the wrong axis": LeafFault(ROWS, lambda g: own(mean(g, "data")), OFF),
-    "not along data, summed along fsdp": LeafFault(ROWS, lambda g: scattered(g, "fsdp"), OFF),
     "not scattered": LeafFault(ROWS, mean, "each device has a gradient of float32[16,4]"),
     "axes in another order": LeafFault(SPREAD, lambda g: scattered(g, ("fsdp", "data")) / 8, OFF),
     "passed on": LeafFault(ROWS, lambda g: shifted(own(mean(g))), OFF),
-    "shard of device 0": LeafFault(ROWS, lambda g: own(mean(g), at=0), OFF),
-    "index over another axis": LeafFault(
-        SPREAD, lambda g: own(mean(g), BOTH, at=lax.axis_index("fsdp")), OFF
-    ),
-    "reversed": LeafFault(WHOLE, lambda g: mean(g)[::-1], OFF),
     "dropped": LeafFault(WHOLE, lambda g: None, "by_hand returns no gradient for it"),
     "one shard": LeafFault(
         ROWS, lambda g: jnp.where(lax.axis_index("fsdp") == 2, 0, own(mean(g))), OFF
@@ -117,7 +98,6 @@ LEAF_FAULTS = {
         lambda g: jnp.where(lax.axis_index("fsdp") == 1, jnp.nan, own(mean(g))),
         "not finite on 2 of 8 devices",
     ),
-    "something else": LeafFault(WHOLE, lambda g: mean(g) ** 2, OFF),
 }
 # Minus one of eight is twice its size off, over the root of eight. The device counts come last.
 CELLS = {"one replica": "off 71% on 1 of 8", "psum": "x 8.000", "zero": "x 0", "right": "ok"}
@@ -216,44 +196,15 @@ def by_library(loss: Any) -> Any:
     return manual.value_and_grad(loss, BOTH, SPECS)
 
 
-def folding(*axes: str, axis_names: Any = BOTH) -> Any:
+def folding(*axes: str) -> Any:
     """A body that folds the key by the index over some axes."""
 
     def body(p: Any, batch: Any) -> Any:
         x, key = batch
         key = jax.random.fold_in(key, lax.axis_index(axes)) if axes else key
-        return manual.value_and_grad(dropout, axis_names, SPECS)(p, (x, key))
+        return manual.value_and_grad(dropout, BOTH, SPECS)(p, (x, key))
 
     return body
-
-
-def then(body: Any, change: Any) -> Any:
-    def changed(p: Any, x: Any) -> Any:
-        value, grads = body(p, x)
-        return value, change(grads)
-
-    return changed
-
-
-def local_loss(p: Any, x: Any) -> Any:
-    value = loss(manual.gather_params(p, "fsdp", SPECS), x)
-    return value, by_library(loss)(p, x)[1]
-
-
-def normalised(p: Any, x: Any) -> Any:
-    """A loss with a batch norm."""
-    h = hidden(p, x)
-    h = (h - h.mean(0, keepdims=True)) / (h.std(0, keepdims=True) + 0.1)
-    return jnp.mean((h @ p["down"]) ** 2)
-
-
-def tensor_parallel(p: Any, x: Any) -> Any:
-    """Without `check_vma`, the backward pass of `psum` is `psum`, where it should do nothing."""
-    output = lambda p: lax.psum(hidden(p, x) @ p["down"], "tensor")  # noqa: E731
-    arrays = {name: w for name, w in p.items() if name != "activation"}
-    local = manual.vary(arrays, "data")
-    value, grads = jax.value_and_grad(lambda w: jnp.mean(output(p | w) ** 2))(local)
-    return lax.pmean(value, "data"), p | lax.pmean(grads, "data")
 
 
 class LossFault(NamedTuple):
@@ -265,12 +216,9 @@ class LossFault(NamedTuple):
     leaf: str
     words: str
     specs: Any = P(BOTH)
-    axes: str = "data=2,fsdp=4"
-    rules: Any = RULES
 
 
 KEYED = (BATCH, np.array([0, 7], "uint32"))
-TYPED = (BATCH, jax.random.key(3)) if SOAK else KEYED
 SPLIT = (P(BOTH), P())
 LOSS_FAULTS = {
     "masked mean of each device": LossFault(
@@ -283,60 +231,6 @@ LOSS_FAULTS = {
     "key not folded": LossFault(
         folding(), dropout, KEYED, "loss", "the key is not folded along `data` and `fsdp`", SPLIT
     ),
-    "loss scaled by the device count": LossFault(
-        by_library(lambda p, x: loss(p, x) * lax.axis_size(BOTH)),
-        loss,
-        BATCH,
-        "bias",
-        f"{MULTIPLE} (x 8.000)",
-    ),
-}
-LONG = {
-    "a loss that is finite by hand only": LossFault(
-        by_library(loss),
-        lambda p, x: loss(p, x) + jnp.log(-jnp.sum(x[0] ** 2)),
-        BATCH,
-        "loss",
-        "not finite on 8 of 8 devices",
-    ),
-    "a device without tokens": LossFault(
-        by_library(masked),
-        masked,
-        (BATCH, (np.arange(16) < 8).astype("float32")),
-        "up",
-        "not finite on 8 of 8 devices",
-    ),
-    "batch statistics of each device": LossFault(
-        by_library(normalised), normalised, BATCH, "up", OFF
-    ),
-    "psum of the outputs of tensor parallelism": LossFault(
-        tensor_parallel,
-        loss,
-        BATCH,
-        "up",
-        f"{MULTIPLE} (x 4.000",
-        P("data"),
-        "data=2,tensor=4",
-        [("up", P(None, "tensor")), (".*", P("tensor"))],
-    ),
-    "mean for sum": LossFault(
-        by_library(loss),
-        lambda p, x: loss(p, x) * len(x),
-        BATCH,
-        "up",
-        f"{MULTIPLE} (x 0.062",
-    ),
-    "stop_gradient": LossFault(
-        by_library(lambda p, x: loss(p | {"up": lax.stop_gradient(p["up"])}, x)),
-        loss,
-        BATCH,
-        "up",
-        f"{MULTIPLE} (x 0).",
-    ),
-    "loss of one device": LossFault(local_loss, loss, BATCH, "loss", OFF),
-    "key folded along data only": LossFault(
-        folding("data"), dropout, TYPED, "loss", "the key is not folded along `fsdp`", SPLIT
-    ),
     "key folded where it must not be": LossFault(
         folding(*BOTH),
         dropout,
@@ -345,27 +239,18 @@ LONG = {
         "the key is folded along `fsdp`, where devices have the same rows",
         (P("data"), P()),
     ),
-    "key folded, and a sum": LossFault(
-        then(folding(*BOTH), lambda g: g | {"bias": g["bias"] * lax.axis_size("data")}),
-        dropout,
-        TYPED,
-        "bias",
-        f"{MULTIPLE} (x 2.000)",
-        SPLIT,
-    ),
 }
 
 
-@pytest.mark.parametrize("name", [*LOSS_FAULTS, *(LONG if SOAK else ())])
+@pytest.mark.parametrize("name", LOSS_FAULTS)
 def test_faults_of_losses_are_found(name: str) -> None:
-    case = (LOSS_FAULTS | LONG)[name]
-    plan = ts.plan(PARAMS, case.rules, ts.make_mesh(case.axes), min_size=0)
+    case = LOSS_FAULTS[name]
+    plan = ts.plan(PARAMS, RULES, ts.make_mesh("data=2,fsdp=4"), min_size=0)
     layouts = [chosen(plan, case.batch, "unchecked", case.specs)]
     with pytest.raises(WrongResultError) as raised:
         testing.check_gradients(
             case.loss, PARAMS, case.batch, plan, layouts=layouts, by_hand=case.body
         )
-    print(raised.value)
     assert case.words in facts_of(raised)[case.leaf]
 
 
@@ -565,25 +450,6 @@ def test_a_step_whose_state_was_not_compared_is_not_ok() -> None:
     for name in ("skipped", "frozen"):
         assert re.search(rf"not compared: .*step {{1..2}}: {name}.* .zero on one device", text)
     assert re.search(r"step \{1..2\}: aux +ok", text)
-
-
-def test_a_step_that_was_not_measured_proves_no_axes() -> None:
-    """In `mesh` the first step is wrong, so the second is not known to be right there."""
-    state = {"w": normal(8, 4), "count": np.int32(0)}
-    mesh = ts.make_mesh("data=2,fsdp=2", devices=jax.devices()[:4])
-
-    def step(state: Any, x: Any) -> Any:
-        data, fsdp = (ts.get_axes_size_in_mesh(axis) for axis in BOTH)
-        value, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(state["w"])
-        in_first = 3.0 if (data, fsdp) == (1, 4) else 1.0
-        in_second = 2.0 if data * fsdp == 4 else 1.0
-        grad = grad * jnp.where(state["count"] == 0, in_first, in_second)
-        return {"w": state["w"] - 0.1 * grad, "count": state["count"] + 1}, value
-
-    run = ts.jit_step(step, ts.plan(state, [(".*", None)], mesh), batch=SPREAD)
-    with pytest.raises(WrongResultError) as raised:
-        testing.check_step(run, state, normal(16, 8, seed=1), layouts=["plan", "mesh"])
-    assert facts_of(raised)["step 2: w"].startswith(f"{MULTIPLE} (x 2.000).\n")
 
 
 @pytest.mark.parametrize("is_mean", [True, False])

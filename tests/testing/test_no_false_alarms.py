@@ -94,20 +94,16 @@ def adam(loss: Any, by_hand: Any = None) -> Any:
 
 
 STEPS = [
+    ("dropped", "fsdp", "bfloat16", True),
     ("experts", "fsdp", "bfloat16", True),
     ("scanned", "hsdp", "float32", False),
-    ("nnx_mlp", "fsdp", "bfloat16", True),
-    ("dropped", "hsdp", "float32", True),
-    ("dropped", "fsdp", "bfloat16", True),
     ("experts", "fsdp x tp", "float32", False),
-    ("linen_conv", "dp", "bfloat16", False),
-    # Adam does not take the functions in the tree of `eqx_attention`.
-    *((x, "zero-1", dtype, False) for x in MODELS if x != "eqx_attention" for dtype in DTYPES),
+    *((x, "zero-1", dtype, False) for x in MODELS for dtype in DTYPES),
 ]
 
 
 # Tests of wrong steps check that the other leaves are right.
-@pytest.mark.parametrize(("model", "strategy", "dtype", "by_hand"), STEPS if SOAK else STEPS[4:5])
+@pytest.mark.parametrize(("model", "strategy", "dtype", "by_hand"), STEPS if SOAK else STEPS[:1])
 def test_right_steps_pass(
     model: str, strategy: str, dtype: str, by_hand: bool, record_property: Any
 ) -> None:

@@ -33,12 +33,8 @@ def stored(tmp_path: Path) -> Path:
     return file
 
 
-def test_an_equal_plan_passes(stored) -> None:
-    testing.assert_same_plan(planned(("w", P("fsdp"))), stored)
-    testing.assert_same_plan(planned(("layers", P("fsdp", None))), str(stored))
-
-
 def test_a_changed_plan_fails_with_the_diff_and_how_to_accept_it(stored) -> None:
+    testing.assert_same_plan(planned(("layers", P("fsdp", None))), str(stored))
     before = stored.read_text()
     with pytest.raises(AssertionError) as raised:
         testing.assert_same_plan(planned(("w", P(None, "fsdp")), ("head", P("data"))), stored)
@@ -53,9 +49,6 @@ def test_a_changed_plan_fails_with_the_diff_and_how_to_accept_it(stored) -> None
         " store the new plan."
     )
     assert stored.read_text() == before
-
-
-def test_another_mesh_fails(stored) -> None:
     with pytest.raises(AssertionError, match="The mesh changes from data=2, fsdp=4 to fsdp=8"):
         testing.assert_same_plan(planned(("w", P("fsdp")), mesh="fsdp=8"), stored)
 
@@ -67,17 +60,15 @@ def test_a_missing_file_fails_and_is_not_written(tmp_path) -> None:
     assert not file.exists()
 
 
-@pytest.mark.parametrize("value", ["", "0", "1"])
-def test_the_environment_accepts_a_changed_plan(stored, monkeypatch, value) -> None:
-    monkeypatch.setenv("TREESHARD_UPDATE_PLANS", value)
+def test_the_environment_accepts_a_changed_plan(stored, monkeypatch) -> None:
     changed = planned(("w", P("data")))
-    if value == "1":
+    monkeypatch.setenv("TREESHARD_UPDATE_PLANS", "0")
+    with pytest.raises(AssertionError):
         testing.assert_same_plan(changed, stored)
-        monkeypatch.delenv("TREESHARD_UPDATE_PLANS")
-        testing.assert_same_plan(changed, stored)
-    else:
-        with pytest.raises(AssertionError):
-            testing.assert_same_plan(changed, stored)
+    monkeypatch.setenv("TREESHARD_UPDATE_PLANS", "1")
+    testing.assert_same_plan(changed, stored)
+    monkeypatch.delenv("TREESHARD_UPDATE_PLANS")
+    testing.assert_same_plan(changed, stored)
 
 
 def test_a_file_that_is_not_a_plan(tmp_path) -> None:
@@ -106,18 +97,13 @@ def specs(**changed: Any) -> dict[str, Any]:
     return {"block": Block(a, None), "b": b, "c": [c, None, None]}
 
 
-@pytest.mark.parametrize(
-    "expected",
-    [
-        specs(),
+def test_trees_that_are_sharded_as_expected_pass(mesh) -> None:
+    for expected in (
         specs(a=P("fsdp", None), c=P(None, None)),
         specs(a=None, b=None),
         {"block": P("fsdp"), "b": P(("data", "fsdp")), "c": P()},
-    ],
-    ids=["specs", "trailing-none", "unchecked", "prefix"],
-)
-def test_trees_that_are_sharded_as_expected_pass(mesh, expected) -> None:
-    testing.assert_trees_sharded_as(tree(mesh), expected)
+    ):
+        testing.assert_trees_sharded_as(tree(mesh), expected)
 
 
 def test_every_array_that_is_sharded_differently_is_listed(mesh) -> None:
@@ -129,13 +115,6 @@ def test_every_array_that_is_sharded_differently_is_listed(mesh) -> None:
         "  b: is P(('data', 'fsdp'),), expected P('fsdp',).",
         "  block/w: is P('fsdp',), expected P('data',).",
     ]
-
-
-def test_all_of_many_arrays_are_listed(mesh) -> None:
-    many = ts.shard([np.ones(8) for _ in range(30)], P("fsdp"), mesh)
-    with pytest.raises(AssertionError) as raised:
-        testing.assert_trees_sharded_as(many, P("data"))
-    assert len(str(raised.value).splitlines()) == 31
 
 
 def test_a_plan_checks_mesh_shape_and_dtype(mesh, fsdp_mesh) -> None:
@@ -199,12 +178,6 @@ def test_an_abstract_plan(mesh) -> None:
 
 
 # ------------------------------------------------------------------ the module
-
-
-def test_the_module_has_the_assertions_of_the_other_packages() -> None:
-    assert testing.assert_stable_step is ts.assert_stable_step
-    assert testing.diff_shardings is ts.diff_shardings
-    assert testing.assert_collectives is ts.assert_collectives
 
 
 def test_the_memory_of_arrays_is_compared_where_it_is_said(mesh) -> None:
