@@ -3,14 +3,10 @@
 import re
 from typing import Any
 
-import equinox as eqx
 import jax
-import ml_dtypes
 import numpy as np
 import pytest
 from helpers import arange, assert_same, bits
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
@@ -18,17 +14,16 @@ import treeshard as ts
 from treeshard.errors import LeafError
 
 DTYPES = [
-    np.float32,
-    np.int32,
-    np.uint8,
-    np.bool_,
-    np.complex64,
-    ml_dtypes.bfloat16,
-    ml_dtypes.float8_e4m3fn,
-    ml_dtypes.int4,
-    ml_dtypes.uint2,
+    "float32",
+    "int32",
+    "uint8",
+    "bool",
+    "complex64",
+    "bfloat16",
+    "float8_e4m3fn",
+    "int4",
+    "uint2",
 ]
-NAMES = [np.dtype(dtype).name for dtype in DTYPES]
 KEY_DATA = np.arange(64, dtype=np.uint32).reshape(16, 4)
 
 
@@ -52,7 +47,6 @@ def aligned(shape: tuple[int, ...]) -> np.ndarray:
     [
         pytest.param(P(), (16, 8), id="whole"),
         pytest.param(P("data"), (8, 8), id="first dim"),
-        pytest.param(P(None, "fsdp"), (16, 2), id="second dim"),
         pytest.param(P("fsdp", "data"), (4, 4), id="both dims"),
         pytest.param(P(("fsdp", "data")), (2, 8), id="two axes on a dim"),
         pytest.param(P("fsdp", None, None, None), (4, 8), id="Nones beyond the rank"),
@@ -108,14 +102,6 @@ def test_leaves_that_are_not_arrays_pass_through(mesh: Mesh) -> None:
     assert isinstance(placed["moved"], jax.Array)
 
 
-def test_an_equinox_module_keeps_its_functions(mesh: Mesh) -> None:
-    mlp = eqx.nn.MLP(4, 4, 8, 1, key=jax.random.key(0))
-    placed = ts.shard(mlp, P("fsdp"), mesh)
-    assert jax.tree.structure(placed) == jax.tree.structure(mlp)
-    assert placed.activation is mlp.activation
-    assert pieces(placed.layers[0].weight)[0] == (2, 4)
-
-
 def test_64_bits_become_32_as_in_jnp_asarray(mesh: Mesh, compiles: list[str]) -> None:
     tree = {
         "float": np.array([1e300, -1e300, 0.1, np.nan] * 2),
@@ -144,70 +130,39 @@ def test_64_bits_become_32_as_in_jnp_asarray(mesh: Mesh, compiles: list[str]) ->
 # ------------------------------------------------------------------ the round trip
 
 
-@st.composite
-def leaf_and_spec(draw: st.DrawFn) -> tuple[Any, P | None]:
-    shape = tuple(draw(st.lists(st.sampled_from([0, 1, 3, 4, 8, 16]), max_size=3)))
-    kind = draw(st.sampled_from([*NAMES, "key", "one device", "str", "int"]))
-    if kind in ("str", "int"):
-        return ("text" if kind == "str" else 7), P()
-    free, spec = {"data": 2, "fsdp": 4}, []
-    for length in shape:
-        fits = [axis for axis, size in free.items() if length % size == 0]
-        axis = draw(st.sampled_from([None, *fits]))
-        free.pop(axis, None)
-        spec.append(axis)
-    raw = np.random.default_rng(draw(st.integers(0, 99))).integers(0, 2, (*shape, 2), np.uint32)
-    if kind == "key":
-        leaf = jax.random.wrap_key_data(raw, impl="threefry2x32")
-    elif kind == "one device":
-        leaf = jax.device_put(raw[..., 0], jax.devices()[5])
-    else:
-        leaf = raw[..., 0].astype(kind)
-    return leaf, draw(st.sampled_from([P(*spec), P(*spec), P(), None]))
+def of_every_kind() -> dict[str, Any]:
+    data = np.random.default_rng(0).integers(0, 2, (8, 8, 2), np.uint32)
+    leaves: dict[str, Any] = {dtype: data[..., 0].astype(dtype) for dtype in DTYPES}
+    leaves["keys"] = jax.random.wrap_key_data(data)
+    leaves["on a device"] = jax.device_put(data[..., 1], jax.devices()[5])
+    return leaves
 
 
-TREES = st.recursive(
-    leaf_and_spec().map(lambda pair: {"at": pair}),
-    lambda inside: (
-        st.dictionaries(st.sampled_from("abc"), inside, max_size=3)
-        | st.lists(inside, max_size=3).map(tuple)
-    ),
-    max_leaves=6,
-)
+@pytest.mark.parametrize("spec", [P("data", "fsdp"), P(None, ("fsdp", "data")), P(), None], ids=str)
+def test_gather_undoes_shard_bit_for_bit(mesh: Mesh, spec: P | None) -> None:
+    leaves = of_every_kind()
+    tree = {
+        "square": leaves,
+        "empty": {name: x[:0] for name, x in leaves.items()},
+        "uneven": {name: x[:3, :1] for name, x in leaves.items()},
+        "scalar": {name: x[:1, :1].reshape(()) for name, x in leaves.items()},
+    }
+    specs = {"square": spec, "empty": spec, "uneven": P(), "scalar": P()}
+    back = ts.gather(ts.shard(tree, specs, mesh))
+    assert_same(back, tree)
 
 
-def is_pair(x: Any) -> bool:
-    return isinstance(x, tuple) and len(x) == 2 and isinstance(x[1], P | None)
-
-
-@settings(max_examples=120, deadline=None)
-@given(pairs=TREES)
-def test_gather_undoes_shard_bit_for_bit(mesh: Mesh, pairs: Any) -> None:
-    tree = jax.tree.map(lambda pair: pair[0], pairs, is_leaf=is_pair)
-    specs = jax.tree.map(lambda pair: pair[1], pairs, is_leaf=is_pair)
-    placed = ts.shard(tree, specs, mesh)
-    back = ts.gather(placed)
-    assert jax.tree.structure(placed) == jax.tree.structure(back) == jax.tree.structure(tree)
-    for old, new in zip(jax.tree.leaves(tree), jax.tree.leaves(back), strict=True):
-        if not hasattr(old, "dtype"):
-            assert new is old
-            continue
-        assert (new.dtype, new.shape) == (old.dtype, old.shape)
-        assert bits(new) == bits(old)
-
-
-@settings(max_examples=100, deadline=None)
-@given(skew=st.sampled_from([0, 0, 0, 4, 16]), data=st.data())
-def test_a_source_changed_after_shard_changes_nothing(mesh: Mesh, skew: int, data: Any) -> None:
-    spec = data.draw(st.sampled_from([P(), P("fsdp"), P(None, "fsdp"), P("data", "fsdp")]))
-    flip = data.draw(st.booleans())
-    source = aligned((24 * 16,))[skew // 4 :][: 16 * 16].reshape(16, 16)
-    source[:] = arange(16, 16)
-    source = source.T if flip else source
-    before = source.copy()
-    placed = ts.shard({"x": source}, spec, mesh)
-    source[:] = -1
-    np.testing.assert_array_equal(ts.gather(placed)["x"], before)
+@pytest.mark.parametrize("skew", [0, 4, 16])
+@pytest.mark.parametrize("flip", [False, True], ids=["rows", "columns"])
+def test_a_source_changed_after_shard_changes_nothing(mesh: Mesh, skew: int, flip: bool) -> None:
+    for spec in (P(), P("fsdp"), P(None, "fsdp"), P("data", "fsdp")):
+        source = aligned((24 * 16,))[skew // 4 :][: 16 * 16].reshape(16, 16)
+        source[:] = arange(16, 16)
+        source = source.T if flip else source
+        before = source.copy()
+        placed = ts.shard({"x": source}, spec, mesh)
+        source[:] = -1
+        np.testing.assert_array_equal(ts.gather(placed)["x"], before)
 
 
 def test_deleting_the_source_does_not_change_the_result(mesh: Mesh) -> None:
@@ -275,32 +230,27 @@ def test_leaves_already_in_place_are_returned_unchanged(mesh: Mesh, fsdp_mesh: M
 
 
 @pytest.mark.parametrize(
-    ("axes", "devices", "spec"),
+    ("devices", "spec"),
     [
-        pytest.param("data=2,fsdp=4", slice(None), P(None, ("fsdp", "data")), id="other spec"),
-        pytest.param("fsdp=8", slice(None), P(None, "fsdp"), id="other axes"),
-        pytest.param("fsdp=8", slice(None, None, -1), P("fsdp"), id="devices in another order"),
-        pytest.param("fsdp=2", slice(3, 5), P("fsdp"), id="fewer devices"),
-        pytest.param("fsdp=1", slice(6, 7), P("fsdp"), id="one device"),
+        pytest.param(slice(None), P(None, "fsdp"), id="other axes"),
+        pytest.param(slice(None, None, -1), P("fsdp"), id="devices in another order"),
+        pytest.param(slice(3, 5), P("fsdp"), id="fewer devices"),
+        pytest.param(slice(6, 7), P("fsdp"), id="one device"),
     ],
 )
-def test_reshard_to(mesh: Mesh, axes: str, devices: slice, spec: P) -> None:
-    grid = np.array(jax.devices()[devices])
-    sizes = [int(size) for size in re.findall(r"\d+", axes)]
-    names = re.findall(r"[a-z]+", axes)
-    target = Mesh(grid.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
+def test_reshard_to(mesh: Mesh, devices: slice, spec: P) -> None:
+    target = Mesh(np.array(jax.devices()[devices]), "fsdp", axis_types=(AxisType.Auto,))
     host = {"x": arange(16, 8), "key": np.array([[0, 1], [2, 3]] * 8, np.uint32)}
     tree = {"x": host["x"], "key": jax.random.wrap_key_data(host["key"])}
-    specs = {"x": spec, "key": P()}
     source = ts.shard(tree, {"x": P("data", "fsdp"), "key": P("fsdp")}, mesh)
-    moved = ts.reshard(source, specs, target)
+    moved = ts.reshard(source, {"x": spec, "key": P()}, target)
     assert moved["x"].sharding == NamedSharding(target, spec)
     np.testing.assert_array_equal(ts.gather(moved)["x"], host["x"])
     assert bits(ts.gather(moved)["key"]) == host["key"].tobytes()
     assert source["x"]._npy_value is None  # no host copy stays behind
 
 
-@pytest.mark.parametrize("dtype", ["int2", "uint2", "int4", "float4_e2m1fn"])
+@pytest.mark.parametrize("dtype", ["int2", "uint2", "float4_e2m1fn"])
 @pytest.mark.parametrize("move", [ts.reshard, ts.shard, ts.with_sharding_constraint])
 def test_dtypes_smaller_than_a_byte_move_as_they_are(mesh: Mesh, dtype: str, move: Any) -> None:
     full = (np.arange(64).reshape(8, 8) % 2).astype(dtype)
@@ -346,9 +296,6 @@ def deleted() -> jax.Array:
     return x
 
 
-SCALAR = pytest.param(np.ones(()), P("data"), ts.SpecError, "but shape () has 0 dims", id="scalar")
-
-
 @pytest.mark.parametrize(
     ("leaf", "spec", "error", "fact"),
     [
@@ -360,21 +307,6 @@ SCALAR = pytest.param(np.ones(()), P("data"), ts.SpecError, "but shape () has 0 
             " 'fdsp'. It has data=2, fsdp=4. Did you mean 'fsdp'?",
             id="unknown axis",
         ),
-        pytest.param(
-            arange(8, 4),
-            P("data", "data"),
-            ts.SpecError,
-            "P('data', 'data') names the axis 'data' twice. An axis can split one dim only.",
-            id="axis twice",
-        ),
-        pytest.param(
-            arange(8),
-            P(None, "data"),
-            ts.SpecError,
-            "P(None, 'data') has 2 entries, but shape (8,) has 1 dim. Drop the last entry.",
-            id="rank",
-        ),
-        SCALAR,
         pytest.param(
             arange(6, 4),
             P("fsdp"),
@@ -411,13 +343,6 @@ SCALAR = pytest.param(np.ones(()), P("data"), ts.SpecError, "but shape () has 0 
             id="struct",
         ),
         pytest.param(
-            np.ones(8, np.longdouble),
-            P(),
-            LeafError,
-            "JAX does not support this",
-            id="longdouble",
-        ),
-        pytest.param(
             np.zeros(8, "i4,f4"),
             P(),
             LeafError,
@@ -433,33 +358,27 @@ SCALAR = pytest.param(np.ones(()), P("data"), ts.SpecError, "but shape () has 0 
         ),
     ],
 )
-@pytest.mark.parametrize("move", [ts.shard, ts.reshard])
-def test_a_bad_leaf(
-    mesh: Mesh, move: Any, leaf: Any, spec: P, error: type[Exception], fact: str
-) -> None:
+def test_a_bad_leaf(mesh: Mesh, leaf: Any, spec: P, error: type[Exception], fact: str) -> None:
     with pytest.raises(error, match=re.escape(fact)):
-        move({"w": [leaf], "fine": arange(8)}, {"w": [spec], "fine": P("fsdp")}, mesh)
+        ts.shard({"w": [leaf], "fine": arange(8)}, {"w": [spec], "fine": P("fsdp")}, mesh)
 
 
-def test_one_error_names_all_bad_leaves(mesh: Mesh) -> None:
-    tree = {"a": arange(6), "b": arange(8), "c": deleted(), "d": arange(8)}
-    specs = {"a": P("fsdp"), "b": P("model"), "c": P(), "d": P()}
-    with pytest.raises(ts.UnknownAxisError) as caught:
-        ts.shard(tree, specs, mesh)
-    assert isinstance(caught.value, ts.SpecError)
-    lines = str(caught.value).splitlines()
-    assert lines[0] == "shard: 3 leaves cannot be moved, and none was:"
-    assert [line.split(":")[0] for line in lines[1:]] == ["  a", "  b", "  c"]
-
-
-def test_no_leaf_moves_if_one_is_bad(mesh: Mesh, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("move", [ts.shard, ts.reshard])
+def test_one_error_names_all_bad_leaves_and_no_leaf_moves(
+    mesh: Mesh, move: Any, monkeypatch: Any
+) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("something was moved")
 
+    tree = {"a": arange(6), "b": arange(8), "c": deleted(), "d": arange(8)}
+    specs = {"a": P("fsdp"), "b": P("model"), "c": P(), "d": P()}
     monkeypatch.setattr(jax, "make_array_from_callback", refuse)
     monkeypatch.setattr(jax, "device_put", refuse)
-    with pytest.raises(ts.SpecError, match="is not divisible"):
-        ts.shard([arange(8), arange(6)], P("fsdp"), mesh)
+    with pytest.raises(ts.UnknownAxisError) as caught:
+        move(tree, specs, mesh)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"{move.__name__}: 3 leaves cannot be moved, and none was:"
+    assert [line.split(":")[0] for line in lines[1:]] == ["  a", "  b", "  c"]
 
 
 def test_the_error_for_a_tracer_names_with_sharding_constraint(mesh: Mesh) -> None:
@@ -489,11 +408,6 @@ def test_a_tree_without_arrays_needs_no_mesh() -> None:
     assert ts.shard({"f": len, "n": 1}, P()) == {"f": len, "n": 1}
 
 
-def test_specs_that_do_not_fit_the_tree(mesh: Mesh) -> None:
-    with pytest.raises(ts.SpecError, match=re.escape("at the root: the specs lack 'b'.")):
-        ts.shard({"a": arange(8), "b": arange(8)}, {"a": P()}, mesh)
-
-
 # ------------------------------------------------------------------ leaf by leaf
 
 
@@ -501,19 +415,14 @@ def apply(fns: Any, tree: Any) -> Any:
     return jax.tree.map(lambda f, x: f(x), fns, tree)
 
 
-@pytest.fixture
-def tree() -> dict[str, Any]:
-    return {"w": arange(16, 8), "layers": [{"b": arange(8)}], "kept": arange(4), "name": "mlp"}
-
-
-@pytest.mark.parametrize("kind", ["specs", "shardings", "plan"])
+@pytest.mark.parametrize("by_plan", [False, True], ids=["specs", "plan"])
 def test_functions_do_what_shard_and_gather_do(
-    mesh: Mesh, tree: dict[str, Any], kind: str, compiles: list[str]
+    mesh: Mesh, by_plan: bool, compiles: list[str]
 ) -> None:
-    specs: Any = {"w": P("data"), "layers": [{"b": P("fsdp")}], "kept": None, "name": P()}
-    if kind == "shardings":
-        specs["w"] = NamedSharding(mesh, P("data"))
-    if kind == "plan":
+    tree = {"w": arange(16, 8), "layers": [{"b": arange(8)}], "kept": arange(4), "name": "mlp"}
+    by_name = NamedSharding(mesh, P("data"))
+    specs: Any = {"w": by_name, "layers": [{"b": P("fsdp")}], "kept": None, "name": P()}
+    if by_plan:
         rules = [("w", P("data")), ("b", P("fsdp")), (".*", None)]
         specs = ts.plan(tree, rules, mesh, min_size=0)
     with jax.set_mesh(mesh):  # plain specs need it, only when the functions are made
@@ -521,11 +430,7 @@ def test_functions_do_what_shard_and_gather_do(
     placed = apply(shard_fns, tree)
     assert pieces(placed["w"])[0] == (8, 8)
     assert pieces(placed["layers"][0]["b"])[0] == (2,)
-    back = apply(gather_fns, placed)
-    assert back["name"] == "mlp"
-    for key in ("w", "kept"):
-        assert isinstance(back[key], np.ndarray)
-        np.testing.assert_array_equal(back[key], tree[key])
+    assert_same(apply(gather_fns, placed), tree, kinds=True)
     assert compiles == []
 
 
