@@ -39,14 +39,6 @@ def test_shardings_come_in_the_same_containers(mesh: Mesh, tree: dict[str, Any])
     assert get_shardings_with_structure is extract_sharding_structure
 
 
-def test_shardings_read_from_one_tree_place_another(tree: dict[str, Any]) -> None:
-    host = {key: np.ones(np.shape(x)) for key, x in tree.items() if key != "layers"}
-    host["layers"] = [{"b": np.ones(8)}]
-    placed = shard(host, extract_shardings(tree))
-    assert placed["w"].sharding == tree["w"].sharding
-    assert placed["single"] is host["single"]
-
-
 def test_the_same_specs_on_another_mesh(tree: dict[str, Any]) -> None:
     other = ts.make_mesh("fsdp=4,data=2")
     shardings = extract_shardings(tree, other)
@@ -108,25 +100,25 @@ def test_tracers_have_a_sharding_on_explicit_axes_only(mesh: Mesh) -> None:
     assert seen["explicit"].spec == P("data", None)
 
 
-def test_a_spec_per_leaf(tree: dict[str, Any]) -> None:
-    scalars = {"flag": True, "rate": 0.5, "phase": 1j, "half": np.float32(2), "gone": None}
-    assert get_partition_spec(tree | scalars) == {
-        "w": P("data", "fsdp"),
-        "layers": [{"b": P(("data", "fsdp"))}],
-        **dict.fromkeys(["single", "numpy", "step", "flag", "rate", "phase", "half"], P()),
+def test_a_spec_per_leaf(mesh: Mesh, tree: dict[str, Any]) -> None:
+    deleted = shard(np.ones(8), P("fsdp"), mesh)
+    deleted.delete()
+    others = {
+        "deleted": deleted,
+        "keys": shard(jax.random.wrap_key_data(np.zeros((8, 2), "uint32")), P("fsdp"), mesh),
+        "flag": True,
+        "phase": 1j,
+        "half": np.float32(2),
         "gone": None,
     }
-
-
-def test_deleted_leaves_still_have_their_spec(mesh: Mesh) -> None:
-    x = shard(np.ones(8), P("fsdp"), mesh)
-    x.delete()
-    assert get_partition_spec(x) == P("fsdp")
-
-
-def test_keys_have_specs(mesh: Mesh) -> None:
-    keys = shard(jax.random.wrap_key_data(np.zeros((8, 2), np.uint32)), P("fsdp"), mesh)
-    assert get_partition_spec({"key": keys}) == {"key": P("fsdp")}
+    assert get_partition_spec(tree | others) == {
+        "w": P("data", "fsdp"),
+        "layers": [{"b": P(("data", "fsdp"))}],
+        "deleted": P("fsdp"),
+        "keys": P("fsdp"),
+        **dict.fromkeys(["single", "numpy", "step", "flag", "phase", "half"], P()),
+        "gone": None,
+    }
 
 
 def test_all_leaves_without_a_spec_are_listed(mesh: Mesh) -> None:

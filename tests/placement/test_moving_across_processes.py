@@ -54,7 +54,6 @@ if os.environ.get("TREESHARD_SOAK"):
 @pytest.mark.parametrize(
     ("who", "text"),
     [
-        ([3], "process 3"),
         ([0, 1], "processes 0, 1"),
         ([0, 1, 2, 3], "processes 0 to 3"),
         ([0, 2, 3], "processes 0, 2, 3"),
@@ -70,7 +69,6 @@ def test_processes_are_named_shortly(who, text) -> None:
     [
         (),
         ((3, 5),),
-        ((0, 8), (16, 2**20)),
         ((2, 5), (0, 3), (7, CHUNK_BYTES)),
         ((0, 100_000), (0, 1000)),
     ],

@@ -142,7 +142,6 @@ def test_a_plan_shows_the_bytes_of_each_memory(mesh: Mesh) -> None:
     "tactic",
     [
         ts.fsdp("fsdp", min_size=0, memory=HOST),
-        ts.shard_dim("fsdp", 0, memory=HOST),
         ts.replicate(memory=HOST),
         ts.shard_dim("fsdp", 0) | ts.fsdp("data", min_size=0, memory=HOST),
     ],

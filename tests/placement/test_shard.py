@@ -483,3 +483,38 @@ def test_structs_of_local_parts_become_those_of_the_batch(mesh: Mesh) -> None:
         ts.from_process_local(jax.ShapeDtypeStruct((3,), "int32"), P(("data", "fsdp")), mesh)
     with pytest.raises(LeafError, match="holds no values"):
         ts.from_process_local({"x": part["x"], "y": structs["x"]}, P("data"), mesh)
+
+
+# ------------------------------------------------------------------ logical names
+
+NAMED = {"x": np.ones((8, 8), "float32"), "y": np.ones(8, "float32")}
+NAMES = {"x": ("batch", "embed"), "y": ("embed",)}
+NAME_RULES = [("batch", ("data", "absent")), ("embed", "fsdp")]
+
+
+def test_logical_names_are_resolved_where_specs_are_given(mesh: Mesh) -> None:
+    specs = {"x": P("data", "fsdp"), "y": P("fsdp")}
+    with ts.logical_axis_rules(NAME_RULES):
+        placed = [move(NAMED, NAMES, mesh) for move in (ts.shard, ts.reshard)]
+        assert ts.shard(NAMED["x"], NAMES["x"], mesh).sharding.spec == specs["x"]
+        shard_fns, _ = ts.make_shard_and_gather_fns(NAMES, mesh)
+    for tree in (*placed, apply(shard_fns, NAMED)):  # outside the rules
+        assert ts.get_partition_spec(tree) == specs
+
+
+def test_logical_names_without_rules(mesh: Mesh) -> None:
+    with pytest.raises(ts.SpecError) as raised:
+        ts.shard(NAMED, NAMES, mesh)
+    message = str(raised.value)
+    assert message.startswith("2 entries of the specs are not specs:")
+    assert "x: ('batch', 'embed') is a tuple of logical names, and no rules are in" in message
+
+
+def test_logical_names_of_a_batch(mesh: Mesh) -> None:
+    plan = ts.plan(NAMED, [(".*", P("fsdp"))], mesh, min_size=0)
+    with ts.logical_axis_rules([("batch", ("data", "fsdp"))]):
+        step = ts.jit_step(lambda s, x: (s, x * 2), plan, batch=("batch", None))
+    _, doubled = step(ts.shard(NAMED, plan), np.ones((8, 2), "float32"))  # outside the rules
+    assert doubled.sharding.spec == P(("data", "fsdp"))
+    with pytest.raises(ts.SpecError, match="no rules are in force"):
+        ts.jit_step(lambda s, x: (s, x), plan, batch=("batch",))
