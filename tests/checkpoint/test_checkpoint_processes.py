@@ -1,4 +1,4 @@
-"""Saves with two processes, restores with one and with four; checksums with both."""
+"""Saves with two processes, restores with one and with four; tensor files of four."""
 
 from pathlib import Path
 
@@ -10,11 +10,14 @@ import treeshard as ts
 from tests.multiprocess import (
     checkpoint_checks,
     checksum_checks,
+    interchange_checks,
     launcher,
     restoring_checks,
 )
 from tests.multiprocess.checkpoint_checks import TENSOR, assert_is_the_state, structs
 from treeshard.checkpoint import restore, verify
+
+FOUR = [restoring_checks, checksum_checks, interchange_checks]
 
 
 @pytest.fixture(scope="module")
@@ -24,21 +27,21 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(directory: Path) -> launcher.Verdicts:
-    return launcher.launch([checkpoint_checks, checksum_checks], directory)
+    return launcher.launch(checkpoint_checks, directory)
 
 
 @pytest.fixture(scope="module")
 def four(two: launcher.Verdicts, directory: Path) -> launcher.Verdicts:
-    modules, args = [restoring_checks, checksum_checks], [str(directory / "fsdp")]
-    return launcher.launch(modules, directory / "four", processes=4, devices=2, args=args)
+    args = [str(directory / "fsdp")]
+    return launcher.launch(FOUR, directory / "four", processes=4, devices=2, args=args)
 
 
-@pytest.mark.parametrize("check", launcher.checks_of(checkpoint_checks, checksum_checks))
+@pytest.mark.parametrize("check", launcher.checks_of(checkpoint_checks))
 def test_two_processes(check: str, two: launcher.Verdicts) -> None:
     two.assert_passed(check)
 
 
-@pytest.mark.parametrize("check", launcher.checks_of(restoring_checks, checksum_checks))
+@pytest.mark.parametrize("check", launcher.checks_of(*FOUR))
 def test_four_processes(check: str, four: launcher.Verdicts) -> None:
     four.assert_passed(check)
 
@@ -47,12 +50,12 @@ def test_one_process_on_another_mesh(two: launcher.Verdicts, directory: Path) ->
     plan = ts.plan(structs(), TENSOR, ts.make_mesh("data=2,tensor=4"), min_size=0)
     again = restore(directory / "fsdp", plan)
     assert_is_the_state(again)
-    assert again["layers"][0].weight.sharding.spec == P("tensor", "data")
+    assert again["w"].sharding.spec == P("tensor", "data")
 
 
 def test_one_process_with_one_device(two: launcher.Verdicts, directory: Path) -> None:
     mesh = ts.make_mesh("data=1,tensor=1", devices=jax.devices()[:1])
     again = restore(directory / "fsdp", structs(), rules=TENSOR, mesh=mesh)
     assert_is_the_state(again)
-    assert again["wide"].devices() == {jax.devices()[0]}
+    assert again["half"].devices() == {jax.devices()[0]}
     verify(directory / "fsdp")

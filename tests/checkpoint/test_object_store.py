@@ -17,7 +17,7 @@ import pytest
 from helpers import wait_until
 
 from tests.multiprocess import launcher, object_store_checks
-from tests.multiprocess.killed_saves_checks import differing, like
+from tests.multiprocess.states import differing, like
 from treeshard.checkpoint import Checkpoints
 
 pytestmark = pytest.mark.skipif(
@@ -38,7 +38,7 @@ create_server("localhost", int(sys.argv[1]), in_memory=True, default_bucket="run
 RUN = """
 import sys
 import warnings
-from tests.multiprocess.killed_saves_checks import differing, host_state, like
+from tests.multiprocess.states import differing, host_state, like
 from treeshard.checkpoint import Checkpoints
 
 WHOLE = [(".*", None)]

@@ -13,7 +13,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from tests.multiprocess import launcher, replicas_checks
 from treeshard.checkpoint import Checkpoints, restore, save
 
 HOST = np.arange(64, dtype=np.float32).reshape(8, 8)
@@ -91,6 +90,3 @@ def test_a_run_goes_on_after_the_error(mesh, tmp_path: Path) -> None:
 def test_an_unknown_choice_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"on_divergence='ignore'\): it is 'error' or 'warn'"):
         save(tmp_path / "x", {}, on_divergence="ignore")
-
-
-launched, test_two_processes = launcher.tests_of(replicas_checks, devices=4)

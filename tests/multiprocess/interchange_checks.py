@@ -2,13 +2,12 @@
 
 import json
 import os
-import time
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
@@ -17,8 +16,8 @@ from safetensors.numpy import save_file
 
 import treeshard as ts
 from tests.full_disk import files_of_at_most
-from tests.multiprocess.worker import Context, start_again
-from treeshard import CheckpointError, DeletedLeafError, MismatchError, ProcessError
+from tests.multiprocess.worker import Context, error_of
+from treeshard import CheckpointError, DeletedLeafError, ProcessError
 from treeshard._core.processes import exchange
 from treeshard.interchange import load_safetensors, save_safetensors
 
@@ -89,12 +88,9 @@ def package_bytes(context: Context, tree: dict[str, np.ndarray]) -> bytes:
 # ------------------------------------------------------------------ save
 
 
-def check_the_file_is_what_the_package_writes(context: Context) -> None:
-    save_safetensors(file_of(context), spread())
-    assert file_of(context).read_bytes() == package_bytes(context, on_host())
-
-
-def check_each_process_writes_its_own_bytes(context: Context) -> None:
+def check_each_process_writes_its_own_bytes_of_the_file_that_the_package_writes(
+    context: Context,
+) -> None:
     before = transferred("wchar")
     save_safetensors(file_of(context), spread())
     written = transferred("wchar") - before
@@ -102,28 +98,22 @@ def check_each_process_writes_its_own_bytes(context: Context) -> None:
     assert own_bytes(spread()) <= written <= own_bytes(spread()) + slack
     counts = exchange("test counting", str(own_bytes(spread())).encode(), timeout=30)
     assert sum(map(int, counts)) == sum(x.nbytes for x in on_host().values())
+    assert file_of(context).read_bytes() == package_bytes(context, on_host())
 
 
 def check_leaves_that_every_process_holds_are_written_once(context: Context) -> None:
+    last = ts.make_mesh("x=2", devices=jax.devices()[-2:])
     mine = {
         "spread": spread()["rows"],
         "numpy": np.full(5, context.index, np.int32),
         "device": jax.numpy.full(5, context.index),
-        "last": only_on_the_last(),
+        "last": ts.shard(np.arange(6, dtype=np.int32), P("x"), last),
     }
     save_safetensors(file_of(context), mine)
     found = load_safetensors(file_of(context))
     assert (found["numpy"] == 0).all()
     assert (found["device"] == 0).all()
     assert (found["last"] == np.arange(6)).all()
-
-
-def only_on_the_last() -> jax.Array:
-    mesh = jax.sharding.Mesh(jax.devices()[-2:], "x")
-    shape, sharding = (6,), NamedSharding(mesh, P("x"))
-    return jax.make_array_from_callback(
-        shape, sharding, lambda i: np.arange(6, dtype=np.int32)[i], dtype=np.int32
-    )
 
 
 def check_several_files_have_the_bytes_of_the_package(context: Context) -> None:
@@ -166,63 +156,35 @@ def check_each_process_reads_its_own_bytes_of_another_sharding(context: Context)
     }
     assert sum(parts.values()) <= bytes_read <= sum(parts.values()) + 20_000
     assert sum(parts.values()) < sum(x.nbytes for x in on_host().values())
-
-
-def check_loaded_arrays_go_through_a_step(context: Context) -> None:
-    found = load_safetensors(file_of(context), spread())
-    step = jax.jit(lambda tree: jax.tree.map(lambda x: ~x if x.dtype == bool else x + x, tree))
-    for path, x in step(found).items():
-        host = on_host()[path]
-        expected = ~host if host.dtype == bool else (host + host).astype(host.dtype)
-        for piece in x.addressable_shards:
-            assert np.array_equal(np.asarray(piece.data), expected[piece.index])
-
-
-def check_one_process_may_load_alone(context: Context) -> None:
-    if context.index == 1:
+    if context.index == 1:  # alone
         assert load_safetensors(file_of(context)).keys() == LEAVES.keys()
 
 
 # ------------------------------------------------------------------ errors on every process
 
 
-def assert_untouched(context: Context, before: bytes) -> None:
-    meet(context, "over")
-    assert file_of(context).read_bytes() == before
-    assert [x.name for x in context.directory.iterdir() if x.name.startswith(".")] == []
-    meet(context, "looked")
-
-
-def check_a_leaf_deleted_on_one_process_raises_on_all(context: Context) -> None:
+def check_saves_that_fail_on_one_process_or_differ_raise_on_all(context: Context) -> None:
     before = file_of(context).read_bytes()
-    tree = dict(spread())
-    tree["norm"] = tree["norm"] + 1
-    if context.index == 1:
-        tree["norm"].delete()
-    with pytest.raises(DeletedLeafError if context.index == 1 else ProcessError) as told:
-        save_safetensors(file_of(context), tree, timeout=30)
-    assert "norm: float32[7]: its memory is gone" in str(told.value)
-    assert_untouched(context, before)
+    fails = context.index == 1
 
+    def refused(tree: Any, error: type[Exception] = ProcessError) -> str:
+        told = error_of(lambda: save_safetensors(file_of(context), tree, timeout=30), error)
+        meet(context, "over")
+        assert file_of(context).read_bytes() == before
+        assert [x.name for x in context.directory.iterdir() if x.name.startswith(".")] == []
+        meet(context, "looked")
+        return told
 
-def check_a_full_disk_on_one_process_raises_on_all(context: Context) -> None:
-    before = file_of(context).read_bytes()
-    full = files_of_at_most(10_000) if context.index == 1 else nullcontext()
-    with full, pytest.raises(CheckpointError if context.index == 1 else ProcessError) as told:
-        save_safetensors(file_of(context), spread(), timeout=30)
-    assert "File too large" in str(told.value)
-    assert_untouched(context, before)
-
-
-def check_trees_that_differ_between_processes_raise(context: Context) -> None:
-    before = file_of(context).read_bytes()
-    tree = {"a": np.ones(3 if context.index == 1 else 2, np.int8)}
-    with pytest.raises(ProcessError) as told:
-        save_safetensors(file_of(context), tree, timeout=30)
-    assert "a: I8[2] on process" in str(told.value)
-    assert "I8[3] on process 1" in str(told.value)
-    start_again()
-    assert_untouched(context, before)
+    deleted = {"norm": spread()["norm"] + 1}
+    if fails:
+        deleted["norm"].delete()
+    told = refused(deleted, DeletedLeafError if fails else ProcessError)
+    assert "norm: float32[7]: its memory is gone" in told
+    with files_of_at_most(10_000) if fails else nullcontext():
+        told = refused(spread(), CheckpointError if fails else ProcessError)
+    assert "File too large" in told
+    told = refused({"a": np.ones(3 if fails else 2, np.int8)})
+    assert "a: I8[2] on processes 0, 2, 3; I8[3] on process 1" in told
 
 
 def check_a_directory_that_is_not_shared_raises(context: Context) -> None:
@@ -242,36 +204,13 @@ def check_a_directory_that_is_not_shared_raises(context: Context) -> None:
     assert not (own / "model.safetensors").exists()
 
 
-def check_a_file_missing_on_one_process_raises_on_all(context: Context) -> None:
+def check_loads_that_fail_on_one_process_or_differ_raise_on_all(context: Context) -> None:
     os.chdir(context.directory if context.index != 1 else context.directory / "own-1")
-    with pytest.raises(CheckpointError if context.index == 1 else ProcessError) as told:
-        load_safetensors("model.safetensors", spread(), timeout=30)
-    assert "No such file or directory" in str(told.value)
-
-
-def check_shardings_that_differ_between_processes_raise(context: Context) -> None:
-    mesh = ts.make_mesh("data=2,fsdp=4")
+    kind = CheckpointError if context.index == 1 else ProcessError
+    told = error_of(lambda: load_safetensors("model.safetensors", spread(), timeout=30), kind)
+    assert "No such file or directory" in told
     rules = [("halves", P("data") if context.index == 1 else P("fsdp")), (".*", None)]
-    with pytest.raises(ProcessError) as told:
-        load_safetensors(file_of(context), rules=rules, mesh=mesh, timeout=30)
-    assert "halves: int32[8192,16] as P('fsdp',) on process" in str(told.value)
-    assert "; int32[8192,16] as P('data',) on process 1" in str(told.value)
-
-
-def check_a_process_that_does_not_arrive_raises(context: Context) -> None:
-    tree = spread()
-    if context.index != 1:
-        with pytest.raises(ProcessError, match="save_safetensors: process 1 of .* did not arrive"):
-            save_safetensors(file_of(context), tree, timeout=0.5)
-        (context.directory / f"gave-up-{context.index}").touch()
-    while len([*context.directory.glob("gave-up-*")]) < context.count - 1:
-        time.sleep(0.01)
-    if context.index == 1:  # comes too late to what the others gave up
-        with pytest.raises(ProcessError, match="save_safetensors: a process arrived more than"):
-            save_safetensors(file_of(context), tree, timeout=30)
-
-
-def check_a_mismatch_raises_on_all(context: Context) -> None:
-    like = {"rows": jax.ShapeDtypeStruct((64, 48), ml_dtypes.bfloat16)}
-    with pytest.raises(MismatchError, match="requested as bfloat16"):
-        load_safetensors(file_of(context), like, partial=True)
+    options = {"rules": rules, "mesh": ts.make_mesh("data=2,fsdp=4"), "timeout": 30}
+    told = error_of(lambda: load_safetensors(file_of(context), **options))
+    assert "halves: int32[8192,16] as P('fsdp',) on processes 0, 2, 3" in told
+    assert "; int32[8192,16] as P('data',) on process 1" in told

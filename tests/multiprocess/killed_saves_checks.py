@@ -11,15 +11,10 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
-
-import jax
-import ml_dtypes
-import numpy as np
-from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from tests.multiprocess.forked import Forked, Say
+from tests.multiprocess.states import RULES, differing, host_state, like, state_at
 from tests.multiprocess.worker import Context
 from treeshard.checkpoint import Checkpoints, restore, save
 
@@ -27,44 +22,6 @@ TEMPORARY = ".orbax-checkpoint-tmp"
 KEPT = 3
 # A run is resumed on another mesh than it was saved on.
 MESHES = ("fsdp=4", "fsdp=2,data=2")
-RULES = [("w|half", P("fsdp")), (".*", None)]
-
-
-def host_state(step: int) -> dict[str, Any]:
-    """The state after a step, the same on every process."""
-    draw = np.random.default_rng(step)
-    return {
-        "w": draw.normal(size=(512, 512)).astype(np.float32),
-        "half": draw.normal(size=(64, 64)).astype(ml_dtypes.bfloat16),
-        "int4": draw.integers(-8, 8, (8, 16)).astype(ml_dtypes.int4),
-        "own": np.full(5, step, np.int32),
-        "step": step,
-        "name": f"after step {step}",
-        "none": None,
-    }
-
-
-def like() -> dict[str, Any]:
-    state = host_state(0)
-    return {
-        name: jax.ShapeDtypeStruct(x.shape, x.dtype) if name in ("w", "half", "int4") else x
-        for name, x in state.items()
-    }
-
-
-def differing(state: dict[str, Any], step: int) -> list[str]:
-    """The leaves whose shards on this process are not bit for bit those of a step."""
-    return [name for name, x in host_state(step).items() if not _is_same(state[name], x)]
-
-
-def _is_same(x: Any, whole: Any) -> bool:
-    if not isinstance(whole, np.ndarray):
-        return type(x) is type(whole) and x == whole
-    pieces = [(s.data, whole[s.index]) for s in getattr(x, "addressable_shards", [])]
-    pairs = pieces or [(x, whole)]
-    return (x.shape, x.dtype) == (whole.shape, whole.dtype) and all(
-        np.asarray(piece).tobytes() == part.tobytes() for piece, part in pairs
-    )
 
 
 # ------------------------------------------------------------------ the runs
@@ -84,8 +41,7 @@ def run_on(run: Path, axes: str, steps: int | None, index: int, say: Say) -> Non
         say(f"restored {step}")
         while steps is None or steps:
             step += 1
-            host = host_state(step)
-            state = ts.shard(host, ts.plan(host, RULES, mesh)) | {"own": host["own"]}
+            state = state_at(step, axes)
             say(f"saving {step}")
             checkpoints.save(step, state)
             checkpoints.wait()
@@ -151,29 +107,15 @@ def resume(context: Context, name: str, latest: int, axes: str, steps: int, **ho
         assert pair.wait() == [0] * how["processes"], pair.printed()
 
 
-def check_the_process_that_was_not_killed_is_ended_by_jax(context: Context) -> None:
-    """Its heartbeats tell JAX that the other is lost. Both cases wait for that at a time."""
-    draw = random.Random(0)
-    names = [f"run-without-{victim}" for victim in range(2)]
-    with ExitStack() as held:
-        pairs = [
-            held.enter_context(
-                Forked(
-                    partial(run_on, context.directory / name, MESHES[0], None),
-                    context.directory / f"{name}.log",
-                    heartbeat=10,
-                )
-            )
-            for name in names
-        ]
-        for victim, pair in enumerate(pairs):
-            kill_during_a_save(pair, victim, draw, 0)
-        for victim, pair in enumerate(pairs):
-            code = pair.wait()[1 - victim]
-            assert code not in (0, None), f"it has {code}:\n{pair.printed()}"
-    for name in names:
-        latest = latest_of(context.directory / name)
-        resume(context, name, latest, MESHES[1], KEPT, processes=2, devices=2)
+def check_a_process_that_is_left_alone_finishes_no_save(context: Context) -> None:
+    """Process 0 could, but for the shards of the other; heartbeats tell JAX to end it."""
+    body = partial(run_on, context.directory / "run-left", MESHES[0], None)
+    with Forked(body, context.directory / "run-left.log", heartbeat=10) as pair:
+        kill_during_a_save(pair, 1, random.Random(0), 0)
+        code = pair.wait()[0]
+        assert code not in (0, None), f"it has {code}:\n{pair.printed()}"
+    latest = latest_of(context.directory / "run-left")
+    resume(context, "run-left", latest, MESHES[1], KEPT, processes=2, devices=2)
 
 
 # ------------------------------------------------------------------ several writers

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 import treeshard as ts
-from tests.multiprocess.killed_saves_checks import RULES, differing, like
-from tests.multiprocess.unshared_checks import AXES, state_at
+from tests.multiprocess.states import AXES, RULES, differing, like, state_at
 from tests.multiprocess.worker import Context
 from treeshard._core.processes import exchange
 from treeshard.checkpoint import Checkpoints, _save, restore, save, verify
