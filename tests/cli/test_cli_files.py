@@ -105,14 +105,9 @@ def test_inspect_reads_the_latest_step(go, run) -> None:
         "step                   int 200               3 B",
         "11 leaves, 312 B.",
     ]
-
-
-def test_inspect_reads_a_chosen_step(go, run) -> None:
     code, out, _ = go("inspect", run, "--step=100")
     assert (code, out.splitlines()[0]) == (0, "run/100, of steps 100, 200:")
     assert "int 100" in out
-    code, out, _ = go("inspect", run / "100")
-    assert (code, out.splitlines()[0].split()) == (0, ["path", "leaf", "spec", "bytes"])
 
 
 def test_inspect_prints_json(go, run, mesh, tmp_path) -> None:
@@ -142,43 +137,30 @@ def test_inspect_reads_safetensors(go, weights, tmp_path) -> None:
         "4 leaves, 272 B. 4 have no fingerprint.",
     ]
     save_safetensors(tmp_path / "m.safetensors", model(), max_file_size=200)
-    for path in (tmp_path, tmp_path / "m.safetensors", tmp_path / "m.safetensors.index.json"):
+    for path in (tmp_path, tmp_path / "m.safetensors.index.json"):
         code, out, _ = go("inspect", path, "--json")
         found = json.loads(out)
         assert (code, found["format"], len(found["leaves"])) == (0, "safetensors", 4)
         assert found["leaves"][0]["crc32"] is None
 
 
-def test_checkpoints_take_precedence_over_tensors_beside_them(go, run, weights, tmp_path) -> None:
-    shutil.copytree(run, tmp_path / "run")
-    shutil.copy(weights, tmp_path / "run")
-    assert go("inspect", tmp_path / "run")[1].startswith("run/200, of steps")
-
-
 @pytest.mark.parametrize(
     ("path", "text"),
     [
         ("nowhere", "There is no checkpoint at nowhere."),
-        ("run/300", "There is no checkpoint at run/300. The directory has steps 100, 200."),
         ("run --step=7", "There is no checkpoint at run/7. The directory has steps 100, 200."),
         ("weights.safetensors --step=7", "is not a directory of checkpoints: it has no step 7."),
         ("run/100/leaves/table.json", "has no 'weight_map'"),
         ("run/100/leaves", "is not a checkpoint: it has no table of leaves."),
         ("noise", "noise is not a safetensors file:"),
-        ("none", "none is not a checkpoint"),
     ],
 )
-@pytest.mark.parametrize("command", ["inspect", "export"])
-def test_paths_that_cannot_be_read_raise(go, run, weights, command, path, text) -> None:
+def test_paths_that_cannot_be_read_raise(go, run, weights, path, text) -> None:
     (run.parent / "noise").write_bytes(b"n" * 100)
-    (run.parent / "none").mkdir(exist_ok=True)
-    name, *more = path.split()
-    more += ["out.safetensors"] if command == "export" else []
-    code, out, err = go(command, run.parent / name, *more)
+    code, out, err = go("inspect", *f"{run.parent}/{path}".split())
     assert (code, out) == (2, "")
     assert err.startswith("treeshard: error: ")
     assert text in err
-    assert not Path("out.safetensors").exists()
 
 
 def test_control_characters_in_names_are_escaped(go, tmp_path) -> None:
@@ -230,7 +212,7 @@ def test_verify_lists_all_damaged_leaves(go, tmp_path) -> None:
     assert "its bytes have the CRC-32" in out
 
 
-@pytest.mark.parametrize("cut", ["table", "tensors", "header"])
+@pytest.mark.parametrize("cut", ["table", "tensors"])
 def test_verify_reports_truncated_files(go, run, weights, tmp_path, cut) -> None:
     path = tmp_path / "x"
     if cut == "table":
@@ -238,7 +220,7 @@ def test_verify_reports_truncated_files(go, run, weights, tmp_path, cut) -> None
         file = path / "leaves" / "table.json"
     else:
         file = Path(shutil.copy(weights, path))
-    os.truncate(file, {"table": 300, "tensors": -1 + file.stat().st_size, "header": 40}[cut])
+    os.truncate(file, {"table": 300, "tensors": -1 + file.stat().st_size}[cut])
     code, out, err = go("verify", path)
     assert (code, err) == (1, "")
     assert "x" in out
@@ -261,13 +243,6 @@ def test_export_writes_the_selected_arrays(go, run, tmp_path) -> None:
         for name, x in layer.items():
             assert found[f"layers.{i}.{name}"].dtype == x.dtype
             assert found[f"layers.{i}.{name}"].tobytes() == x.tobytes()
-    save_safetensors(
-        tmp_path / "ours.safetensors",
-        model(1.0),
-        rename=lambda path: path.replace("/", "."),
-        metadata={"format": "pt"},
-    )
-    assert out.read_bytes() == (tmp_path / "ours.safetensors").read_bytes()
 
 
 def test_export_refuses_leaves_that_the_format_cannot_hold(go, run, tmp_path) -> None:
@@ -317,13 +292,8 @@ def test_export_writes_several_files_and_replaces_them(go, run, tmp_path) -> Non
             ["--only=^opt"],
             "no array to export with a path that '^opt' matches. It has empty, int4,",
         ),
-        (["--only=step", "--skip"], "no array to export with a path that 'step' matches."),
         (["--only=("], "--only '(': the pattern does not compile"),
         (["--only=model", "--rename=x"], "--rename 'x' has no '=>'. Write it as 'REGEX=>NEW'"),
-        (
-            ["--only=model", "--rename=l=>\\2"],
-            "'\\\\2' is not a replacement: invalid group reference 2",
-        ),
         (["--only=model", "--rename=[01]=>0"], "layers/0/b: the name of ['model/layers/0/b'] and"),
         (["--max-file-size=much"], "'much' is not an amount of memory."),
         (["--metadata=pt"], "--metadata 'pt' has no '='. Write it as 'format=pt'."),
@@ -334,23 +304,6 @@ def test_export_rejects_invalid_options(go, run, tmp_path, options, text) -> Non
     assert (code, said) == (2, "")
     assert text in err
     assert files_in(tmp_path) == []
-
-
-def test_export_to_a_path_that_cannot_be_written_raises(go, run, tmp_path) -> None:
-    code, _, err = go("export", run, tmp_path / "no" / "m.safetensors", "--only=model")
-    assert code == 2
-    assert "No such file or directory" in err
-    code, _, err = go("export", run, tmp_path, "--only=model")
-    assert code == 2
-    assert "is a directory. Pass the path of a file" in err
-
-
-def test_export_keeps_values_at_their_names_where_names_sort_otherwise(go, tmp_path) -> None:
-    layers = [np.full(2, i, np.float32) for i in range(12)]  # "10" sorts before "2"
-    save(tmp_path / "x", {"layers": layers})
-    assert go("export", tmp_path / "x", tmp_path / "m.safetensors")[0] == 0
-    expected = {f"layers/{i}": layer for i, layer in enumerate(layers)}
-    assert_same(load_safetensors(tmp_path / "m.safetensors"), expected)
 
 
 def test_export_of_a_damaged_checkpoint_changes_nothing(go, tmp_path) -> None:
@@ -380,15 +333,9 @@ def test_plan_reads_shapes_from_checkpoints_and_indexes(go, run, weights, tmp_pa
     assert "\nkey " in out
     assert "step" not in out
     save_safetensors(tmp_path / "m.safetensors", model(), max_file_size=150)
-    for path in (tmp_path, tmp_path / "m.safetensors.index.json"):
-        code, out, _ = go("plan", f"--shapes={path}", *options)
-        assert (code, "layers/{0..1}/w  float32[8,4]  P('fsdp'," in out) == (0, True)
-    (tmp_path / "none").mkdir()
-    code, _, err = go("plan", f"--shapes={tmp_path / 'none'}", *options)
-    assert (code, err) == (
-        2,
-        "treeshard: error: none is not a checkpoint: it has no table of leaves.\n",
-    )
+    code, out, _ = go("plan", f"--shapes={tmp_path}", *options)
+    assert code == 0
+    assert "layers/{0..1}/w  float32[8,4]  P('fsdp'," in out
 
 
 # ------------------------------------------------------------------ as a program
@@ -463,16 +410,6 @@ def test_bars_and_letters_fit_the_terminal(run) -> None:
     assert "l\\xe4ufe" in out
     assert "verify: 100%" in bar
     assert all(len(line) <= 20 for line in re.split("[\r\n]+", bar))
-
-
-@pytest.mark.parametrize("columns", ["1", "10", "1000"])
-@pytest.mark.parametrize("command", ["", "plan", "inspect", "verify", "export"])
-def test_help_fits_any_width(capsys, monkeypatch, command, columns) -> None:
-    monkeypatch.setenv("COLUMNS", columns)
-    with pytest.raises(SystemExit) as stopped:
-        main([*command.split(), "--help"])
-    assert stopped.value.code == 0
-    assert capsys.readouterr().out.startswith("usage: treeshard")
 
 
 MEMORY = """

@@ -62,19 +62,13 @@ def mlp_compiled(fsdp_mesh) -> ts.programs.CompiledStep:
     return step.compile(plan.structs, BATCH)
 
 
-@pytest.mark.parametrize("donate", [True, False])
-def test_memory_is_that_of_the_compiler_by_kind(fsdp_mesh, mlp_compiled, donate) -> None:
-    compiled = mlp_compiled
-    if not donate:
-        plan, step = _mlp(fsdp_mesh, donate=False)
-        compiled = step.compile(plan.structs, BATCH)
-    memory = compiled.memory()
-    analysis = compiled.compiled.memory_analysis()
+def test_memory_is_that_of_the_compiler_by_kind(mlp_compiled) -> None:
+    memory = mlp_compiled.memory()
+    analysis = mlp_compiled.compiled.memory_analysis()
     assert memory.kinds == {"parameters": 4 * 32 * 256 * 4, "other state": 0, "batch": 64 * 256 * 4}
     assert memory.arguments == sum(memory.kinds.values()) == analysis.argument_size_in_bytes
     assert memory.temporaries == analysis.temp_size_in_bytes
-    scalar = memory.results - (0 if donate else memory.kinds["parameters"])
-    assert 0 < scalar < 256  # the loss, and the tuple of results
+    assert 0 < memory.results < 256  # the loss, and the tuple of results
     assert memory.total == (
         analysis.argument_size_in_bytes
         + analysis.output_size_in_bytes
@@ -88,10 +82,8 @@ def test_what_is_live_at_the_peak_explains_the_temporaries(mlp_compiled) -> None
     memory = mlp_compiled.memory()
     live = sum(buffer.bytes for buffer in memory.at_peak)
     assert 0.95 * memory.temporaries <= live <= 1.05 * memory.temporaries
-    assert [b.bytes for b in memory.at_peak] == sorted(
-        (b.bytes for b in memory.at_peak), reverse=True
-    )
     assert "test_compiled_step.py:" in str(memory.at_peak[0].source)
+    assert "The temporaries are those of the CPU's program" in str(memory)
 
 
 def test_a_gathered_weight_has_its_path(fsdp_mesh) -> None:
@@ -104,14 +96,6 @@ def test_a_gathered_weight_has_its_path(fsdp_mesh) -> None:
     memory = step.compile(plan.structs, np.ones((8, 512), "float32")).memory()
     assert memory.at_peak[0][:3] == (512 * 512 * 4, "f32[512,512]", "state/w")
     assert "1.0 MiB f32[512,512], of state/w" in str(memory)
-
-
-def test_the_table_says_whose_temporaries_they_are(mlp_compiled) -> None:
-    text = str(mlp_compiled.memory())
-    assert "parameters   128.0 KiB" in text
-    assert "of unknown on cpu" in text
-    assert "The temporaries are those of the CPU's program" in text
-    assert "live when most memory is in use:" in text
 
 
 def test_what_does_not_fit_or_cannot_be_known_is_an_error() -> None:
@@ -133,8 +117,6 @@ GPU = Memory({}, 60 * 2**30, 0, 0, 0, None, "NVIDIA H100 80GB HBM3", ())
     [
         ({}, 59.4, False),
         ({"XLA_CLIENT_MEM_FRACTION": "0.9"}, 71.2, True),
-        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"}, 39.6, False),
-        ({"XLA_CLIENT_MEM_FRACTION": ""}, 59.4, False),
         ({"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, 79.1, True),
     ],
 )
@@ -149,8 +131,6 @@ def test_on_gpus_what_jax_allocates_decides(variables, gib, fits, monkeypatch) -
     if memory.capacity < h100.memory:
         said += ", of whose 79.1 GiB JAX allocates no more"
     assert said in str(memory).split("\n")
-    v5e = ts.programs.CHIPS["v5e"]
-    assert usable_memory(v5e) == v5e.memory
 
 
 def test_what_does_not_fit_by_default_is_told_what_decides() -> None:
@@ -163,9 +143,6 @@ def test_what_does_not_fit_by_default_is_told_what_decides() -> None:
         " H100 80GB HBM3. XLA_CLIENT_MEM_FRACTION in the environment says which part it"
         " allocates.\n"
     )
-    larger = dataclasses.replace(memory, arguments=80 * 2**30)
-    with pytest.raises(ts.errors.DoesNotFitError, match=r"of NVIDIA H100 80GB HBM3\.\n"):
-        larger.assert_fits()
 
 
 def test_a_fraction_that_is_no_number_is_an_error(monkeypatch) -> None:
@@ -213,7 +190,6 @@ def test_a_program_by_hand_is_compiled_too(fsdp_mesh) -> None:
     [
         ("f32[1024,8]{1,0:T(8,128)}", ("f32[1024,8]", 1024 * 128 * 4, 0)),
         ("bf16[512,1024]{1,0:T(8,128)(2,1)S(1)}", ("bf16[512,1024]", 2**20, 1)),
-        ("f32[8,1024]{0,1:T(8,128)}", ("f32[8,1024]", 1024 * 128 * 4, 0)),
         ("s4[9]{0}", ("s4[9]", 5, 0)),
         ("f32[]", ("f32[]", 4, 0)),
     ],
@@ -256,13 +232,6 @@ def test_types_of_tuples_are_nested() -> None:
             4,
         ),
         (
-            """
-            %a = f32[1024]{0} negate(%p)
-            %again = f32[1024]{0} all-reduce(%a), replica_groups={}, to_apply=%add
-            """,
-            8,
-        ),
-        (
             # Both results are needed to the end.
             """
             %a = f32[1024]{0} negate(%p)
@@ -289,14 +258,6 @@ def test_types_of_tuples_are_nested() -> None:
             4 + 16,
         ),
         (
-            # `jax.lax.optimization_barrier` passes its operand on.
-            """
-            %a = f32[1024]{0} negate(%p)
-            %again = f32[1024]{0} opt-barrier(%a)
-            """,
-            4,
-        ),
-        (
             # One element of the result is the operand itself, and the other is new.
             """
             %a = f32[1024]{0} negate(%p)
@@ -306,7 +267,7 @@ def test_types_of_tuples_are_nested() -> None:
             4 + 4,
         ),
     ],
-    ids=["element", "tpu", "other", "several reduced at once", "received", "barrier", "called"],
+    ids=["element", "tpu", "several reduced at once", "received", "called"],
 )
 def test_buffers_are_live_as_long_as_compilers_keep_them(lines: str, kibibytes: int) -> None:
     program = HloProgram(f"""HloModule step, is_scheduled=true
