@@ -49,7 +49,6 @@ LONG = (
     "testing/test_checks.py",
     "repository/test_docs.py",
     "manual/test_manual.py",
-    "training/test_explicit_reports.py",
     "training/test_training.py",
     "manual/test_tensor_parallel.py",
     "communication/test_roles.py",

@@ -18,6 +18,7 @@ from tests.training.explicit_programs import (
     mesh_of,
     plan_of,
     state_of,
+    watched_step,
 )
 from treeshard._cli import main
 
@@ -28,7 +29,7 @@ SOAK = os.environ.get("TREESHARD_SOAK", "0") not in ("", "0")
 TARGETS = ["v5e:2x4", "h100:8"]
 # For the combinations that differ in the mesh alone.
 SOME_MODELS = ("layers", "experts")
-COMPILED_MODELS = ("mlp", "convolutional", "layers", "language", "experts")
+COMPILED_MODELS = ("mlp", "layers", "language", "experts")
 KINDS = [
     (strategy, kind)
     for strategy, axes in STRATEGIES.items()
@@ -42,18 +43,6 @@ def broadcasting() -> Any:
     """Allows biases to be added to rows."""
     with jax.numpy_rank_promotion("allow"):
         yield
-
-
-def watched_step(model: Any, plan: ts.Plan) -> tuple[Any, list[Any]]:
-    """A step of a model, and a list of the types of each of its traces."""
-    traced: list[Any] = []
-    step = make_step(model, plan, ts.training.value_and_grad)
-
-    def watched(state: Any, batch: Any) -> Any:
-        traced.append([jax.typeof(x).str_short() for x in jax.tree.leaves((state, batch))])
-        return step.__wrapped__(state, batch)
-
-    return ts.jit_step(watched, plan, batch=step.batch_specs), traced
 
 
 @pytest.mark.parametrize(("strategy", "kind"), KINDS)

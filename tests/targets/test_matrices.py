@@ -9,8 +9,8 @@ import os
 import jax
 import pytest
 
+import treeshard as ts
 from tests.targets.counting import count_bytes
-from tests.training.gradient_programs import mesh_of_kind
 from tests.training.matrix_programs import STACKS, assert_two_exchanges, batch, muon, setup
 
 if "TREESHARD_TARGETS" not in os.environ:
@@ -21,7 +21,7 @@ if "TREESHARD_TARGETS" not in os.environ:
 @pytest.mark.parametrize("target", ["v5e:2x4", "h100:8"])
 def test_an_update_has_two_exchanges(target: str, kind: str) -> None:
     with jax.numpy_dtype_promotion("standard"):
-        made = setup(muon(), mesh_of_kind("fsdp=8", kind, target))
+        made = setup(muon(), ts.make_mesh("fsdp=8", topology=target, axis_types=kind))
         compiled = made.step.compile(made.plan.structs, batch(1))
     assert_two_exchanges(compiled.compiled, ("fsdp",), 8)
     stacks = len(STACKS) * 32 * 64 * 4

@@ -9,6 +9,7 @@ import os
 import jax
 import pytest
 
+import treeshard as ts
 from tests.training.gradient_programs import (
     CASES,
     LAYERS,
@@ -16,7 +17,6 @@ from tests.training.gradient_programs import (
     SHARDS_OVER_DATA,
     assert_reduced,
     gradient_step,
-    mesh_of_kind,
     step_of,
 )
 
@@ -33,7 +33,7 @@ def test_each_gradient_is_summed_once_over_the_axes_that_do_not_split_it(
     name: str, target: str, kind: str
 ) -> None:
     case = CASES[name]
-    step, plan, x = step_of(case, mesh_of_kind(case.axes, kind, target), WIDTH)
+    step, plan, x = step_of(case, ts.make_mesh(case.axes, topology=target, axis_types=kind), WIDTH)
     compiled = step.compile(plan.structs, x)
     assert_reduced(compiled.compiled, case.reduced, WIDTH)
     if case.passes is not None:
@@ -54,7 +54,7 @@ def test_each_gradient_is_summed_once_over_the_axes_that_do_not_split_it(
 @pytest.mark.parametrize("name", ["fsdp", "hsdp", "fsdp x tp"])
 def test_without_value_and_grad_shards_are_summed_in_each_layer(name: str, target: str) -> None:
     case = CASES[name]
-    mesh = mesh_of_kind(case.axes, "explicit", target)
+    mesh = ts.make_mesh(case.axes, topology=target, axis_types="explicit")
     step, plan, x = gradient_step(case.loss, mesh, case.spec, WIDTH, jax.value_and_grad)
     in_each_layer = SHARDS_OVER_DATA._replace(runs=LAYERS, depth=1)
     expected = [in_each_layer if one == SHARDS_OVER_DATA else one for one in case.reduced]

@@ -1,4 +1,4 @@
-"""Seven programs, written once for meshes of Auto, Explicit and mixed axes, and their plans."""
+"""Five programs, written once for meshes of Auto, Explicit and mixed axes, and their plans."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -53,31 +53,6 @@ def mlp() -> Model:
     params = {"up": numbers(16, 64), "b": numbers(64), "down": numbers(64, 16)}
     batch = numbers(16, 16), numbers(16, 16, seed=1)
     rules = [("up", P("fsdp", "tensor")), ("b", P("tensor")), ("down", P("tensor", "fsdp"))]
-    return Model(params, loss, batch, rules)
-
-
-def convolution(x: Any, kernels: Any) -> Any:
-    def convolve(x: Any, kernels: Any) -> Any:
-        return jax.lax.conv_general_dilated(x, kernels, (1, 1), "SAME")
-
-    axes = explicit_axes(x)
-    if not axes:
-        return convolve(x, kernels)
-    out = P(spec_of(x)[0], spec_of(kernels)[0], None, None)
-    return jax.sharding.auto_axes(convolve, axes=axes)(x, kernels, out_sharding=out)
-
-
-def convolutional() -> Model:
-    def loss(p: Any, batch: Any) -> Any:
-        x, y = batch
-        p = ts.unshard(p)
-        x = convolution(x, p["kernels"])
-        x = (x - x.mean((2, 3), keepdims=True)) * p["scale"][:, None, None]
-        return jnp.mean((ts.matmul(jax.nn.relu(x).mean((2, 3)), p["head"]) - y) ** 2)
-
-    params = {"kernels": numbers(8, 3, 3, 3), "scale": numbers(8), "head": numbers(8, 16)}
-    batch = numbers(16, 3, 8, 8), numbers(16, 16)
-    rules = [("kernels", P("tensor")), ("scale", P("tensor")), ("head", P("tensor", "fsdp"))]
     return Model(params, loss, batch, rules)
 
 
@@ -165,35 +140,13 @@ def experts() -> Model:
     return Model(params, loss, batch, rules)
 
 
-def recurrent() -> Model:
-    def loss(p: Any, batch: Any) -> Any:
-        x, y = batch
-        p = ts.unshard(p)
-
-        def cell(state: Any, x: Any) -> Any:
-            update = jax.nn.sigmoid(x @ p["w_update"] + ts.matmul(state, p["u_update"]))
-            new = jnp.tanh(x @ p["w_new"] + ts.matmul(state, p["u_new"]))
-            return (1 - update) * state + update * new, None
-
-        start = jnp.zeros_like(x[:, 0] @ p["w_new"])
-        return jnp.mean((jax.lax.scan(cell, start, jnp.moveaxis(x, 1, 0))[0] - y) ** 2)
-
-    params = {name: numbers(16, 16, seed=i) for i, name in enumerate(GATES)}
-    batch = numbers(16, 8, 16), numbers(16, 16, seed=9)
-    rules = [("w_", P("fsdp", "tensor")), ("u_", P(None, "tensor"))]
-    return Model(params, loss, batch, rules)
-
-
 OPTIMIZER = optax.sgd(0.1, momentum=0.9)
-GATES = ("w_update", "u_update", "w_new", "u_new")
 MODELS = {
     "mlp": mlp,
-    "convolutional": convolutional,
     "attention": attention,
     "layers": layers,
     "language": language,
     "experts": experts,
-    "recurrent": recurrent,
 }
 STRATEGIES = {
     "fsdp": "fsdp=8",
@@ -249,3 +202,15 @@ def make_step(model: Model, plan: ts.Plan, differentiate: Any) -> Any:
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
 
     return ts.jit_step(step, plan, batch=rows_of(plan.mesh))
+
+
+def watched_step(model: Model, plan: ts.Plan) -> tuple[Any, list[Any]]:
+    """A step of a model, and a list of the types of each of its traces."""
+    traced: list[Any] = []
+    step = make_step(model, plan, ts.training.value_and_grad)
+
+    def watched(state: Any, batch: Any) -> Any:
+        traced.append([jax.typeof(x).str_short() for x in jax.tree.leaves((state, batch))])
+        return step.__wrapped__(state, batch)
+
+    return ts.jit_step(watched, plan, batch=step.batch_specs), traced

@@ -19,14 +19,10 @@ LAYERS, MINIBATCHES = 6, 4
 
 
 class Reduced(NamedTuple):
-    """What a program moves to reduce gradients, with one kind of collective along some axes.
+    """What reduces gradients in a step: a kind of collective, and its axes.
 
-    Attributes:
-        kind: `"reduce-scatter"`, or `"all-reduce"`.
-        axes: The axes.
-        runs: How often it runs in a step.
-        part: Its payload in a step, as a multiple of the bytes of all layers.
-        depth: The number of loops that it runs in.
+    `part` is its payload in a step as a multiple of the bytes of all layers, and `depth` the number
+    of loops that it runs in.
     """
 
     kind: str
@@ -37,26 +33,16 @@ class Reduced(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A loss of stacked layers, how they are sharded, and what reduces their gradients.
+    """A mean over rows of stacked layers, and what is right to reduce its gradients.
 
-    Attributes:
-        loss: `loss(params, rows)`, a mean over rows.
-        axes: The axes of the mesh.
-        spec: The spec of the layers.
-        passes: How to take minibatches: the axes for `accumulate_gradients`; `None` for one pass.
-        remat: Whether layers are gathered anew for the backward pass.
-        reduced: What is right.
+    `passes` are the axes for `accumulate_gradients`, or `None` for one pass.
     """
 
     loss: Callable[[Any, Any], Any]
     axes: str
     spec: P
     passes: tuple[str, ...] | None
-    remat: bool
     reduced: tuple[Reduced, ...]
-
-
-# ------------------------------------------------------------------ losses
 
 
 def layered(params: Any, x: Any) -> Any:
@@ -94,9 +80,7 @@ def replicated(params: Any, x: Any) -> Any:
     return jnp.mean(jax.lax.scan(layer, x, params["w"])[0] ** 2)
 
 
-# ------------------------------------------------------------------ cases
-
-
+HSDP = "data=2,fsdp=4"
 FSDP, TENSOR = P(None, "fsdp"), P(None, "fsdp", "tensor")
 IN_PASSES = LAYERS * MINIBATCHES
 SHARDS_OVER_DATA = Reduced("all-reduce", ("data",), 1, 1 / 4, 0)
@@ -108,50 +92,16 @@ def scattered(runs: int, part: float, depth: int) -> Reduced:
 
 
 CASES = {
-    "fsdp": Case(layered, "fsdp=8", FSDP, None, True, (scattered(LAYERS, 1, 1),)),
-    "hsdp": Case(
-        layered,
-        "data=2,fsdp=4",
-        FSDP,
-        None,
-        True,
-        (SHARDS_OVER_DATA, scattered(LAYERS, 1, 1)),
-    ),
-    "fsdp x tp": Case(columns, "fsdp=4,tensor=2", TENSOR, None, True, (scattered(LAYERS, 0.5, 1),)),
-    "vmap": Case(
-        mapped,
-        "data=2,fsdp=4",
-        FSDP,
-        None,
-        False,
-        (SHARDS_OVER_DATA, scattered(1, 1, 0)),
-    ),
-    "zero-1": Case(replicated, "data=2,fsdp=4", P(), None, False, (ONE_SUM,)),
-    "fsdp in passes": Case(
-        layered,
-        "fsdp=8",
-        FSDP,
-        (),
-        True,
-        (scattered(IN_PASSES, MINIBATCHES, 2),),
-    ),
+    "fsdp": Case(layered, "fsdp=8", FSDP, None, (scattered(LAYERS, 1, 1),)),
+    "hsdp": Case(layered, HSDP, FSDP, None, (SHARDS_OVER_DATA, scattered(LAYERS, 1, 1))),
+    "fsdp x tp": Case(columns, "fsdp=4,tensor=2", TENSOR, None, (scattered(LAYERS, 0.5, 1),)),
+    "vmap": Case(mapped, HSDP, FSDP, None, (SHARDS_OVER_DATA, scattered(1, 1, 0))),
+    "zero-1": Case(replicated, HSDP, P(), None, (ONE_SUM,)),
+    "fsdp in passes": Case(layered, "fsdp=8", FSDP, (), (scattered(IN_PASSES, MINIBATCHES, 2),)),
     "hsdp in passes": Case(
-        layered,
-        "data=2,fsdp=4",
-        FSDP,
-        ("data",),
-        True,
-        (SHARDS_OVER_DATA, scattered(IN_PASSES, MINIBATCHES, 2)),
+        layered, HSDP, FSDP, ("data",), (SHARDS_OVER_DATA, scattered(IN_PASSES, MINIBATCHES, 2))
     ),
-    "fsdp x tp in passes": Case(
-        columns,
-        "fsdp=4,tensor=2",
-        TENSOR,
-        (),
-        True,
-        (scattered(IN_PASSES, MINIBATCHES / 2, 2),),
-    ),
-    "zero-1 in passes": Case(replicated, "data=2,fsdp=4", P(), ("data", "fsdp"), False, (ONE_SUM,)),
+    "zero-1 in passes": Case(replicated, HSDP, P(), ("data", "fsdp"), (ONE_SUM,)),
 }
 # On Auto axes compilers choose over which axes they reduce gradients in loops, if no function of
 # minibatches is given the axes.
@@ -162,49 +112,52 @@ NAMES_AND_KINDS = [
 ]
 
 
-# ------------------------------------------------------------------ steps
-
-
-def mesh_of_kind(axes: str, kind: str, topology: str | None = None) -> Mesh:
-    """A mesh whose axes are all `"auto"`, or all `"explicit"`."""
-    kinds = {axis.split("=")[0]: kind for axis in axes.split(",")}
-    return ts.make_mesh(axes, axis_types=kinds, topology=topology)
-
-
 def state(width: int) -> dict[str, np.ndarray]:
     drawn = np.random.default_rng(0).standard_normal((LAYERS, width, width))
     return {"w": (drawn / width**0.5).astype("float32")}
 
 
-def in_passes(loss: Callable[..., Any], axes: tuple[str, ...]) -> Callable[..., Any]:
+def in_passes(
+    loss: Callable[..., Any],
+    axes: tuple[str, ...] | None,
+    minibatches: int = MINIBATCHES,
+    differentiate: Callable[..., Any] = value_and_grad,
+) -> Callable[..., Any]:
     """The value and the gradients of a loss, of several minibatches."""
 
-    def run(params: Any, x: Any) -> Any:
+    def run(params: Any, batch: Any) -> Any:
         def of_a_minibatch(rows: Any, key: Any) -> Any:
-            value, grads = value_and_grad(loss)(params, rows)
+            value, grads = differentiate(loss)(params, rows)
             return grads, {"value": value}
 
         # Where axes are not named, gradients of Auto axes are summed over them in each pass.
         named = axes or None
-        grads, means = accumulate_gradients(of_a_minibatch, x, MINIBATCHES, axis_names=named)
+        grads, means = accumulate_gradients(of_a_minibatch, batch, minibatches, axis_names=named)
         return means["value"], grads
 
     return run
 
 
+def returning_gradients(
+    plan: ts.Plan, differentiated: Callable[..., Any], make: Callable[..., Any] = ts.jit_step
+) -> Any:
+    """A step whose new state are the gradients that `differentiated(params, batch)` returns."""
+
+    def step(params: Any, batch: Any) -> Any:
+        value, grads = differentiated(params, batch)
+        return grads, value
+
+    rows = tuple(axis for axis in ("data", "fsdp") if axis in plan.mesh.axis_names)
+    return make(step, plan, batch=P(rows), donate=False)
+
+
 def gradient_step(
     loss: Callable[..., Any], mesh: Mesh, spec: P, width: int, differentiate: Callable[..., Any]
 ) -> tuple[Any, ts.Plan, np.ndarray]:
-    """A step that returns gradients as its state, its plan, and a batch."""
+    """A step that returns the gradients of layers as its state, its plan, and a batch."""
     plan = ts.plan(state(width), [("w", spec)], mesh, min_size=0)
-
-    def step(params: Any, x: Any) -> Any:
-        value, grads = differentiate(loss)(params, x)
-        return grads, value
-
-    rows = tuple(axis for axis in ("data", "fsdp") if axis in mesh.axis_names)
     x = np.random.default_rng(1).standard_normal((32, width)).astype("float32")
-    return ts.jit_step(step, plan, batch=P(rows), donate=False), plan, x
+    return returning_gradients(plan, differentiate(loss)), plan, x
 
 
 def step_of(case: Case, mesh: Mesh, width: int) -> tuple[Any, ts.Plan, np.ndarray]:
@@ -212,9 +165,6 @@ def step_of(case: Case, mesh: Mesh, width: int) -> tuple[Any, ts.Plan, np.ndarra
     if case.passes is not None:
         differentiate = lambda loss: in_passes(loss, case.passes)  # noqa: E731
     return gradient_step(case.loss, mesh, case.spec, width, differentiate)
-
-
-# ------------------------------------------------------------------ what compilers make of them
 
 
 def by_all_reduce(reduced: Sequence[Reduced]) -> tuple[Reduced, ...]:

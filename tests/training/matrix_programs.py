@@ -58,21 +58,26 @@ def _turned(x: Any) -> Any:
     return x.swapaxes(-1, -2)
 
 
-def _of_each_matrix(init_leaf: Any, update_leaf: Any) -> Any:
-    """An optimizer that keeps the factors of each matrix, `left` and `right`, and what else
-    `init_leaf` makes. `update_leaf(gradient, kept)` returns the update and what is kept."""
+def shampoo() -> Any:
+    """Shampoo, with inverse roots by eigenvectors: it keeps two factors of each matrix, and a
+    scalar."""
 
     def init_kept(x: Any) -> dict[str, Any]:
         if x.ndim < 2:
             return {}
         eye = lambda n: jnp.broadcast_to(jnp.eye(n), (*x.shape[:-2], n, n))  # noqa: E731
-        return {"left": eye(x.shape[-2]), "right": eye(x.shape[-1]), **init_leaf(x)}
+        return {"left": eye(x.shape[-2]), "right": eye(x.shape[-1]), "norm": x[..., 0, 0] * 0}
+
+    def root(x: Any) -> Any:
+        eigenvalues, vectors = jnp.linalg.eigh(x)
+        return (vectors * eigenvalues[..., None, :] ** -0.25) @ _turned(vectors)
 
     def updated(g: Any, kept: dict[str, Any]) -> tuple[Any, Any]:
         if g.ndim < 2:
             return -g, kept
         left, right = kept["left"] + g @ _turned(g), kept["right"] + _turned(g) @ g
-        return update_leaf(g, {**kept, "left": left, "right": right})
+        norm = kept["norm"] + (g**2).sum((-1, -2))
+        return -root(left) @ g @ root(right), {"left": left, "right": right, "norm": norm}
 
     def init(params: Any) -> Any:
         return {"count": jnp.int32(0), "of": jax.tree.map(init_kept, params)}
@@ -85,34 +90,6 @@ def _of_each_matrix(init_leaf: Any, update_leaf: Any) -> Any:
         return updates, {"count": state["count"] + 1, "of": of}
 
     return optax.GradientTransformation(init, update)
-
-
-def shampoo() -> Any:
-    """Shampoo, with inverse roots by eigenvectors; it keeps a scalar of each matrix, too."""
-
-    def root(x: Any) -> Any:
-        eigenvalues, vectors = jnp.linalg.eigh(x)
-        return (vectors * eigenvalues[..., None, :] ** -0.25) @ _turned(vectors)
-
-    def update(g: Any, kept: dict[str, Any]) -> tuple[Any, Any]:
-        norm = kept["norm"] + (g**2).sum((-1, -2))
-        return -root(kept["left"]) @ g @ root(kept["right"]), {**kept, "norm": norm}
-
-    return _of_each_matrix(lambda x: {"norm": x[..., 0, 0] * 0}, update)
-
-
-def soap() -> Any:
-    """SOAP: Adam in the basis of the eigenvectors of Shampoo's factors."""
-
-    def update(g: Any, kept: dict[str, Any]) -> tuple[Any, Any]:
-        rows, columns = (jnp.linalg.eigh(kept[side])[1] for side in ("left", "right"))
-        mean = 0.9 * kept["mean"] + 0.1 * g
-        square = 0.95 * kept["square"] + 0.05 * (_turned(rows) @ g @ columns) ** 2
-        # Along eigenvectors of equal eigenvalues, which are any, gradients are 0.
-        step = _turned(rows) @ mean @ columns / (jnp.sqrt(square) + 0.1)
-        return -rows @ step @ _turned(columns), {**kept, "mean": mean, "square": square}
-
-    return _of_each_matrix(lambda x: {"mean": x * 0, "square": x * 0}, update)
 
 
 class Setup(NamedTuple):

@@ -1,34 +1,35 @@
-"""Programs on meshes of Explicit axes, which `jax.make_mesh` makes, equal one device.
+"""Programs on meshes of Auto, Explicit and mixed axes equal one device, and reports are of these.
 
-`TREESHARD_SOAK=1` runs all programs on all meshes; without it, each mesh has at least two.
+`TREESHARD_SOAK=1` runs all programs on all meshes; without it, each mesh has one.
 """
 
 import os
+import re
 from typing import Any
 
-import chex
 import jax
 import optax
 import pytest
+from helpers import assert_close
 
 import treeshard as ts
 from tests.training.explicit_programs import (
-    KINDS,
     LAYOUTS,
     MODELS,
     OPTIMIZER,
-    STRATEGIES,
-    Model,
     make_step,
     mesh_of,
     plan_of,
+    rows_of,
     state_of,
+    watched_step,
 )
+from treeshard import manual
 from treeshard._planning.plan_report import type_text
+from treeshard.testing import check_gradients, check_step
+from treeshard.training import value_and_grad
 
 pytestmark = pytest.mark.usefixtures("broadcasting")
-
-WAYS = {"value_and_grad": ts.training.value_and_grad, "jax": jax.value_and_grad}
 
 
 @pytest.fixture(scope="module")
@@ -43,40 +44,41 @@ def on_one_device() -> dict[str, Any]:
             value, grads = step(params, model.batch)
             updates, opt = OPTIMIZER.update(grads, opt)
             params = optax.apply_updates(params, updates)
-        results[name] = params, float(value)
+        results[name] = params, value
     return results
 
 
-def trained(model: Model, strategy: str, kind: str, way: str) -> Any:
-    plan = plan_of(model, strategy, mesh_of(strategy, kind))
-    step = make_step(model, plan, WAYS[way])
-    state = ts.shard(state_of(model), plan)
-    for _ in range(2):
-        state, value = step(state, model.batch)
-    return ts.gather(state["params"]), float(value)
-
-
-def meshes_of(name: str, way: str) -> list[tuple[str, str]]:
-    """Those on which a program is run: a third of them, other ones for the next program."""
-    meshes = LAYOUTS if way == "value_and_grad" else [m for m in LAYOUTS if m[1] == "explicit"]
+def programs(layouts: list[tuple[str, str]], names: list[str]) -> list[tuple[str, str, str]]:
+    """Layouts, each with another program, or all with all."""
     if "TREESHARD_SOAK" in os.environ:
-        return meshes
-    return meshes[list(MODELS).index(name) % 3 :: 3]
+        return [(name, *layout) for layout in layouts for name in names]
+    return [(names[i % len(names)], *layout) for i, layout in enumerate(layouts)]
+
+
+EXPLICIT = [layout for layout in LAYOUTS if layout[1] == "explicit"]
+TRAINED = [
+    *((value_and_grad, *program) for program in programs(LAYOUTS, [*MODELS])),
+    *((jax.value_and_grad, *program) for program in programs(EXPLICIT, [*MODELS][::-1])),
+]
 
 
 @pytest.mark.usefixtures("quick_compiles")
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", MODELS)
-def test_each_program_equals_one_device(name: str, way: str, on_one_device: Any) -> None:
-    for strategy, kind in meshes_of(name, way):
-        got = trained(MODELS[name](), strategy, kind, way)
-        chex.assert_trees_all_close(got, on_one_device[name], rtol=1e-4, atol=1e-6)
+@pytest.mark.parametrize(("differentiate", "name", "strategy", "kind"), TRAINED)
+def test_each_program_equals_one_device(
+    differentiate: Any, name: str, strategy: str, kind: str, on_one_device: Any
+) -> None:
+    model = MODELS[name]()
+    plan = plan_of(model, strategy, mesh_of(strategy, kind))
+    step = make_step(model, plan, differentiate)
+    state = ts.shard(state_of(model), plan)
+    for _ in range(2):
+        state, value = step(state, model.batch)
+    assert_close((state["params"], value), on_one_device[name])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_printed_plan_has_the_types_that_jax_prints(kind: str) -> None:
+def test_a_printed_plan_has_the_types_that_jax_prints() -> None:
     model = MODELS["mlp"]()
-    for strategy in STRATEGIES:
+    for strategy, kind in LAYOUTS:
         plan = plan_of(model, strategy, mesh_of(strategy, kind))
         placed = jax.tree.leaves(ts.shard(state_of(model), plan))
         with jax.set_mesh(plan.mesh):
@@ -86,24 +88,102 @@ def test_a_printed_plan_has_the_types_that_jax_prints(kind: str) -> None:
             assert type_ in str(plan)
 
 
-def test_a_state_of_numpy_arrays_has_the_types_of_the_plan() -> None:
-    """The first call and a later one run the program of a state that is placed."""
-    model = MODELS["mlp"]()
-    plan = plan_of(model, "hsdp", mesh_of("hsdp", "explicit"))
-    traced: list[Any] = []
+# ------------------------------------------------------------------ reports
 
-    def differentiate(loss: Any) -> Any:
-        def run(params: Any, batch: Any) -> Any:
-            traced.append(jax.tree.map(jax.typeof, params))
-            return ts.training.value_and_grad(loss)(params, batch)
 
-        return run
+@pytest.fixture
+def texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A list that gets the text of each program that is compiled."""
+    seen: list[str] = []
+    original = jax.stages.Lowered.compile
 
-    step = make_step(model, plan, differentiate)
-    step(state_of(model), model.batch)
+    def compile_and_keep(lowered: Any, *args: Any, **options: Any) -> Any:
+        compiled = original(lowered, *args, **options)
+        seen.append(without_frames(compiled.as_text() or ""))
+        return compiled
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_and_keep)
+    return seen
+
+
+def without_frames(text: str) -> str:
+    """A text without the lines of code that a program was traced from, which a call has too."""
+    tables = r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n(.+\n)*\n"
+    text = re.sub(tables, "", text, flags=re.M)
+    return re.sub(r",? ?(metadata|origin)=\{[^{}]*\}| stack_frame_id=\d+", "", text)
+
+
+def structs_of(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+@pytest.mark.usefixtures("quick_compiles")
+@pytest.mark.parametrize(
+    ("name", "strategy", "kind"),
+    [
+        ("mlp", "fsdp x tp", "auto"),
+        ("attention", "zero-1", "explicit"),
+        ("layers", "hsdp", "first"),
+        ("language", "fsdp", "explicit"),
+        ("experts", "fsdp x tp", "last"),
+    ],
+)
+def test_a_report_is_of_the_program_that_a_call_runs(
+    name: str, strategy: str, kind: str, texts: list[str], compiles: Any
+) -> None:
+    model = MODELS[name]()
+    plan = plan_of(model, strategy, mesh_of(strategy, kind))
+    step, traced = watched_step(model, plan)
+    state = state_of(model)
+    placed = ts.shard(state, plan)
     with jax.set_mesh(plan.mesh):
-        expected = jax.tree.map(jax.typeof, ts.shard(state_of(model), plan)["params"])
-    assert traced[0] == expected
-    times = len(traced)
+        expected = [jax.typeof(x).str_short() for x in jax.tree.leaves(placed)]
+    # NumPy arrays get the types of the plan, too.
+    step(state if kind == "explicit" else ts.shard(state, plan), model.batch)
+    [called] = texts
+    assert traced[0][: len(expected)] == expected
+    forms = [
+        (plan.structs, model.batch),
+        (state, structs_of(model.batch)),
+        (structs_of(jax.eval_shape(lambda: state)), model.batch),
+        (placed, model.batch),
+    ]
+    count = len(traced)
+    for each in forms:
+        step.lower(*each)
+    assert len(traced) == count  # a trace of other types would be another one
+
+    step, traced = watched_step(model, plan)
+    texts.clear()
+    compiled = step.compile(plan.structs, model.batch)
+    assert {tuple(types[: len(expected)]) for types in traced} == {tuple(expected)}
+    assert texts == [called]
+    assert compiled.communication().unplanned == ()
+    given = jax.tree.leaves((placed, ts.shard(model.batch, rows_of(plan.mesh), plan.mesh)))
+    held = sum(x.addressable_shards[0].data.nbytes for x in given)
+    assert compiled.memory().arguments == held
+    compiles.clear()
+    step(placed, model.batch)
+    assert not compiles
+
+
+@pytest.mark.usefixtures("quick_compiles")
+def test_checks_find_nothing_wrong_in_the_program_that_a_call_runs(texts: list[str]) -> None:
+    model, mesh = MODELS["mlp"](), mesh_of("hsdp", "first")
+    plan = plan_of(model, "hsdp", mesh)
+    step = make_step(model, plan, value_and_grad)
     step(ts.shard(state_of(model), plan), model.batch)
-    assert len(traced) == times
+    [called] = texts
+    texts.clear()
+    report = check_step(step, state_of(model), model.batch)
+    assert called in texts
+    assert report.ok
+    assert not report.notes
+
+    plan = ts.plan(model.params, [(".*", ts.fsdp("fsdp", min_size=0))], mesh, min_size=0)
+    by_hand = manual.value_and_grad(model.loss, mesh.axis_names, plan)
+    report = check_gradients(
+        model.loss, model.params, model.batch, plan, by_hand=by_hand, batch_specs=rows_of(mesh)
+    )
+    assert report.ok
+    assert not report.notes

@@ -12,7 +12,6 @@ from helpers import assert_close, assert_same, struct
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from tests.training.gradient_programs import mesh_of_kind
 from tests.training.matrix_programs import (
     FSDP,
     PARAMS,
@@ -22,7 +21,6 @@ from tests.training.matrix_programs import (
     muon,
     setup,
     shampoo,
-    soap,
     values,
 )
 from treeshard.checkpoint import restore, save
@@ -51,79 +49,72 @@ def by_muon() -> Any:
     return on_one_device(muon())
 
 
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def started(optimizer: Any, axes: str, kind: str = "auto", rules: Any = FSDP) -> tuple[Any, Any]:
+    made = setup(optimizer, ts.make_mesh(axes, axis_types=kind), rules)
+    return made, ts.pad_leaves(made.init(), made.plan)
+
+
 @pytest.mark.parametrize(
-    ("axes", "parts"), [("fsdp=8", 8), ("data=2,fsdp=4", 4)], ids=["fsdp", "hsdp"]
+    ("axes", "parts", "kind", "size"),
+    [("fsdp=8", 8, "auto", "32.0 KiB"), ("data=2,fsdp=4", 4, "explicit", "48.0 KiB")],
 )
-def test_muon_moves_each_matrix_twice(axes: str, parts: int, kind: str, by_muon: Any) -> None:
-    made = setup(muon(), mesh_of_kind(axes, kind))
+def test_muon_moves_each_matrix_twice(
+    axes: str, parts: int, kind: str, size: str, by_muon: Any
+) -> None:
+    made = setup(muon(), ts.make_mesh(axes, axis_types=kind))
     assert made.plan.findings == ()
     args = {"rules": made.rules, "mesh": made.plan.mesh, "min_size": 0, "pad": True}
     state, plan = init_sharded(made.init, **args)
     assert plan.specs == made.plan.specs
     compiled = made.step.compile(state, batch(1))
     assert_two_exchanges(compiled.compiled, ("fsdp",), parts)
+    compared = compiled.communication()
+    assert compared.unplanned == ()
+    assert len(compared.matrices) == 4
+    assert f"including 4 exchanges of matrices for their update, {size}" in str(compared)
     assert_close(three_updates(made, state)["params"], by_muon, 1e-6)
 
 
 def test_matrices_that_are_split_in_three_ways(by_muon: Any) -> None:
-    made = setup(muon(), ts.make_mesh("fsdp=4,tensor=2"), TENSOR)
-    state, _ = init_sharded(made.init, rules=made.rules, mesh=made.plan.mesh, min_size=0, pad=True)
+    made, state = started(muon(), "fsdp=4,tensor=2", rules=TENSOR)
     assert_close(three_updates(made, state)["params"], by_muon, 1e-6)
 
 
 def test_weight_decay_moves_the_weights_too() -> None:
     decaying = muon(weight_decay=0.1)
-    made = setup(decaying, ts.make_mesh("fsdp=8"))
-    state = ts.pad_leaves(made.init(), made.plan)
+    made, state = started(decaying, "fsdp=8")
     compiled = made.step.compile(state, batch(1)).compiled
     assert sum(x.kind == "all-to-all" for x in ts.collectives(compiled)) == 6
     assert_close(three_updates(made, state)["params"], on_one_device(decaying), 1e-6)
 
 
-# Roots by eigenvectors amplify what the order of sums changes.
-@pytest.mark.parametrize(
-    ("optimizer", "shapes"),
-    [
-        (shampoo, {"left": (8, 32, 32), "right": (8, 64, 64), "norm": (8,)}),
-        (
-            soap,
-            {"left": (8, 32, 32), "right": (8, 64, 64), "mean": (8, 32, 64), "square": (8, 32, 64)},
-        ),
-    ],
-    ids=["shampoo", "soap"],
-)
-def test_what_is_kept_of_a_matrix_stays_with_it(optimizer: Any, shapes: Any) -> None:
-    made = setup(optimizer(), ts.make_mesh("fsdp=8"))
+def test_what_is_kept_of_a_matrix_stays_with_it() -> None:
+    made, state = started(shampoo(), "fsdp=8")
     stacks = made.plan.structs["opt"].matrices["32x64_float32"]["of"]
+    shapes = {"left": (8, 32, 32), "right": (8, 64, 64), "norm": (8,)}
     assert {name: x.shape for name, x in stacks.items()} == shapes
-    state = ts.pad_leaves(made.init(), made.plan)
     compiled = made.step.compile(state, batch(1)).compiled
     assert_two_exchanges(compiled, ("fsdp",), 8)
-    assert_close(three_updates(made, state)["params"], on_one_device(optimizer()), 1e-4)
+    # Roots by eigenvectors amplify what the order of sums changes.
+    assert_close(three_updates(made, state)["params"], on_one_device(shampoo()), 1e-4)
 
 
 def test_a_state_goes_on_on_another_mesh(tmp_path: Path, by_muon: Any) -> None:
-    made = setup(muon(), ts.make_mesh("fsdp=8"))
-    state, _ = made.step(ts.pad_leaves(made.init(), made.plan), batch(1))
-    save(tmp_path / "state", ts.unpad_leaves(state, made.plan))
-    other = setup(muon(), mesh_of_kind("data=2,fsdp=4", "explicit"))
-    restored = restore(tmp_path / "state", other.plan.unpadded())
-    state = ts.pad_leaves(restored, other.plan)
-    for seed in (2, 3):
-        state, _ = other.step(state, batch(seed))
-    assert_close(state["params"], by_muon, 1e-6)
-
-
-def test_padding_changes_no_matrix() -> None:
-    made = setup(muon(), ts.make_mesh("fsdp=8"))
-    state = ts.pad_leaves(made.init(), made.plan)
+    made, state = started(muon(), "fsdp=8")
     padded = jax.tree.map(
         lambda x, leaf: x if leaf.unpadded is None else x.at[leaf.unpadded[0] :].set(1e30),
         state,
         jax.tree.unflatten(jax.tree.structure(state), made.plan.leaves),
     )
-    assert_same(made.step(padded, batch(1))[1], made.step(state, batch(1))[1])
+    state, updates = made.step(state, batch(1))
+    assert_same(made.step(padded, batch(1))[1], updates)  # padding changes no matrix
+    save(tmp_path / "state", ts.unpad_leaves(state, made.plan))
+    other = setup(muon(), ts.make_mesh("data=2,fsdp=4", axis_types="explicit"))
+    restored = restore(tmp_path / "state", other.plan.unpadded())
+    state = ts.pad_leaves(restored, other.plan)
+    for seed in (2, 3):
+        state, _ = other.step(state, batch(seed))
+    assert_close(state["params"], by_muon, 1e-6)
 
 
 def test_experts_are_a_stack_where_they_are() -> None:
@@ -156,14 +147,6 @@ def test_leaves_that_are_left_to_the_optimizer() -> None:
     assert {name: x is not None for name, x in rest.items()} == {
         name: name in ("bias", "down") for name in PARAMS
     }
-
-
-def test_report_lists_exchanges_apart() -> None:
-    made = setup(muon(), ts.make_mesh("fsdp=8"))
-    compared = made.step.communication(made.plan.structs, batch(1))
-    assert compared.unplanned == ()
-    assert len(compared.matrices) == 4
-    assert "including 4 exchanges of matrices for their update, 32.0 KiB" in str(compared)
 
 
 def test_messages() -> None:

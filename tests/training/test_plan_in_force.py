@@ -13,15 +13,14 @@ from jax.sharding import PartitionSpec as P
 import treeshard as ts
 from tests.helpers import struct
 from tests.training import gradient_programs
-from treeshard._planning.plan_in_force import PlanInForce
+from treeshard._planning.plan_in_force import PlanInForce, current_plan
 from treeshard.manual import value_and_grad
 
 HSDP = "data=2,fsdp=4"
-BOTH = P(("data", "fsdp"))
 BY_FSDP = [(".*", ts.fsdp("fsdp", min_size=0))]
 
 
-def ask(plan: Any, of: Any, batch: Any = None, f: Any = ts.unshard, step: Any = ts.jit_step) -> Any:
+def ask(plan: Any, of: Any, f: Any = ts.unshard) -> Any:
     """What `f(of(state))` returns in a step: the jaxpr's constraints show the specs."""
     seen = []
 
@@ -29,7 +28,7 @@ def ask(plan: Any, of: Any, batch: Any = None, f: Any = ts.unshard, step: Any = 
         seen.append(f(of(state)))
         return state, 0
 
-    step(run, plan, batch=batch).lower(plan.structs, struct(16))
+    ts.jit_step(run, plan).lower(plan.structs, struct(16))
     return seen[0]
 
 
@@ -37,12 +36,10 @@ MLP = {"down": struct(64, 16), "up": struct(16, 64)}
 STACK = {"w": struct(4, 16, 32), "norm": struct(4, 16)}
 
 
-def specs_found(tree: Any, of: Any, rules: Any, mesh: str = HSDP, batch: Any = None) -> Any:
+def specs_found(tree: Any, of: Any, rules: Any) -> Any:
     """The specs that the plan in force has for `of(state)`."""
-    from treeshard._planning.plan_in_force import current_plan
-
-    plan = ts.plan(tree, rules, ts.make_mesh(mesh), min_size=0)
-    return ask(plan, of, batch or BOTH, lambda x: current_plan().specs_of(x))
+    plan = ts.plan(tree, rules, ts.make_mesh(HSDP), min_size=0)
+    return ask(plan, of, lambda x: current_plan().specs_of(x))
 
 
 def test_a_subtree_has_its_specs() -> None:
@@ -52,6 +49,11 @@ def test_a_subtree_has_its_specs() -> None:
     assert found == {"down": P("fsdp"), "up": P(None, "fsdp")}
     assert specs_found(tree, lambda s: s["params"], rules)["b"] == {"up": P("fsdp")}
 
+    # Parameters come before optimizer state that is sharded differently.
+    tree = {"model": MLP, "opt": {"mu": MLP}}
+    found = specs_found(tree, lambda s: s["model"], [("opt", P("fsdp")), (".*", None)])
+    assert found == {"down": P(), "up": P()}
+
 
 def test_a_slice_of_stacked_layers_has_the_specs_of_one_layer() -> None:
     rules = [("w", P(None, None, "fsdp")), ("norm", None)]
@@ -60,7 +62,7 @@ def test_a_slice_of_stacked_layers_has_the_specs_of_one_layer() -> None:
     rules = [("w", P("fsdp")), (".*", None)]
     plan = ts.plan(STACK, rules, ts.make_mesh(HSDP), min_size=0)
     with pytest.raises(ts.SpecError, match=r"unshard: w: P\('fsdp',\) shards dim 0, on which"):
-        ask(plan, one, BOTH)
+        ask(plan, one)
 
 
 def test_modules_with_static_leaves_are_found_whole_and_as_arrays() -> None:
@@ -78,15 +80,7 @@ def test_several_subtrees_with_equal_specs_are_one_answer_and_others_an_error() 
     plan = ts.plan(tree, [("a/up", None), (".*", P("fsdp"))], ts.make_mesh(HSDP), min_size=0)
     message = r"several subtrees .* a/down, a/up as .*; b/down, b/up as .* Pass its specs: `unshard"
     with pytest.raises(ts.SpecError, match=message):
-        ask(plan, lambda s: s["b"], BOTH)
-
-
-def test_parameters_come_before_optimizer_state_that_is_sharded_differently() -> None:
-    tree = {"model": MLP, "opt": {"mu": MLP}}
-    assert specs_found(tree, lambda s: s["model"], [("opt", P("fsdp")), (".*", None)]) == {
-        "down": P(),
-        "up": P(),
-    }
+        ask(plan, lambda s: s["b"])
 
 
 def test_a_tree_that_the_plan_lacks_is_an_error_with_the_way_out() -> None:
@@ -98,18 +92,18 @@ def test_a_tree_that_the_plan_lacks_is_an_error_with_the_way_out() -> None:
         ask(plan, lambda s: s["up"][:, :32])
 
 
-def lowered(plan: ts.Plan, batch: Any = None, **options: Any) -> str:
-    step = ts.jit_step(lambda s, x: (s, ts.unshard(s["up"], **options)), plan, batch=batch)
-    return step.lower(plan.structs, struct(16)).as_text()
-
-
 def test_the_axes_of_the_batch_are_gathered_and_those_of_tensor_parallelism_stay() -> None:
     tree = {"up": struct(16, 64)}
     plan = ts.plan(tree, [("up", P("fsdp", "tensor"))], ts.make_mesh("fsdp=4,tensor=2"), min_size=0)
-    text = lowered(plan, P("fsdp"))
-    assert '[{"fsdp"}, {"tensor"}]' in text  # its own specs first
-    assert '[{}, {"tensor"}]' in text
-    assert "[{}, {}]" in lowered(plan, P("fsdp"), axis=("fsdp", "tensor"))
+
+    def lowered(**options: Any) -> str:
+        use = lambda s, x: (s, ts.unshard(s["up"], **options))  # noqa: E731
+        step = ts.jit_step(use, plan, batch=P("fsdp"))
+        return step.lower(plan.structs, struct(16)).as_text()
+
+    assert '[{"fsdp"}, {"tensor"}]' in lowered()  # its own specs first
+    assert '[{}, {"tensor"}]' in lowered()
+    assert "[{}, {}]" in lowered(axis=("fsdp", "tensor"))
 
 
 X = np.linspace(-1, 1, 256, dtype="float32").reshape(16, 16)
@@ -120,12 +114,8 @@ def by_hand(p: Any, x: Any) -> Any:
     return jnp.mean((x @ ts.unshard(p)["w"].T) ** 2)
 
 
-# Gathered by `value_and_grad`, and by `unshard`; the specs are given, or those of the plan in force
-# for its parameters.
-@pytest.mark.parametrize(
-    ("mesh", "options"),
-    [("fsdp=8", {"gather": True}), ("fsdp=8", {"gather": False}), (HSDP, None)],
-)
+# Gathered by `unshard` from specs that are given, and as the plan in force says.
+@pytest.mark.parametrize(("mesh", "options"), [("fsdp=8", {"gather": False}), (HSDP, None)])
 def test_full_arrays_and_shards_inside_shard_map(mesh: str, options: Any) -> None:
     state = {"params": {"w": W}}
     plan = ts.plan(state, [("w", P("fsdp"))], ts.make_mesh(mesh), min_size=0)
@@ -141,13 +131,6 @@ def test_full_arrays_and_shards_inside_shard_map(mesh: str, options: Any) -> Non
     expected = jax.value_and_grad(lambda w, x: jnp.mean((x @ w.T) ** 2))(W, X)
     np.testing.assert_allclose(value, expected[0], rtol=1e-5)
     np.testing.assert_allclose(ts.gather(grads)["params"]["w"], expected[1], rtol=1e-5)
-
-
-def test_on_explicit_axes_the_types_have_the_specs() -> None:
-    mesh = ts.make_mesh("fsdp=8", axis_types={"fsdp": "explicit"})
-    plan = ts.plan({"w": struct(8, 16)}, [("w", P("fsdp"))], mesh, min_size=0)
-    full = ask(plan, lambda s: s["w"], P("fsdp"), lambda w: jax.typeof(ts.unshard(w)).sharding.spec)
-    assert full == P(None, None, reduced={"fsdp"})  # its gradient waits to be scattered
 
 
 def test_without_a_plan_or_a_mesh_nothing_is_gathered() -> None:
@@ -174,9 +157,6 @@ def test_another_plan_compiles_a_jitted_layer_again() -> None:
         plan = ts.plan({"w": struct(16, 16)}, [("w", P(axis))], mesh, min_size=0)
         step = ts.jit_step(lambda s, x: (s, layer(s["w"], x)), plan, batch=P(("a", "b")))
         assert f'[{{"{axis}"}}, {{}}]' in step.lower(plan.structs, struct(16, 16)).as_text()
-
-
-# ------------------------------------------------------------------ activations
 
 
 MODEL = {"embed": struct(64, 16), "layers": {"up": struct(4, 16, 64), "down": struct(4, 64, 16)}}
@@ -233,32 +213,31 @@ def test_weights_that_are_gathered_and_few_activations_are_not_reported() -> Non
     for hint, rows in ((True, 256), (False, 8)):
         step, plan = token_step(hint)
         step(state_of(plan), TOKENS[:rows, : rows // 8])  # a warning would be an error
-
-
-def test_weights_that_are_gathered_in_each_minibatch_are_not_reported() -> None:
+    # Nor are weights that are gathered in each minibatch.
     case = gradient_programs.CASES["fsdp in passes"]
     step, plan, x = gradient_programs.step_of(case, ts.make_mesh(case.axes), 256)
-    step.compile(plan.structs, x)  # a warning would be an error
+    step.compile(plan.structs, x)
 
 
 def test_by_hand_parameters_that_the_plan_lacks_are_an_error_with_the_way_out() -> None:
     plan = ts.plan({"w": struct(8, 16)}, [("w", P("fsdp"))], ts.make_mesh(HSDP), min_size=0)
 
     def step(state: Any, x: Any) -> Any:
-        value, _ = value_and_grad(lambda p, x: jnp.mean(x) * p.sum(), BOTH[0])(state["w"][:1], x)
+        value, _ = value_and_grad(lambda p, x: jnp.mean(x) * p.sum(), ("data", "fsdp"))(
+            state["w"][:1], x
+        )
         return state, value
 
     message = "value_and_grad: the plan has no subtree .* Pass the specs of the parameters: `value_"
     with pytest.raises(ts.SpecError, match=message):
-        ts.shard_map_step(step, plan, batch=BOTH).lower(plan.structs, struct(16))
+        ts.shard_map_step(step, plan).lower(plan.structs, struct(16))
 
 
-def test_the_specs_of_optimizer_state_are_one_or_none() -> None:
-    """Moments that are sharded in two ways do not say how gradients are needed."""
+def test_moments_that_are_sharded_in_two_ways_do_not_say_how_gradients_are_needed() -> None:
     state = {"params": MLP, "opt": {"mu": MLP, "nu": MLP}}
-    mesh = ts.make_mesh("data=8")
     alike = [("opt", P("data")), (".*", None)]
     unlike = [("mu", P("data")), ("nu", P(None, "data")), (".*", None)]
+    mesh = ts.make_mesh("data=8")
     found = [
         PlanInForce(ts.plan(state, rules, mesh, min_size=0), ("data",)).specs_of_state(MLP)
         for rules in (alike, unlike, [(".*", P("data"))])
