@@ -1,5 +1,6 @@
 """What several test files use: small arrays and meshes, comparisons to the bit, files on disk."""
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -60,6 +61,15 @@ def on(
         f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
     )
     return jax.jit(mapped, compiler_options=QUICK)
+
+
+def sent(program: str) -> list[tuple[str, str]]:
+    """The collectives of a compiled program, sorted: (kind, type)."""
+    kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+    found = re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", program)
+    return sorted(
+        (kind, shape) for types, kind in found for shape in re.findall(r"\w+\[[\d,]*\]", types)
+    )
 
 
 @contextmanager

@@ -165,43 +165,6 @@ def test_it_constrains_and_changes_no_value_in(case: str, context: str, kind: st
     np.testing.assert_array_equal(np.asarray(got), want)
 
 
-@pytest.mark.usefixtures("quick_compiles")
-@pytest.mark.parametrize("execute", [jax.jit, lambda f: f], ids=["jit", "at-once"])
-@pytest.mark.parametrize("context", ["set_mesh", "mesh-argument"])
-def test_under_vmap_two_explicit_axes_and_one_auto_axis_stay(context: str, execute: Any):
-    kinds = {"data": "explicit", "tensor": "explicit", "fsdp": "auto"}
-    mesh = ts.make_mesh("data=2,tensor=2,fsdp=2", axis_types=kinds)
-    enter, constrain = CONTEXTS[context]
-    cube = np.arange(512, dtype=np.float32).reshape(8, 8, 8)
-    x = jax.device_put(cube, NamedSharding(mesh, P("data")))
-    with enter(mesh):
-        constrained = jax.vmap(
-            lambda row: constrain(mesh, row * 2, P("tensor", "fsdp")), spmd_axis_name="data"
-        )
-        got = execute(constrained)(x)
-    assert got.sharding == NamedSharding(mesh, P("data", "tensor", "fsdp"))
-    np.testing.assert_array_equal(np.asarray(got), cube * 2)
-
-
-@pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
-def test_manual_explicit_and_auto_axes_at_once(check: bool):
-    mesh = ts.make_mesh("m=2,e=2,a=2", axis_types={"m": "auto", "e": "explicit", "a": "auto"})
-    x = jax.device_put(SQUARE, NamedSharding(mesh, P("m")))
-    part = jax.shard_map(
-        lambda y: ts.with_sharding_constraint(y * 2, P(("m", "a"), "e")),
-        mesh=mesh,
-        in_specs=P("m"),
-        out_specs=P("m"),
-        axis_names={"m"},
-        check_vma=check,
-    )
-    with jax.set_mesh(mesh):
-        got = jax.jit(part)(x)
-        # shard_map's own out_specs drop "e" again, so the program must tell.
-        assert '[{"a"}, {"e"}]' in jax.jit(part).lower(x).as_text()
-    np.testing.assert_array_equal(np.asarray(got), SQUARE * 2)
-
-
 def test_an_abstract_mesh_in_a_trace_uses_the_devices_of_the_inputs(mesh: Mesh):
     def f(x: Any) -> Any:
         with use_abstract_mesh(mesh.abstract_mesh):
@@ -332,18 +295,6 @@ def test_fully_manual_is_the_identity(kind: str):
 
     x = jax.device_put(SQUARE, NamedSharding(mesh_of(kind), BOTH))
     traced(jax.shard_map(f, mesh=mesh_of(kind), in_specs=BOTH, out_specs=BOTH), x)
-
-
-def test_explicit_axes_that_lie_right_are_left_alone():
-    def f(x: Any) -> Any:
-        assert ts.with_sharding_constraint(x, P("data", None)) is x
-        assert ts.with_sharding_constraint(x, P(P.UNCONSTRAINED)) is x
-        assert ts.with_sharding_constraint(x, P("fsdp")) is not x
-        return x
-
-    mesh = mesh_of("explicit")
-    with jax.set_mesh(mesh):
-        traced(f, jax.device_put(SQUARE, NamedSharding(mesh, P("data"))))
 
 
 # ------------------------------------------------------------------ which mesh
@@ -623,28 +574,6 @@ def test_unshard_of_no_axis(specs: Any, mesh: Mesh):
         pytest.raises(TypeError, match="unshard: 3 is int; axis names are a string"),
     ):
         ts.unshard(SQUARE, specs, 3)  # pyright: ignore
-
-
-def test_unshard_in_a_scan_gathers_each_layer_once_and_moves_no_activation(fsdp_mesh: Mesh):
-    stacked = {"w": P(None, "fsdp"), "skip": None}
-    weights = {"w": jnp.ones((3, 16, 16)), "skip": jnp.ones(3)}
-    weights["w"] = jax.device_put(weights["w"], NamedSharding(fsdp_mesh, stacked["w"]))
-    x = jax.device_put(jnp.ones((64, 16)), NamedSharding(fsdp_mesh, P("fsdp")))
-    specs = ts.layer_specs(stacked)
-
-    def loss(weights: Any, x: Any) -> Any:
-        def layer(y: Any, leaf: Any) -> Any:
-            leaf = ts.unshard(leaf, specs, "fsdp")
-            return jnp.tanh(y @ leaf["w"] * leaf["skip"]), None
-
-        return jax.lax.scan(layer, x, weights)[0].sum()
-
-    with jax.set_mesh(fsdp_mesh):
-        text = jax.jit(jax.grad(loss)).lower(weights, x).compile().as_text()
-    # Left alone, the partitioner gathers again in the backward pass.
-    assert len(re.findall(r" all-gather\(", text)) == 1
-    assert not re.search(r" (all-to-all|collective-permute)\(", text)
-    assert "f32[64,16]" not in text  # no activation is ever whole
 
 
 # ------------------------------------------------------------------ laws
