@@ -96,6 +96,12 @@ def test_a_renamed_leaf_is_named_on_both_sides(path: Path) -> None:
         restore(path, like, partial=True)
 
 
+def test_a_none_may_be_new_or_gone(path: Path) -> None:
+    like = {"new": None, **SAVED}
+    del like["none"]
+    assert restore(path, like)["new"] is None
+
+
 @pytest.mark.parametrize(
     ("key", "like", "restored"),
     [

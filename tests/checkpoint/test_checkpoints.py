@@ -310,24 +310,20 @@ def test_ctrl_c_during_a_save_leaves_no_half_checkpoint(during, tmp_path, monkey
     verify(tmp_path / "2")
 
 
-@pytest.mark.parametrize(
-    ("fails", "error", "raised"),
-    [
+def test_a_failure_before_the_arrays_are_written_leaves_no_files(tmp_path, monkeypatch) -> None:
+    for fails, error, raised in [
         ("checksums", KeyboardInterrupt, KeyboardInterrupt),  # while the arrays are written
         ("copies", MemoryError, ts.CheckpointError),
-    ],
-)
-def test_a_failure_before_the_arrays_are_written_leaves_no_files(
-    fails, error, raised, tmp_path: Path, monkeypatch
-) -> None:
-    def stopped(*args: Any, **options: Any) -> list[int]:
-        raise error
+    ]:
 
-    with monkeypatch.context() as patch:
-        patch.setattr(_save, fails, stopped)
-        with pytest.raises(raised):
-            save(tmp_path / "x", BIG)
-    assert files_in(tmp_path) == []
+        def stopped(*args: Any, error: Any = error, **options: Any) -> list[int]:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(_save, fails, stopped)
+            with pytest.raises(raised):
+                save(tmp_path / "x", BIG)
+        assert files_in(tmp_path) == []
     save(tmp_path / "x", BIG)
     assert_array_equal(restore(tmp_path / "x")["w"], BIG["w"])
 

@@ -1,10 +1,9 @@
 """What could not be looked at is an error, and never an older step or none."""
 
-import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,55 +30,24 @@ def run() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-Breaking = Callable[[Path, pytest.MonkeyPatch], None]
-
-
-def forbidden(name: str) -> Breaking:
-    def forbid(run: Path, patch: pytest.MonkeyPatch) -> None:
-        for path in run.glob(name) if name else [run]:
-            path.chmod(0)
-        if os.getuid() == 0:  # root may read everything
-            os.seteuid(65534)
-
-    return forbid
-
-
-def failing(call: str, number: int, name: str) -> Breaking:
-    """A system call that fails for each path that contains `name`, as a disk or its server does."""
-
-    def fail(run: Path, patch: pytest.MonkeyPatch) -> None:
-        real = getattr(os, call)
-
-        def once(path: Any, *args: Any, **options: Any) -> Any:
-            if str(path).startswith(f"{run}/{name}".rstrip("/")):
-                raise OSError(number, os.strerror(number), str(path))
-            return real(path, *args, **options)
-
-        patch.setattr(os, call, once)
-
-    return fail
+def forbid(run: Path, name: str) -> None:
+    for path in run.glob(name) if name else [run]:
+        path.chmod(0)
+    if os.getuid() == 0:  # root may read everything
+        os.seteuid(65534)
 
 
 @pytest.mark.parametrize(
-    ("breaking", "message"),
-    [
-        (forbidden("2"), "/run/2/leaves/table.json cannot be read: Permission denied."),
-        (forbidden(""), "/run cannot be listed: Permission denied."),
-        (failing("stat", errno.ESTALE, "2"), "/run/2/leaves/table.json cannot be read: Stale file"),
-        (failing("listdir", errno.EIO, ""), "/run cannot be listed: Input/output error."),
-    ],
-    ids=["step", "run", "ESTALE", "EIO listing"],
+    ("name", "says"),
+    [("2", "/run/2/leaves/table.json cannot be read"), ("", "/run cannot be listed")],
 )
-def test_a_step_that_cannot_be_looked_at_is_an_error(
-    run: Path, breaking: Breaking, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_cannot_be_looked_at_is_an_error(run: Path, name: str, says: str) -> None:
     reader = Checkpoints(run, read_only=True)
     assert reader.steps() == (1, 2)
-    breaking(run, monkeypatch)
+    forbid(run, name)
     for look in (reader.steps, lambda: reader.latest, lambda: reader.restore_latest(TREE)):
-        with pytest.raises(ts.CheckpointError) as told:
+        with pytest.raises(ts.CheckpointError, match=f"{says}: Permission denied.") as told:
             look()
-        assert message in str(told.value)
         assert not isinstance(told.value, ts.DamagedError)
 
 
@@ -93,7 +61,7 @@ def test_a_step_that_cannot_be_looked_at_is_an_error(
     ],
 )
 def test_files_that_may_not_be_read_are_not_damaged(run: Path, name: str, says: str) -> None:
-    forbidden(f"2/{name}")(run, pytest.MonkeyPatch())
+    forbid(run, f"2/{name}")
     for read in (verify, restore, lambda _: Checkpoints(run, read_only=True).restore_latest(TREE)):
         with pytest.raises(ts.CheckpointError, match=says) as told:
             read(run / "2")
