@@ -25,12 +25,12 @@ soak: .venv/installed
 
 # The tests on the oldest versions that pyproject.toml allows.
 test-floor: .venv-floor/installed
-	.venv-floor/bin/python -m pytest $(PARALLEL) $(ARGS)
+	TREESHARD_ANNOTATIONS=1 .venv-floor/bin/python -m pytest $(PARALLEL) $(ARGS)
 
 # The tests on Python 3.13 and the newest releases of everything: it shows first what JAX changes.
 # `make clean` before it installs them anew; PYTHON_NEWEST=/path/to/python chooses the Python.
 test-newest: .venv-newest/installed
-	.venv-newest/bin/python -m pytest $(PARALLEL) $(ARGS)
+	TREESHARD_ANNOTATIONS=1 .venv-newest/bin/python -m pytest $(PARALLEL) $(ARGS)
 
 # Programs compiled for TPUs and GPUs, with their compilers (1.2 GB) and without such devices.
 test-targets: .venv-targets/installed
