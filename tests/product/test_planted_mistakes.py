@@ -108,12 +108,24 @@ def report(
 
 
 class Case(NamedTuple):
-    """A mistake and its correct twin, as arguments of `report`, and what the hint must say."""
+    """A mistake and its correct twin, as arguments of `report`.
+
+    Attributes:
+        axes: The mesh.
+        leads: What the hint must say.
+        wrong: The arguments of the mistake alone.
+        right: Those of its twin.
+        both: Those of both.
+    """
 
     axes: str
-    wrong: dict[str, Any]
-    right: dict[str, Any]
     leads: str
+    wrong: dict[str, Any]
+    right: dict[str, Any] = {}  # noqa: RUF012
+    both: dict[str, Any] = {}  # noqa: RUF012
+
+    def options(self, side: str) -> dict[str, Any]:
+        return self.both | (self.wrong if side == "wrong" else self.right)
 
 
 # ------------------------------------------------------------------ losses
@@ -160,13 +172,13 @@ def half(p: Any, x: Any) -> jax.Array:
     return jnp.mean(h.astype("float32") ** 2)
 
 
-def by_hand(mean: bool = True, dtype: Any = None) -> Any:
-    """A step of `shard_map_step`."""
+def by_hand(mean: bool) -> Any:
+    """A step of `shard_map_step`, whose loss is a mean or has a sum of its own."""
 
     def train(_: Any) -> Any:
         def step(state: Any, x: Any) -> Any:
             plan = ts.plan(TREE, BY_SPEC, FSDP, min_size=0)
-            value, grads = manual.value_and_grad(half, "fsdp", plan, dtype=dtype)(state, x)
+            value, grads = manual.value_and_grad(half, "fsdp", plan)(state, x)
             value = value if mean else value + x.sum()
             return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
 
@@ -216,12 +228,9 @@ def norm_to_host(grads: Any) -> Any:
 
 
 def on_one_device(grads: Any) -> Any:
-    return jax.tree.map(lambda g: jax.device_put(g, jax.devices()[0]), grads)
-
-
-def on_one_sharding(grads: Any) -> Any:
-    one = SingleDeviceSharding(jax.devices()[0])
-    return jax.tree.map(lambda g: jax.device_put(g, one), grads)
+    device = jax.devices()[0]
+    down = jax.device_put(grads["down"], SingleDeviceSharding(device))
+    return {"down": down, "up": jax.device_put(grads["up"], device)}
 
 
 def on_the_mesh(grads: Any) -> Any:
@@ -339,175 +348,113 @@ HALF_X = struct(ROWS, WIDTH, dtype="bfloat16")
 
 CASES = {
     "batch not split, fsdp tactic": Case(
-        FSDP, {"rules": BY_TACTIC, "batch": P()}, {"rules": BY_TACTIC, "batch": None}, "batch=P"
-    ),
-    "batch not split, specs": Case(
-        FSDP, {"batch": P(), "loss": constrained_as(P())}, {"batch": P("fsdp")}, "batch=P"
-    ),
-    "batch over data only, fsdp tactic": Case(
-        HSDP, {"rules": BY_TACTIC, "batch": P("data")}, {"rules": BY_TACTIC}, "batch=P"
+        FSDP, "batch=P", {"batch": P()}, {"batch": None}, {"rules": BY_TACTIC}
     ),
     "batch over data only, specs": Case(
-        HSDP, {"batch": P("data"), "loss": constrained_as(P("data"))}, {}, "batch=P"
-    ),
-    "batch over fsdp only": Case(
-        HSDP, {"batch": P("fsdp"), "loss": constrained_as(P("fsdp"))}, {}, "batch=P"
+        HSDP, "batch=P", {"batch": P("data"), "loss": constrained_as(P("data"))}
     ),
     "optimizer state replicated": Case(
         HSDP,
-        {"tree": STATE, "train": momentum, "rules": [("opt", None), *BY_SPEC]},
-        {"tree": STATE, "train": momentum},
         "opt/",
+        {"rules": [("opt", None), *BY_SPEC]},
+        both={"tree": STATE, "train": momentum},
     ),
     "optimizer state on another dim": Case(
         HSDP,
-        {"tree": STATE, "train": momentum, "rules": [("opt", P(None, "fsdp")), *BY_SPEC]},
-        {"tree": STATE, "train": momentum},
         "Plan.follow",
+        {"rules": [("opt", P(None, "fsdp")), *BY_SPEC]},
+        both={"tree": STATE, "train": momentum},
     ),
     "constraint on the wrong dim": Case(
-        HSDP, {"loss": constrained_as(P(None, ("data", "fsdp")))}, {}, "constraint"
+        HSDP, "constraint", {"loss": constrained_as(P(None, ("data", "fsdp")))}
     ),
-    "activation replicated": Case(HSDP, {"loss": constrained_as(P())}, {}, "constraint"),
-    "no unshard": Case(
-        FSDP, {"loss": no_unshard, "batch": P("fsdp")}, {"batch": P("fsdp")}, "unshard"
-    ),
+    "no unshard": Case(FSDP, "unshard", {"loss": no_unshard}, both={"batch": P("fsdp")}),
     "sharded scan dim": Case(
         FSDP,
-        {
-            "tree": LAYERS,
-            "rules": [(".*", P("fsdp"))],
-            "loss": scanned,
-            "batch": P("fsdp"),
-            "scan": True,
-        },
-        {
-            "tree": LAYERS,
-            "rules": [(".*", P(None, "fsdp"))],
-            "loss": scanned,
-            "batch": P("fsdp"),
-            "scan": True,
-        },
         "Shard another dim",
+        {"rules": [(".*", P("fsdp"))]},
+        {"rules": [(".*", P(None, "fsdp"))]},
+        {"tree": LAYERS, "loss": scanned, "batch": P("fsdp"), "scan": True},
     ),
     "f32 gathered, bf16 meant": Case(
         FSDP,
-        {"tree": LARGE, "loss": cast(before=False), "batch": P("fsdp"), "dtype": "bfloat16"},
-        {"tree": LARGE, "loss": cast(before=True), "batch": P("fsdp"), "dtype": "bfloat16"},
         "before the gather",
-    ),
-    "f32 gathered by hand, bf16 meant": Case(
-        FSDP,
-        {"make": ts.shard_map_step, "train": by_hand(), "batch": P("fsdp"), "dtype": "bfloat16"},
-        {
-            "make": ts.shard_map_step,
-            "train": by_hand(dtype="bfloat16"),
-            "batch": P("fsdp"),
-            "dtype": "bfloat16",
-        },
-        "before the gather",
+        {"loss": cast(before=False)},
+        {"loss": cast(before=True)},
+        {"tree": LARGE, "batch": P("fsdp"), "dtype": "bfloat16"},
     ),
     "loss without pmean": Case(
         FSDP,
-        {"make": ts.shard_map_step, "train": by_hand(mean=False), "batch": P("fsdp")},
-        {"make": ts.shard_map_step, "train": by_hand(), "batch": P("fsdp")},
         "aux: it differs along 'fsdp'. Reduce it: `Metrics.reduce`, or `jax.lax.pmean`.",
+        {"train": by_hand(mean=False)},
+        {"train": by_hand(mean=True)},
+        {"make": ts.shard_map_step, "batch": P("fsdp")},
     ),
     "gradients not synced": Case(
         HSDP,
-        {"make": ts.shard_map_step, "train": sync_by_hand(lambda grads, plan: grads)},
+        "Average its gradients: `manual.sync_gradients`",
+        {"train": sync_by_hand(lambda grads, plan: grads)},
         {
-            "make": ts.shard_map_step,
             "train": sync_by_hand(
                 lambda grads, plan: manual.sync_gradients(grads, ("data", "fsdp"), plan)
-            ),
+            )
         },
-        "Average its gradients: `manual.sync_gradients`",
+        {"make": ts.shard_map_step},
     ),
     "gradients by jax alone": Case(
         HSDP,
-        {"train": lambda loss: sgd(loss, jax.value_and_grad)},
-        {},
         "Use `training.value_and_grad`",
+        {"train": lambda loss: sgd(loss, jax.value_and_grad)},
     ),
     "a leaf to the host in each step": Case(
         HSDP,
+        "a callback takes 4.0 MiB to the host in each step",
         {"train": with_gradients(to_host)},
         {"train": with_gradients(norm_to_host)},
-        "a callback takes 4.0 MiB to the host in each step",
     ),
     "device_put to a device": Case(
         HSDP,
+        "the step puts 2 arrays on one device",
         {"train": with_gradients(on_one_device)},
         {"train": with_gradients(on_the_mesh)},
-        "test_planted_mistakes.py:",
-    ),
-    "device_put to a single-device sharding": Case(
-        HSDP,
-        {"train": with_gradients(on_one_sharding)},
-        {"train": with_gradients(on_the_mesh)},
-        "device_put",
     ),
     "Python int in the state": Case(
         HSDP,
-        {"tree": {"model": TREE, "count": 0}, "train": counting},
-        {"tree": {"model": TREE, "count": struct(dtype="int32")}, "train": counting},
         "Start it as an array: `jnp.int32(0)`",
+        {"tree": {"model": TREE, "count": 0}},
+        {"tree": {"model": TREE, "count": struct(dtype="int32")}},
+        {"train": counting},
     ),
     "dtype widened": Case(
         FSDP,
-        {"tree": HALF, "x": HALF_X, "batch": P("fsdp"), "train": in_bfloat16("float32")},
-        {"tree": HALF, "x": HALF_X, "batch": P("fsdp"), "train": in_bfloat16("bfloat16")},
         "convert this leaf",
+        {"train": in_bfloat16("float32")},
+        {"train": in_bfloat16("bfloat16")},
+        {"tree": HALF, "x": HALF_X, "batch": P("fsdp")},
     ),
     "gather in the minibatch loop": Case(
         HSDP,
-        {"train": minibatches(reduce_once=False), "x": struct(4 * ROWS, WIDTH)},
-        {"train": minibatches(reduce_once=True), "x": struct(4 * ROWS, WIDTH)},
         "accumulate_gradients",
+        {"train": minibatches(reduce_once=False)},
+        {"train": minibatches(reduce_once=True)},
+        {"x": struct(4 * ROWS, WIDTH)},
     ),
     "gradients reduced in the minibatch loop": Case(
         FSDP,
-        {
-            "make": ts.shard_map_step,
-            "train": minibatches_by_hand(reduce_once=False),
-            "batch": P("fsdp"),
-            "x": struct(4 * ROWS, WIDTH),
-        },
-        {
-            "make": ts.shard_map_step,
-            "train": minibatches_by_hand(reduce_once=True),
-            "batch": P("fsdp"),
-            "x": struct(4 * ROWS, WIDTH),
-        },
         "inside-loop: down, up: ",
+        {"train": minibatches_by_hand(reduce_once=False)},
+        {"train": minibatches_by_hand(reduce_once=True)},
+        {"make": ts.shard_map_step, "batch": P("fsdp"), "x": struct(4 * ROWS, WIDTH)},
     ),
     "gradient of a shared weight reduced in the layer loop": Case(
         FSDP,
-        {"tree": SHARED, "rules": [("w", P("fsdp"))], "loss": shared, "batch": P("fsdp")},
-        {
-            "tree": SHARED,
-            "rules": [("w", P("fsdp"))],
-            "make": ts.shard_map_step,
-            "train": shared_by_hand,
-            "batch": P("fsdp"),
-        },
         "Compilers for TPUs and GPUs may do that by themselves.",
+        {"loss": shared},
+        {"make": ts.shard_map_step, "train": shared_by_hand},
+        {"tree": SHARED, "rules": [("w", P("fsdp"))], "batch": P("fsdp")},
     ),
-    "wrong axis in rules": Case(HSDP, {"rules": [(".*", P("fdsp"))]}, {}, "Did you mean 'fsdp'"),
-    "wrong axis in the batch": Case(HSDP, {"batch": P("fdsp")}, {}, "Did you mean 'fsdp'"),
     "wrong axis in a constraint": Case(
-        HSDP, {"loss": constrained_as(P(("data", "fdsp")))}, {}, "Did you mean 'fsdp'"
-    ),
-    "batch that does not divide": Case(
-        HSDP, {"x": struct(12, WIDTH)}, {}, "jit_step: batch: float32[12,512]"
-    ),
-    "dead rule": Case(HSDP, {"rules": [("dwon", P("data")), *BY_SPEC]}, {}, "Did you mean 'down'"),
-    "shadowed rule": Case(
-        HSDP,
-        {"rules": [*BY_SPEC, ("up", P(None, "fsdp")), (".*", None)]},
-        {"rules": [("up", P(None, "fsdp")), *BY_SPEC]},
-        "Move it above rule 0",
+        HSDP, "Did you mean 'fsdp'", {"loss": constrained_as(P(("data", "fdsp")))}
     ),
 }
 
@@ -524,13 +471,13 @@ def stored(target: str) -> dict[str, str]:
 
 
 def report_on(backend: str, name: str, side: str) -> Report:
-    case, options = CASES[name], CASES[name]._asdict()[side]
+    axes, options = CASES[name].axes, CASES[name].options(side)
     if backend == "cpu":
-        return report(ts.make_mesh(case.axes), **options)
+        return report(ts.make_mesh(axes), **options)
     if "live" in backend:
-        return report(ts.make_mesh(case.axes, topology=backend.split()[1]), **options)
+        return report(ts.make_mesh(axes, topology=backend.split()[1]), **options)
     text = stored(backend).get(f"{name}/{side}", "")  # none, if the step cannot be compiled
-    return report(ts.make_mesh(case.axes), compile_=lambda lowered: text, **options)
+    return report(ts.make_mesh(axes), compile_=lambda lowered: text, **options)
 
 
 # A case that is not for all backends, and those it is for.
@@ -551,21 +498,34 @@ ON_BACKENDS = [
 ]
 
 
+# Mistakes that are told before there is a program.
+TRACED = {
+    "loss without pmean",
+    "gradients not synced",
+    "device_put to a device",
+    "Python int in the state",
+    "dtype widened",
+    "wrong axis in a constraint",
+}
+
+
 def distinct_steps() -> Iterator[tuple[str, str]]:
     """The cases whose correct steps differ: many mistakes are made in one and the same step."""
     seen: list[tuple[str, str, dict[str, Any]]] = []
     for backend, name in ON_BACKENDS:
-        step = (backend, CASES[name].axes, CASES[name].right)
+        step = (backend, CASES[name].axes, CASES[name].options("right"))
         if step not in seen:
             seen.append(step)
             yield backend, name
 
 
-@pytest.mark.parametrize(("backend", "name"), ON_BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [(backend, name) for backend, name in ON_BACKENDS if backend == "cpu" or name not in TRACED],
+)
 def test_a_mistake_is_reported(backend: str, name: str) -> None:
     found = report_on(backend, name, "wrong")
-    print(found)
-    assert CASES[name].leads in str(found), str(found)
+    assert CASES[name].leads in str(found)
 
 
 @pytest.mark.parametrize(("backend", "name"), [*distinct_steps()])

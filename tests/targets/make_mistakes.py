@@ -31,7 +31,7 @@ def main(target: str, *names: str) -> None:
                 return texts[key]
 
             mesh = ts.make_mesh(case.axes, topology=target)
-            print(name, side, planted.report(mesh, compile_=compiled, **case._asdict()[side]))
+            print(name, side, planted.report(mesh, compile_=compiled, **case.options(side)))
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(lzma.compress(json.dumps(texts, sort_keys=True).encode()))
 
