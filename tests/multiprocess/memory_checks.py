@@ -40,31 +40,23 @@ def mib_of(call: Callable[[], Any]) -> float:
     return min(peak_of(call)[1] for _ in range(2))
 
 
-def go_through(tree: Any) -> None:
-    for _, x in ts.iter_gather(tree, to=0):
-        del x
+def check_gather_takes_the_receiver_one_tree_and_iter_gather_one_leaf(context: Context) -> None:
+    def go_through() -> None:
+        for _, x in ts.iter_gather(tree, to=0):
+            del x
 
-
-def check_gather_takes_the_receiver_one_tree(context: Context) -> None:
     tree = placed()
     peak = mib_of(lambda: ts.gather(tree, to=0))
     assert peak <= (1.05 * TREE + LEAF if context.index == 0 else 0) + IN_FLIGHT, peak
-
-
-def check_iter_gather_takes_the_receiver_one_leaf(context: Context) -> None:
-    tree = placed()
-    peak = mib_of(lambda: go_through(tree))
+    peak = mib_of(go_through)
     assert peak <= (LEAF if context.index == 0 else 0) + IN_FLIGHT, peak
 
 
-def check_placing_takes_the_own_shards(context: Context) -> None:
+def check_placing_and_reading_take_the_own_shards(context: Context) -> None:
     mesh = ts.make_mesh("fsdp=8")
     tree = {name: np.full((2048, 2048), int(name), np.float32) for name in SPECS}
     peak = mib_of(lambda: ts.shard(tree, SPECS, mesh))
     assert peak <= 1.05 * TREE / context.count + IN_FLIGHT, peak
-
-
-def check_reading_shards_takes_the_own_shards(context: Context) -> None:
     peak = mib_of(placed)
     assert peak <= 1.05 * TREE / context.count + IN_FLIGHT, peak
 

@@ -1,7 +1,6 @@
 """Moves trees to meshes of several processes and back; on one process too, for comparison."""
 
 import os
-import weakref
 from typing import Any
 
 import jax
@@ -75,15 +74,7 @@ def specs_for(tree: dict[str, Any], spec: P) -> dict[str, Any]:
     return {name: P(*spec[:rank]) for name, rank in ranks.items()} | whole
 
 
-SPECS = [
-    P("fsdp"),
-    P(None, "fsdp"),
-    P(("data", "fsdp")),
-    P("data", "fsdp"),
-    P("fsdp", "data"),
-    P("data"),
-    P(),
-]
+SPECS = [P(None, "fsdp"), P(("data", "fsdp")), P("fsdp", "data"), P("data"), P()]
 
 
 def assert_structs(tree: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -105,7 +96,7 @@ def live_bytes() -> int:
 
 def check_gather_undoes_shard_bit_for_bit(context: Context) -> None:
     tree = host_tree()
-    for mesh, several in ((mesh_2d(), SPECS), (mesh_across(), SPECS[2:5])):
+    for mesh, several in ((mesh_2d(), SPECS), (mesh_across(), SPECS[1:4])):
         for spec in several:
             specs = specs_for(tree, spec)
             placed = ts.shard(tree, specs, mesh)
@@ -113,16 +104,10 @@ def check_gather_undoes_shard_bit_for_bit(context: Context) -> None:
                 if isinstance(x, jax.Array):
                     assert x.sharding.mesh == mesh, name
                     assert x.sharding.is_equivalent_to(NamedSharding(mesh, specs[name]), x.ndim)
+            for shard in placed["f32"].addressable_shards:
+                assert bits(shard.data) == bits(tree["f32"][shard.index])
             assert placed["stays"] is tree["stays"]
             assert_same(ts.gather(placed), tree)
-
-
-def check_each_shard_is_the_part_that_its_index_says(context: Context) -> None:
-    x = arange(16, 8)
-    for mesh in (mesh_2d(), mesh_across()):
-        for spec in SPECS:
-            for shard in ts.shard(x, spec, mesh).addressable_shards:
-                np.testing.assert_array_equal(np.asarray(shard.data), x[shard.index])
 
 
 def check_one_process_receives_and_the_others_get_structs(context: Context) -> None:
@@ -136,52 +121,15 @@ def check_one_process_receives_and_the_others_get_structs(context: Context) -> N
         (assert_same if context.index == to else assert_structs)(pairs, arrays)
 
 
-def check_the_result_shares_no_memory(context: Context) -> None:
-    x = np.zeros((256, 256), np.float32)
-    for spec in (P(("data", "fsdp")), P(), P("data")):
-        placed = ts.shard(x, spec, mesh_2d())
-        x[:] = -1
-        first = ts.gather(placed)
-        np.testing.assert_array_equal(first, 0 * x)
-        first[:] = -1
-        step = jax.jit(lambda y: y + 1, donate_argnums=0)
-        for _ in range(3):
-            placed = step(placed)
-        np.testing.assert_array_equal(ts.gather(placed), np.full_like(x, 3))
-        x[:] = 0
-
-
 def check_any_current_mesh(context: Context) -> None:
-    tree, spec = {"x": arange(16, 8)}, P(("data", "fsdp"))
-    placed = ts.shard(tree, spec, mesh_2d())
-    with jax.set_mesh(mesh_2d()):
-        assert_same(ts.gather(ts.shard(tree, spec)), tree)
-    decided = ts.plan(tree, [("x", spec)], mesh_2d(), min_size=0)
-    assert_same(ts.gather(ts.shard(tree, decided)), tree)
-    explicit = ts.make_mesh("data=2,fsdp=4", axis_types="explicit")
-    assert_same(ts.gather(ts.shard(tree, spec, explicit)), tree)
+    tree = {"x": arange(16, 8)}
+    placed = ts.shard(tree, P(("data", "fsdp")), mesh_2d())
     other = ts.make_mesh("a=8", axis_types="explicit")
     with jax.set_mesh(other):
         assert_same(ts.gather(placed), tree)
         assert_same(dict(ts.iter_gather(placed)), tree)
     with jax.sharding.use_abstract_mesh(other.abstract_mesh):
         assert_same(ts.gather(placed), tree)
-
-
-def check_functions_per_leaf(context: Context) -> None:
-    tree = {"w": arange(16, 8), "kept": arange(3), "b": arange(8)}
-    specs = {"w": P("data", "fsdp"), "kept": None, "b": P()}
-    shard_fns, gather_fns = ts.make_shard_and_gather_fns(specs, mesh_2d())
-    placed = jax.tree.map(lambda f, x: f(x), shard_fns, tree)
-    assert placed["w"].sharding == NamedSharding(mesh_2d(), P("data", "fsdp"))
-    assert_same(jax.tree.map(lambda f, x: f(x), gather_fns, placed), tree)
-
-
-def check_results_of_jit_are_gathered(context: Context) -> None:
-    placed = ts.shard(arange(16, 8), P("data", "fsdp"), mesh_2d())
-    doubled = jax.jit(lambda x: (x * 2, x.sum(axis=0)))(placed)
-    np.testing.assert_array_equal(ts.gather(doubled)[0], arange(16, 8) * 2)
-    np.testing.assert_array_equal(ts.gather(doubled)[1], arange(16, 8).sum(axis=0))
 
 
 def check_large_leaves_go_in_pieces(context: Context) -> None:
@@ -242,16 +190,13 @@ def random_spec(random: np.random.Generator, rank: int) -> P:
     return P(*(tuple(str(axis) for axis, dim in axes if dim == d) for d in range(rank)))
 
 
-def check_a_constraint_on_own_devices_does_not_wait(context: Context) -> None:
+def check_a_constraint_places_arrays_and_waits_for_nobody_on_own_devices(context: Context) -> None:
+    placed = ts.with_sharding_constraint(arange(16, 8), P("fsdp"), mesh_2d())
+    np.testing.assert_array_equal(ts.gather(placed), arange(16, 8))
     if context.index == 0:  # the others never make this call
         mesh = ts.make_mesh("fsdp=-1", devices=jax.local_devices())
         placed = ts.with_sharding_constraint(arange(16, 8), P("fsdp"), mesh)
         assert placed.sharding == NamedSharding(mesh, P("fsdp"))
-
-
-def check_a_constraint_across_processes_places_arrays(context: Context) -> None:
-    placed = ts.with_sharding_constraint(arange(16, 8), P("fsdp"), mesh_2d())
-    np.testing.assert_array_equal(ts.gather(placed), arange(16, 8))
 
 
 # ------------------------------------------------------------------ what it costs
@@ -279,14 +224,6 @@ def check_data_in_flight_takes_a_few_chunks_on_devices(context: Context) -> None
         assert live_bytes() - before <= 3 * CHUNK_BYTES
         assert isinstance(leaf, np.ndarray) == (context.index == 0)
     assert placed["a"]._npy_value is None
-
-
-def check_iter_gather_keeps_no_array_it_yielded(context: Context) -> None:
-    tree = {f"{n}": arange(8, 1000) for n in range(5)}
-    for _, x in ts.iter_gather(ts.shard(tree, P(("data", "fsdp")), mesh_2d())):
-        given = weakref.ref(x)
-        del x
-        assert given() is None
 
 
 def check_replicas_are_not_sent(context: Context) -> None:
@@ -359,23 +296,24 @@ def check_if_read_fails_on_one_process_all_raise(context: Context) -> None:
 
 
 def check_parts_are_joined(context: Context) -> None:
+    keys = jax.random.split(jax.random.key(1), 16)
     whole = {"x": arange(16, 6), "y": np.arange(16, dtype=">f8")}
+    expected = {name: x.astype(np.float32) for name, x in whole.items()}
+    expected |= {"key": keys, "device": arange(16, dtype=np.int32), "name": "train"}
     rows = slice(*(16 // context.count * (context.index + i) for i in (0, 1)))
-    mine = {name: x[rows] for name, x in whole.items()} | {"name": "train", "kept": arange(2)}
-    specs = {"x": P(("data", "fsdp")), "y": P(("data", "fsdp")), "name": P(), "kept": None}
-    batch = ts.from_process_local(mine, specs, mesh_2d())
-    structs = {name: jax.ShapeDtypeStruct(mine[name].shape, mine[name].dtype) for name in whole}
-    for name, x in ts.from_process_local(structs, P(("data", "fsdp")), mesh_2d()).items():
+    mine = {name: x[rows] for name, x in whole.items()}
+    others = {"key": keys[rows], "device": jax.numpy.arange(16)[rows], "name": "train"}
+    spec = P(("data", "fsdp"))
+    specs = {name: spec for name in mine | others} | {"name": P()}
+    batch = ts.from_process_local(mine | others, specs, mesh_2d())
+    structs = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in mine.items()}
+    for name, x in ts.from_process_local(structs, spec, mesh_2d()).items():
         made = batch[name]
         assert (x.shape, x.dtype, x.sharding) == (made.shape, made.dtype, made.sharding)
-    assert batch["name"] == "train"
-    assert batch["kept"] is mine["kept"]
-    assert batch["x"].sharding == NamedSharding(mesh_2d(), P(("data", "fsdp")))
-    for name, x in whole.items():
-        np.testing.assert_array_equal(ts.gather(batch[name]), x)
+    assert batch["x"].sharding == NamedSharding(mesh_2d(), spec)
     assert batch["y"].dtype == np.float32
     mine["x"][:] = -1  # a loader that reuses its buffer
-    np.testing.assert_array_equal(ts.gather(batch["x"]), arange(16, 6))
+    assert_same(ts.gather(batch), {name: expected[name] for name in batch})
 
 
 def check_parts_along_other_dims(context: Context) -> None:
@@ -389,24 +327,6 @@ def check_parts_along_other_dims(context: Context) -> None:
             batch = ts.from_process_local(whole[np.ix_(*own)], spec, mesh)
             assert batch.shape == (8, 16), spec
             np.testing.assert_array_equal(ts.gather(batch), whole)
-
-
-def check_parts_of_keys_and_of_device_arrays(context: Context) -> None:
-    keys = jax.random.split(jax.random.key(1), 16)
-    rows = slice(*(16 // context.count * (context.index + i) for i in (0, 1)))
-    tree = {"key": keys[rows], "x": jax.numpy.arange(16)[rows]}
-    batch = ts.from_process_local(tree, P(("data", "fsdp")), mesh_2d())
-    assert_same(ts.gather(batch), {"key": keys, "x": np.arange(16, dtype=np.int32)})
-
-
-def check_a_batch_goes_into_a_step(context: Context) -> None:
-    mesh = mesh_2d()
-    w = ts.shard(np.ones((6, 8), np.float32), P(None, "fsdp"), mesh)
-    step = jax.jit(lambda w, x: w - 0.1 * jax.grad(lambda w: (x @ w).mean())(w))
-    for i in range(3):
-        part = np.full((16 // context.count, 6), i, np.float32)
-        w = step(w, ts.from_process_local(part, P(("data", "fsdp")), mesh))
-    np.testing.assert_allclose(ts.gather(w), np.full((6, 8), 1 - 0.1 * 3 / 8), rtol=1e-6)
 
 
 # ------------------------------------------------------------------ from mesh to mesh
@@ -433,9 +353,3 @@ def check_resharding_between_specs_and_meshes(context: Context) -> None:
         if name != "the first process" or context.count == 1:
             assert_same(ts.gather(ts.reshard(moved, P("data"), mesh_2d())), tree)
     assert placed["x"]._npy_value is None
-
-
-def check_leaves_already_in_place_are_returned_unchanged(context: Context) -> None:
-    placed = ts.shard(arange(16, 8), P("fsdp"), mesh_2d())
-    for move in (ts.shard, ts.reshard):
-        assert move(placed, P("fsdp"), mesh_2d()) is placed

@@ -13,6 +13,7 @@ from tests.multiprocess import (
     disagreeing_checks,
     disjoint_checks,
     launcher,
+    memory_checks,
     moving_checks,
     skipping_checks,
 )
@@ -30,18 +31,15 @@ def test_one_process(check, tmp_path) -> None:
 
 
 # Those that measure memory come first.
-CHECKS = [disjoint_checks, moving_checks] if sys.platform == "linux" else [moving_checks]
+ON_LINUX = [memory_checks, disjoint_checks] if sys.platform == "linux" else []
 four, test_four_processes = launcher.tests_of(
-    *CHECKS, processes=4, devices=2, env=launcher.EXACT_MEMORY
-)
-one, test_one_process_with_exact_memory = launcher.tests_of(
-    *CHECKS[:-1], processes=1, devices=8, env=launcher.EXACT_MEMORY
+    *ON_LINUX, moving_checks, processes=4, devices=2, env=launcher.EXACT_MEMORY
 )
 three, test_three_processes_that_disagree = launcher.tests_of(
     disagreeing_checks, skipping_checks, processes=3, devices=2
 )
 if os.environ.get("TREESHARD_SOAK"):
-    two, test_two_processes = launcher.tests_of(*CHECKS, env=launcher.EXACT_MEMORY)
+    two, test_two_processes = launcher.tests_of(*ON_LINUX, moving_checks, env=launcher.EXACT_MEMORY)
     two_skip, test_two_processes_that_skip = launcher.tests_of(skipping_checks, devices=1)
     four_skip, test_four_processes_that_skip = launcher.tests_of(
         skipping_checks, processes=4, devices=1
