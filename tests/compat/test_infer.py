@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import treeshard as ts
 from treeshard import leaf_paths
 from treeshard.compat import register_op
-from treeshard.compat._big_vision import _ops, _UserOp
+from treeshard.compat._big_vision import _ops
 
 MESH = mesh_of(data=2, model=4)
 RULES = [("embed", "data"), ("mlp", "model")]
@@ -94,7 +94,7 @@ def a_tree(rng: random.Random) -> Any:
 PATTERNS = [".*", "head", "layers/.*", "layers/[0-9]/w", ".*/kernel", "w1/0", "w", ".*w1?.*", "1?"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_it_agrees_with_big_vision(seed) -> None:
     rng = random.Random(seed)
@@ -115,27 +115,6 @@ def test_it_agrees_with_big_vision(seed) -> None:
     for (path, leaf), sharding, spec in zip(leaves, shardings, expected, strict=True):
         like = NamedSharding(MESH, P(*spec))
         assert sharding.is_equivalent_to(like, leaf.ndim), (path, leaf, texts)
-
-
-def test_a_pattern_must_match_the_whole_path() -> None:
-    tree = {"a": {"kernel": struct(8)}, "kernel": struct(8), "kernels": struct(8)}
-    strategy = [
-        ("kernel", "fsdp('data', 0)"),
-        (".*/kernel", "fsdp('model', 0)"),
-        (".*", "replicate"),
-    ]
-    assert specs(tree, strategy) == {
-        "a": {"kernel": P("model")},
-        "kernel": P("data"),
-        "kernels": P(),
-    }
-
-
-def test_only_tactics_have_a_threshold(monkeypatch) -> None:
-    monkeypatch.setenv("MIN_SHARDING_SIZE", "1000000")
-    tree = {"a": struct(8), "b": struct(1024, 1024), "c": struct(1024, 1025)}
-    strategy = [("a", "shard_dim('data', 0)"), (".*", "fsdp('data')")]
-    assert specs(tree, strategy) == {"a": P("data"), "b": P(), "c": P("data")}
 
 
 def test_the_threshold_of_fsdp_is_in_bytes() -> None:
@@ -166,6 +145,8 @@ def test_a_users_op(last) -> None:
     assert specs(tree, [("w", "last('data')")]) == {"w": P(None, "data")}
     assert specs(tree, [("w", "fsdp('model', 0) | last('data')")]) == {"w": P(None, "data")}
     assert specs(tree, [("w", "last('x', answer=('data', None))")]) == {"w": P("data")}
+    boxed = {"w": linen.Partitioned(struct(8, 8), ("a", "b"))}
+    assert specs(boxed, [("w", "last('data')")]) == {"w": P(None, "data")}
     text = message_of({"w": struct(8, 7)}, [("w", "last('data') | fsdp('model', 0)")])
     assert "last('data'): P(None, 'data') splits dim 1 of shape (8, 7) into 2 parts" in text
     assert last.__doc__ == "Shards the last dim."
@@ -174,17 +155,10 @@ def test_a_users_op(last) -> None:
     assert signature in message_of(tree, [("w", "last()")])
 
 
-def test_an_op_gets_one_entry_per_dim_and_the_leaf_in_a_box() -> None:
-    seen: list[Any] = []
-    step = _UserOp("look()", lambda *args: seen.append(args) or args[0])
-    ts.Tactic((step,)).refine(P("data"), MESH, "w", linen.Partitioned(struct(8, 8), ("a", "b")), 0)
-    assert seen == [(P("data", None), MESH, "w", struct(8, 8))]
-
-
 @pytest.mark.parametrize(
     "answer",
-    ["data", ("data",), ("data", 3), ("data", None, "model"), 3],
-    ids=["not-a-tuple", "too-short", "not-an-entry", "too-long", "number"],
+    ["data", ("data",), ("data", 3)],
+    ids=["not-a-tuple", "too-short", "not-an-entry"],
 )
 def test_ops_that_do_not_return_a_spec(last, answer) -> None:
     text = message_of({"w": struct(8, 8)}, [("w", f"last('x', answer={answer!r})")])
@@ -214,6 +188,7 @@ def test_a_sharding_replaces_a_box() -> None:
     box = linen.LogicallyPartitioned(struct(8, 8), ("embed", "mlp"))
     tree = {
         "layers": [{"w": box, "b": struct(8)} for _ in range(12)],
+        "other": {"w": linen.LogicallyPartitioned(struct(8, 8), (None, "mlp"))},
         "axes": linen.Partitioned(struct(8), ("model",)),
     }
     strategy = [(".*w|axes", "logical_partitioning()"), (".*", "fsdp('data', 0)")]
@@ -221,21 +196,9 @@ def test_a_sharding_replaces_a_box() -> None:
         shardings = specs(tree, strategy)
     assert shardings == {
         "layers": [{"w": P("data", "model"), "b": P("data")}] * 12,
+        "other": {"w": P(None, "model")},
         "axes": P("model"),
     }
-
-
-def test_boxes_that_differ_in_names_only() -> None:
-    names = [("embed", "mlp"), ("mlp", "embed"), (None, "mlp"), ("embed", "mlp")]
-    tree = [{"w": linen.LogicallyPartitioned(struct(8, 8), each)} for each in names]
-    with linen.logical_axis_rules(RULES):
-        shardings = specs(tree, [(".*", "logical_partitioning")])
-    assert [leaf["w"] for leaf in shardings] == [
-        P("data", "model"),
-        P("model", "data"),
-        P(None, "model"),
-        P("data", "model"),
-    ]
 
 
 def test_a_box_around_nothing_or_a_tree() -> None:
@@ -277,51 +240,24 @@ def test_unmatched_leaves_are_replicated_with_one_warning() -> None:
         ts.infer_sharding({"a": struct(8)}, [("c", "replicate")], MESH)
 
 
-def test_all_misfits_at_once() -> None:
-    tree = {"a": struct(8), "b": struct(6), "c": struct(8, 8), "d": struct(8), "e": struct(8, 8)}
-    strategy = [
-        ("a", "shard_dim('data', 0) | replicate"),
-        ("b", "shard_dim('model', 0)"),
-        ("c", "shard_dim('data', 0) | shard_dim('data', 1)"),
-        ("d", "shard_dim('data', 1)"),
-        ("e", "shard_dim('data', 0) | shard_dim('model', -2)"),
-    ]
-    lines = message_of(tree, strategy).splitlines()
-    assert lines[0] == "5 leaves do not follow the rules. The mesh has data=2, model=4."
-    assert "a: shape (8,)" in lines[1]
-    assert "replicate(): an earlier tactic sharded it as P('data',)" in lines[1]
-    assert "b: shape (6,)" in lines[2]
-    assert "into 4 parts, and 6 is not divisible by 4. Pad it to 8" in lines[2]
-    assert "shard_dim('data', 1): P('data',) uses 'data' already" in lines[3]
-    assert "shape (8,) has no dim 1. Make the pattern match fewer leaves" in lines[4]
-    assert "shard_dim('model', -2): an earlier tactic already sharded dim -2" in lines[5]
-
-
-def test_an_unknown_axis() -> None:
-    with pytest.raises(ts.UnknownAxisError, match="no axis 'modle'.* Did you mean 'model'"):
-        ts.infer_sharding([struct(8)], [(".*", "fsdp('modle', 0)")], MESH)
-
-
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
         ([("a",)], "rule 0 is not a pair: ('a',)"),
-        ([("a(", "replicate")], "rule 0: the pattern 'a(' does not compile"),
         ([("a", "fdsp('x')")], "rule 0, 'a': the strategy \"fdsp('x')\", at column 1: fdsp is not"),
-        ([("a", P("data"))], "rule 0, 'a': P('data',) is not a string of ops, such as"),
-        ([("a", None), ("b", print)], "2 rules are malformed:"),
+        (
+            [("a", P("data")), ("b", print)],
+            "2 rules are malformed:\n  rule 0, 'a': P('data',) is not a string of ops, such as",
+        ),
         ([("a", "fsdp('x', min_size_mb=4)")], "is fsdp(axis, min_size_to_shard_mb=4)."),
     ],
-    ids=["not-a-pair", "regex", "unknown", "spec", "function", "signature"],
+    ids=["not-a-pair", "unknown", "function", "signature"],
 )
 def test_malformed_strategies(strategy, message) -> None:
     assert message in message_of({}, strategy)
 
 
-def test_a_threshold_that_is_not_a_number(unchecked) -> None:
+def test_arguments_of_another_type(unchecked) -> None:
     message = "min_size_to_shard_mb is '4', not a number of MiB."
     assert message in message_of({}, [("a", "fsdp('x', '4')")])
-
-
-def test_a_strategy_that_is_not_a_list(unchecked) -> None:
     assert "rules are dict. Give a list" in message_of({}, {"a": "replicate"})

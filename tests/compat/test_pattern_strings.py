@@ -1,6 +1,5 @@
 """Rules in one string: how they are parsed, and the errors for bad ones."""
 
-import jax
 import numpy as np
 import pytest
 from helpers import mesh_of
@@ -16,34 +15,17 @@ LEAF = np.zeros((8, 8, 8))
     ("text", "path", "spec"),
     [
         ("attention|mlp->data,hidden->model", "layers/0/mlp/w", P("data")),
-        ("attention|mlp->data,hidden->model", "hidden", P("model")),
         ("attention|mlp->data,hidden->model", "norm", P()),
-        ("w->data;w->model", "w", P("data")),
         (" w -> data . model ; v->model ", "w", P("data", "model")),
         ("w->_.data", "w", P(None, "data")),
-        ("w->None.None.model", "w", P(None, None, "model")),
-        ("w->data._", "w", P("data")),
         ("w->None", "w", P()),
-        ("w->data+model", "w", P(("data", "model"))),
         ("w->_.model+data._", "w", P(None, ("model", "data"))),
         (r"layers/\d+/w$->data", "layers/12/w", P("data")),
-        (r"layers/\d+/w$->data", "layers/12/wide", P()),
     ],
 )
 def test_the_first_pattern_that_matches_gives_the_spec(text, path, spec) -> None:
     for mesh in (None, MESH):
         assert ts.create_pattern_based_partition_spec(text, mesh)(path, LEAF) == spec
-
-
-def test_the_default_spec_where_no_pattern_matches() -> None:
-    by_name = ts.create_pattern_based_partition_spec("w->data", None, P("model"))
-    assert by_name("w", LEAF) == P("data")
-    assert by_name("v", LEAF) == P("model")
-
-
-@pytest.mark.parametrize("leaf", [3, 0.5, np.zeros(()), jax.nn.relu, "text"])
-def test_scalars_and_leaves_without_a_shape_are_replicated(leaf) -> None:
-    assert ts.create_pattern_based_partition_spec("w->data", None, P("data"))("w", leaf) == P()
 
 
 def test_called_directly_and_as_the_action_of_a_rule(mesh) -> None:
@@ -54,6 +36,8 @@ def test_called_directly_and_as_the_action_of_a_rule(mesh) -> None:
     assert ts.match_partition_rules([("", by_name)], tree, mesh, min_size=0) == specs
     placed = ts.shard(tree, specs, mesh)
     assert placed["attn"].addressable_shards[0].data.shape == (4, 2)
+    by_name = ts.create_pattern_based_partition_spec("w->data", None, P("model"))
+    assert (by_name("w", LEAF), by_name("v", LEAF), by_name("w", 3)) == (P("data"), P("model"), P())
 
 
 HOW = '\nWrite pattern->dims, such as "embed->tensor.fsdp, attention|mlp->fsdp".'
@@ -62,16 +46,10 @@ HOW = '\nWrite pattern->dims, such as "embed->tensor.fsdp, attention|mlp->fsdp".
 @pytest.mark.parametrize(
     ("text", "fact"),
     [
-        ("", "'': it is not a pattern, '->' and dims."),
-        ("attn", "'attn': it is not a pattern, '->' and dims."),
         ("a->x, b", "'b': it is not a pattern, '->' and dims."),
-        ("->x", "'->x': it is not a pattern, '->' and dims."),
         ("a->", "'a->': it is not a pattern, '->' and dims."),
-        ("a->x..y", "'' is not a mesh axis. Write '_' for an unsharded dim."),
-        ("a->x+", "'' is not a mesh axis."),
         ("a->x+_", "'_' is not a mesh axis."),
         ("a->x y", "'x y' is not a mesh axis."),
-        ("a->b->c", "'b->c' is not a mesh axis."),
         ("a->x.x", "'x' occurs twice. An axis can split only one dim."),
         ("a->x,b(->y", "'b(->y': the pattern does not compile: missing ), unterminated"),
     ],

@@ -1,4 +1,4 @@
-"""The form of messages, and the classes of errors."""
+"""The classes of errors, and where warnings point."""
 
 import pickle
 import re
@@ -11,27 +11,7 @@ import treeshard as ts
 from treeshard.errors import (
     UnknownAxisInRuleError,
     UnknownAxisInSpecError,
-    did_you_mean,
-    listed,
-    misfit_error,
 )
-
-
-def test_did_you_mean_suggests_a_similar_name() -> None:
-    assert did_you_mean("fdsp", ["data", "fsdp"]) == " Did you mean 'fsdp'?"
-    assert did_you_mean("zebra", ["data", "fsdp"]) == ""
-
-
-def test_one_fact_needs_no_headline() -> None:
-    assert listed("Two:", ["a"]) == "a"
-    assert listed("Two:", ["a", "b"]) == "Two:\n  a\n  b"
-
-
-def test_ten_facts_in_full_then_a_count() -> None:
-    lines = listed("Many:", [f"fact {i}" for i in range(13)]).splitlines()
-    assert lines[0] == "Many:"
-    assert lines[10] == "  fact 9"
-    assert lines[11] == "  ... and 3 more"
 
 
 @pytest.mark.parametrize(
@@ -52,24 +32,6 @@ def test_errors_have_their_builtin_bases(error: type, bases: type | tuple[type, 
     assert issubclass(error, ts.TreeShardError)
     for base in bases if isinstance(bases, tuple) else (bases,):
         assert issubclass(error, base)
-
-
-@pytest.mark.parametrize(
-    ("kinds", "error", "raised"),
-    [
-        (["indivisible"], ts.SpecError, ts.SpecError),
-        (["indivisible", "axis-not-in-mesh"], ts.SpecError, UnknownAxisInSpecError),
-        (["rank"], ts.ShardingRuleError, ts.ShardingRuleError),
-        (["axis-not-in-mesh"], ts.ShardingRuleError, UnknownAxisInRuleError),
-    ],
-)
-def test_the_class_of_an_error_says_whether_an_axis_is_unknown(kinds, error, raised) -> None:
-    assert misfit_error(kinds, error) is raised
-
-
-def test_an_unknown_axis_error_prints_its_message_unescaped() -> None:
-    for error in (ts.UnknownAxisError, UnknownAxisInRuleError, UnknownAxisInSpecError):
-        assert str(error("two\nlines 'quoted'")) == "two\nlines 'quoted'"
 
 
 def test_tracebacks_say_where_to_import_an_error_from() -> None:
@@ -97,10 +59,3 @@ def test_a_warning_points_once_at_the_line_that_called_treeshard(tmp_path) -> No
     assert done.returncode == 0, done.stderr
     lines = re.findall(r"(\S+): ShardingWarning: ", done.stderr)
     assert lines == [f"{script}:6", f"{script}:8"]
-
-
-def test_public_functions_are_one_object_everywhere() -> None:
-    assert ts.shard_params is ts.manual.shard_params
-    assert ts.assert_collectives is ts.testing.assert_collectives
-    for fn in (ts.shard, ts.get_axes_size_in_mesh, ts.training.jit_step):
-        assert pickle.loads(pickle.dumps(fn)) is fn

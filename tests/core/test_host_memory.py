@@ -16,24 +16,14 @@ GIB = 2**30
 GROUPS = {
     "none": ("", {}, 8 * GIB),
     "version 2": ("0::/app\n", {"app": (900, 500, 0)}, 400),
-    "version 2, page cache": ("0::/app\n", {"app": (900, 500, 300)}, 700),
     "version 2, in a container": ("0::/\n", {".": (900, 500, 0)}, 400),
     "version 2, the outer limit is lower": (
         "0::/slice/app\n",
         {"slice/app": (900, 100, 0), "slice": (700, 600, 0)},
         100,
     ),
-    "version 2, the inner limit is lower": (
-        "0::/slice/app\n",
-        {"slice/app": (200, 150, 0), "slice": (700, 600, 0)},
-        50,
-    ),
-    "version 2, without a limit": ("0::/app\n", {"app": ("max", 500, 0)}, 8 * GIB),
     "version 2, beyond the limit": ("0::/app\n", {"app": (500, 600, 0)}, -100),
     "version 2, outside the namespace": ("0::/../app\n", {".": (900, 500, 0)}, 400),
-    "version 1": ("4:memory:/app\n2:cpu:/\n0::/\n", {"memory/app": (900, 500, 0)}, 400),
-    "version 1, page cache": ("4:memory:/app\n", {"memory/app": (900, 500, 50)}, 450),
-    "version 1, path of the host": ("4:memory:/docker/1f3\n", {"memory": (900, 500, 0)}, 400),
     "version 1, the outer limit is lower": (
         "4:cpu,memory:/docker/1f3\n",
         {"memory/docker/1f3": (900, 100, 0), "memory/docker": (700, 600, 0), "memory": (999, 9, 0)},

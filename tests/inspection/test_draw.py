@@ -79,12 +79,10 @@ def _plain(text: str) -> str:
     ("shape", "spec", "parts"),
     [
         ((), P(), ["all of it │ 0, 1, 2, 3, 4, 5, 6, 7"]),
-        ((8,), P("data"), ["[0:4] │ 0, 1, 2, 3", "[4:8] │ 4, 5, 6, 7"]),
-        ((2, 3), P("data"), ["[0:1, 0:3] │ 0, 1, 2, 3", "[1:2, 0:3] │ 4, 5, 6, 7"]),
         ((1,) * 8 + (2,), P(*(None,) * 8, "data"), ["0:1, 0:1, 0:1] │ 0", "0:1, 1:2] │ 4, 5"]),
         ((0, 4), P(None, "fsdp"), ["[0:0, 0:1] │ 0, 4"]),
     ],
-    ids=["rank 0", "rank 1", "rank 2", "rank 9", "no elements"],
+    ids=["rank 0", "rank 9", "no elements"],
 )
 def test_one_array_of_any_rank(
     mesh: Mesh, shape: Any, spec: P, parts: list[str], capsys: pytest.CaptureFixture[str]
@@ -139,14 +137,6 @@ def test_paths_are_not_read_as_markup(capsys: pytest.CaptureFixture[str], tmp_pa
         assert "$x_1$ <b> :smile: \\" in shown
 
 
-def test_one_array_at_two_paths_counts_twice(
-    mesh: Mesh, capsys: pytest.CaptureFixture[str]
-) -> None:
-    w = ts.shard(np.ones((16, 4), np.float32), P("fsdp"), mesh)
-    ts.draw({"a": w, "b": w})
-    assert "2 arrays, 128 B on the fullest of 8 devices" in capsys.readouterr().out
-
-
 # ------------------------------------------------------------------ the picture
 
 
@@ -193,7 +183,9 @@ def test_letters_can_be_read_in_light_and_in_dark(plan: ts.Plan, tmp_path: Path)
         assert contrast(dark_inks.get(letters, ink), paper) >= least
 
 
-def test_devices_with_equal_bytes_share_a_bar(mesh: Mesh, tmp_path: Path) -> None:
+def test_devices_with_equal_bytes_share_a_bar_and_others_have_none(
+    mesh: Mesh, tmp_path: Path
+) -> None:
     tree = {
         "all": ts.shard(np.ones(8), P(), mesh),
         "one": jax.device_put(np.ones(8), jax.devices()[3]),
@@ -202,26 +194,11 @@ def test_devices_with_equal_bytes_share_a_bar(mesh: Mesh, tmp_path: Path) -> Non
     shown = words(tmp_path / "x.svg")
     for device in ("0..2", " 3 ", "4..7", "32 B", "64 B"):
         assert device in shown
-
-
-def test_a_bar_names_no_device_that_the_tree_is_not_on(tmp_path: Path) -> None:
-    mesh = Mesh(np.array(jax.devices())[[0, 2, 3]], ("a",))
-    ts.draw(ts.shard(np.ones(3), P("a"), mesh), to=tmp_path / "x.svg")
+    of_three = Mesh(np.array(jax.devices())[[0, 2, 3]], ("a",))
+    ts.draw(ts.shard(np.ones(3), P("a"), of_three), to=tmp_path / "x.svg")
     shown = words(tmp_path / "x.svg")
     assert "2..3" in shown
     assert "0.." not in shown
-
-
-def test_bars_are_as_long_as_the_bytes_they_show(tmp_path: Path) -> None:
-    first, second = jax.devices()[:2]
-    ts.draw(
-        {
-            "big": jax.device_put(np.ones(40, "uint8"), first),
-            "small": jax.device_put(np.ones(10, "uint8"), second),
-        },
-        to=tmp_path / "x.svg",
-    )
-    assert re.findall("█+", words(tmp_path / "x.svg")) == ["█" * 40, "█" * 10]
 
 
 def test_another_kind_of_file(plan: ts.Plan, tmp_path: Path) -> None:
@@ -234,33 +211,25 @@ def test_another_kind_of_file(plan: ts.Plan, tmp_path: Path) -> None:
 # ------------------------------------------------------------------ what cannot be drawn
 
 
-@pytest.mark.parametrize(
-    "x", ["plan", {"call": jax.nn.relu}, None, []], ids=["text", "function", "None", "list"]
-)
-def test_no_arrays(x: Any) -> None:
-    with pytest.raises(
-        ts.LeafError, match=f"draw: there are no arrays in this {type(x).__name__}. Pass"
-    ):
-        ts.draw(x)
-
-
-def test_traced_arrays() -> None:
+def test_there_are_no_arrays_to_draw() -> None:
+    for x in ("plan", {"call": jax.nn.relu}):
+        message = f"draw: there are no arrays in this {type(x).__name__}. Pass"
+        with pytest.raises(ts.LeafError, match=message):
+            ts.draw(x)
     with pytest.raises(ts.SpecError, match="w: it is traced, and has no sharding yet."):
         jax.eval_shape(lambda x: ts.draw({"w": x}), np.ones(2))
 
 
-@pytest.mark.parametrize("to", [None, "x.svg"])
-def test_rich_is_not_installed(
-    to: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_rich_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for module in [name for name in sys.modules if name.split(".")[0] == "rich"]:
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setitem(sys.modules, "rich", None)
-    with pytest.raises(ImportError) as caught:
-        ts.draw(np.ones(2), to=None if to is None else tmp_path / to)
-    assert str(caught.value) == (
-        "draw needs rich. Install it with `pip install 'treeshard[show]'`."
-    )
+    for to in (None, tmp_path / "x.svg"):
+        with pytest.raises(ImportError) as caught:
+            ts.draw(np.ones(2), to=to)
+        assert str(caught.value) == (
+            "draw needs rich. Install it with `pip install 'treeshard[show]'`."
+        )
     assert list(tmp_path.iterdir()) == []
 
 

@@ -32,7 +32,6 @@ EXPLICIT = "AxisType.Explicit, AxisType.Explicit"
 # What a jitted function is given after an array of P("data"): with a line, it compiles again.
 OTHERS: dict[str, tuple[Callable[[Mesh], jax.Array], list[str]]] = {
     "the same": (lambda mesh: put(mesh, P("data")), []),
-    "a trailing None": (lambda mesh: put(mesh, P("data", None)), []),
     "another spec": (
         lambda mesh: put(mesh, P(None, "data")),
         ["w: sharding P('data',) -> P(None, 'data')"],
@@ -52,10 +51,6 @@ OTHERS: dict[str, tuple[Callable[[Mesh], jax.Array], list[str]]] = {
     "another memory": (
         lambda mesh: put(mesh, P("data"), "pinned_host"),
         ["w: memory kind device -> pinned_host"],
-    ),
-    "another dtype": (
-        lambda mesh: put(mesh, P("data"), dtype=np.int32),
-        ["w: dtype float32 -> int32"],
     ),
 }
 

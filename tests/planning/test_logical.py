@@ -5,7 +5,6 @@ import threading
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
@@ -36,7 +35,7 @@ U = P.UNCONSTRAINED
 
 # ------------------------------------------------------------------ a list by priority
 
-# Like MaxText's lists: several rules per name, tuples, and three ways to say "not sharded".
+# Like MaxText's lists: several rules per name, and tuples.
 RULES = [
     ("batch", ("data", "fsdp", "expert")),
     ("length", "context"),
@@ -46,30 +45,10 @@ RULES = [
     ("embed", ("fsdp", "context")),
     ("embed", "fsdp"),
     ("embed", ("context",)),
-    ("vocab", ("tensor", "autoregressive")),
-    ("vocab", U),
-    ("norm", None),
-    ("norm", "tensor"),
-    ("replica", "pod"),
-    ("replica", "data"),
-    ("layers", ()),
-    ("layers", "stage"),
 ]
 CASES = {
-    "no dims": ((), P()),
-    "by name": (("length", "heads"), P("context", ("tensor", "sequence"))),
-    "every dim has an entry": (("length", None, None), P("context", None, None)),
-    "no rule": (("unknown", "length"), P(None, "context")),
-    "a list is a tuple": (["heads"], P(("tensor", "sequence"))),
-    "empty list": (("kv",), P(None)),
-    "None decides, later rules do not": (("norm",), P(None)),
-    "empty tuple decides too": (("layers",), P(None)),
-    "the first whose axes are free": (("embed", "batch"), P("context", ("data", "fsdp", "expert"))),
     "all axes of a tuple or none": (("length", "embed"), P("context", "fsdp")),
-    "none left": (("length", "batch", "embed"), P("context", ("data", "fsdp", "expert"), None)),
-    "the order of rules, not of dims": (("vocab", "heads"), P(U, ("tensor", "sequence"))),
     "unconstrained": ((U, "length", U), P(U, "context", U)),
-    "None twice": ((None, "length", None), P(None, "context", None)),
     "several names in one dim": (
         (("length", "kv", "mlp"), "embed"),
         P(("context", "fsdp_transpose", "tensor"), "fsdp"),
@@ -95,27 +74,13 @@ def test_a_partition_axis_assigns_axes_in_the_order_of_dims() -> None:
 
 
 MESHES = {
-    "absent axes": (("batch", "length"), {"data": 2, "fsdp": 4}, None, P(("data", "fsdp"), None)),
     "an absent axis is free, and then used": (
         ("batch", "embed"),
         {"data": 2, "context": 4},
         None,
         P("data", "context"),
     ),
-    "an absent axis decides, as one of size 1 does": (
-        ("embed",),
-        {"context": 2},
-        None,
-        P("context"),
-    ),
     "uneven without a mesh": (("length",), None, (3,), P("context")),
-    "uneven": (("length", "embed"), {"context": 2, "fsdp": 4}, (3, 8), P(None, "fsdp")),
-    "the longest prefix": (
-        ("batch",),
-        {"data": 2, "fsdp": 4, "expert": 3},
-        (8,),
-        P(("data", "fsdp")),
-    ),
     "fewer names than dims": (("length",), {"context": 2}, (4, 4), P("context")),
     "unconstrained": ((U, "length"), {"data": 2}, (3, 4), P(U, None)),
 }
@@ -147,7 +112,7 @@ mesh_sizes = st.lists(st.sampled_from([1, 1, 1, 2, 3, 4]), min_size=12, max_size
 
 
 @given(name_tuples, rule_lists, mesh_sizes, st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_resolves_names_as_flax(names, rules, sizes, data) -> None:
     flax = linen.logical_to_mesh_axes(names, rules)
     assert logical_to_mesh_spec(names, rules) == flax
@@ -183,12 +148,8 @@ NOT_A_TUPLE = "is not a tuple of logical names. Give a name or None for"
     ("names", "rules", "shape", "text"),
     [
         (("embed", None, "embed"), RULES, None, "'embed' occurs twice.*Use a different name"),
-        (("embed", None, "embed"), PartitionAxis(), None, "'embed' occurs twice"),
-        (("embed", ("heads", "embed")), RULES, None, "'embed' occurs twice"),
         (("batch", None), RULES, (8,), r"names 2 dims, but shape \(8,\) has 1"),
-        ("batch", RULES, None, NOT_A_TUPLE),
         (P("batch"), RULES, None, NOT_A_TUPLE),
-        (None, RULES, None, NOT_A_TUPLE),
         (3, RULES, None, NOT_A_TUPLE),
         (("batch", 3), RULES, None, r"\('batch', 3\): 3 \(int\) is not a logical name"),
         (("heads",), PartitionAxis(), None, "'heads' is not a logical.*Did you mean 'head'"),
@@ -221,7 +182,7 @@ def test_all_malformed_rules_are_listed() -> None:
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("rules", ["batch", {"batch": "x"}, None, 3], ids=repr)
+@pytest.mark.parametrize("rules", ["batch", {"batch": "x"}], ids=repr)
 def test_rules_that_are_not_a_list(rules) -> None:
     with pytest.raises(ShardingRuleError, match="logical rules are .* Give a list of .name, axes"):
         logical_axis_rules(rules).__enter__()
@@ -289,20 +250,6 @@ def test_flax_is_not_loaded(monkeypatch) -> None:
     assert "flax" not in sys.modules
 
 
-def test_jit_traces_again_under_other_rules() -> None:
-    seen: list[P] = []
-
-    @jax.jit
-    def f(x: jax.Array) -> jax.Array:
-        seen.append(resolve_names(("a",)))
-        return x
-
-    for axis in "x", "x", "y", "x":
-        with logical_axis_rules([("a", axis)]):
-            f(jnp.zeros(()))
-    assert seen == [P("x"), P("y")]
-
-
 def test_names_without_a_rule_are_told_with_their_dims() -> None:
     rules = read_logical_rules([("a", "x"), ("n", None)])
     assert lost_axes(("a", "b", None, ("c", "n"), U), rules, {"x": 2}) == [
@@ -317,9 +264,10 @@ X = np.arange(8 * 4 * 8, dtype=np.float32).reshape(8, 4, 8)
 EMBEDDED = [("batch", ("pod", "data")), ("sequence", None), ("embed", "fsdp")]
 
 
-@pytest.mark.parametrize("execute", [jax.jit, lambda f: f], ids=["jit", "eager"])
 @pytest.mark.parametrize(
-    "rules_in_force", [logical_axis_rules, linen.logical_axis_rules], ids=["ours", "flax"]
+    ("execute", "rules_in_force"),
+    [(jax.jit, logical_axis_rules), (lambda f: f, linen.logical_axis_rules)],
+    ids=["jit", "eager-flax"],
 )
 def test_a_constraint_by_logical_names(execute, rules_in_force, mesh: Mesh) -> None:
     def f(tree: Any) -> Any:

@@ -8,12 +8,12 @@ import numpy as np
 import optax
 import pytest
 from helpers import mesh_of, struct
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 
-MESH = AbstractMesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+MESH = mesh_of(data=2, fsdp=4)
 
 
 class Block(eqx.Module):
@@ -71,13 +71,9 @@ def test_a_leaf_records_what_was_decided_and_why() -> None:
     ("rules", "shape", "asked", "given", "kind"),
     [
         ([], (8,), None, P(), "unmatched"),
-        ([("w", P("fdsp"))], (8,), P("fdsp"), P(), "axis-not-in-mesh"),
-        ([("w", P("data", "data"))], (8, 8), P("data", "data"), P("data"), "axis-already-used"),
         ([("w", P(("data", "fsdp")))], (6,), P(("data", "fsdp")), P("data"), "indivisible"),
-        ([("w", P(None, "data"))], (8,), P(None, "data"), P(), "rank"),
         ([("w", P("data"))], (2,), P("data"), P(), "explicit-spec-too-small"),
         ([("w", ts.fsdp("fsdp"))], (7,), P(), P(), "no-dim"),
-        ([("w", ts.fsdp("fdsp"))], (8,), P(), P(), "axis-not-in-mesh"),
         ([("w", lambda path, leaf: P("x"))], (8,), P("x"), P(), "axis-not-in-mesh"),
     ],
 )
@@ -89,8 +85,7 @@ def test_plan_records_misfits_instead_of_raising(rules, shape, asked, given, kin
 
 def test_rules_and_min_size_are_kept(monkeypatch) -> None:
     decided = planned(min_size=5)
-    assert decided.rules == tuple(RULES)
-    assert decided.min_size == 5
+    assert (decided.rules, decided.min_size) == (tuple(RULES), 5)
     monkeypatch.setenv("MIN_SHARDING_SIZE", "7")
     assert ts.plan({}, [], MESH).min_size == 7
 
@@ -102,8 +97,6 @@ def test_check_raises_as_match_partition_rules_does() -> None:
         ts.match_partition_rules(RULES, model(), MESH, min_size=0)
     assert str(by_check.value) == str(by_match.value)
     assert str(by_check.value).startswith("4 leaves do not follow the rules. The mesh has data=2")
-    with pytest.raises(ts.UnknownAxisError, match="Did you mean 'fsdp'"):
-        planned({"w": struct(8)}, [("w", ts.fsdp("fdsp"))]).check()
     planned({"w": struct(8)}, [("w", ts.fsdp("fsdp"))]).check()
 
 
@@ -118,20 +111,12 @@ def test_fsdp_axes() -> None:
     assert planned({"w": struct(8, 2)}, [("w", tactic)]).fsdp_axes() == {"fsdp", "data"}
 
 
-def test_log_sharding_move(monkeypatch) -> None:
-    monkeypatch.setenv("LOG_SHARDING_MOVE", "1")
-    with pytest.warns(ts.ShardingWarning, match="head: shape \\(8, 6\\).* splits dim 1") as warned:
-        planned()
-    assert len(warned) == 1
-
-
-@pytest.mark.parametrize("min_size", [0, 2**14])
-def test_weights_that_look_like_stacks_of_norms_have_decisions_of_their_own(min_size) -> None:
+def test_weights_that_look_like_stacks_of_norms_have_decisions_of_their_own() -> None:
     layer = {"norm": {"w": struct(256), "b": struct(256)}, "q": {"w": struct(256, 256)}}
     tree = {"layers": [layer] * 2, "norm": {"w": struct(256), "b": struct(256)}}
     for rules in ([(".*", ts.fsdp("fsdp"))], [("w$", ts.shard_dim("fsdp", 0)), ("b", None)]):
-        decided = ts.plan(tree, rules, MESH, min_size=min_size)
-        assert decided.specs == ts.match_partition_rules(rules, tree, MESH, min_size=min_size)
+        decided = planned(tree, rules)
+        assert decided.specs == ts.match_partition_rules(rules, tree, MESH, min_size=0)
         assert ts.get_names_from_partition_spec(decided.specs["layers"][0]["q"]) == ["fsdp"]
 
 
@@ -153,30 +138,13 @@ def test_specs_shardings_and_structs_have_the_trees_structure(mesh) -> None:
     assert (weight.shape, weight.dtype) == ((16, 8), np.float32)
     assert weight.sharding == NamedSharding(mesh, P("fsdp"))
     assert structs["key"].dtype == tree["key"].dtype
-
-
-def test_changing_the_specs_tree_does_not_change_the_plan() -> None:
-    decided = planned()
-    decided.specs["head"] = P("fsdp")
+    specs["head"] = P("fsdp")
     assert decided.specs["head"] == P("data")
 
 
-def test_devices_hold_the_planned_bytes(mesh) -> None:
-    tree = {"w": np.arange(128.0, dtype="float32").reshape(16, 8), "b": np.ones(8, "float32")}
-    decided = planned(tree, [("w", ts.fsdp(("data", "fsdp"))), ("b", P("data"))], mesh)
-    placed = jax.device_put(tree, decided.shardings)
-    bytes_on = dict.fromkeys(mesh.devices.flat, 0)
-    for x in jax.tree.leaves(placed):
-        for shard in x.addressable_shards:
-            bytes_on[shard.device] += shard.data.nbytes
-    assert set(bytes_on.values()) == {decided.bytes_per_device()} == {128 * 4 // 8 + 8 * 4 // 2}
-    np.testing.assert_array_equal(np.asarray(placed["w"]), tree["w"])
-
-
 def test_a_mesh_of_65536_devices() -> None:
-    mesh = AbstractMesh((256, 256), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     tree = {"w": [struct(2**16, 2**12) for _ in range(4)]}
-    decided = planned(tree, [("w", ts.fsdp(("data", "fsdp")))], mesh)
+    decided = planned(tree, [("w", ts.fsdp(("data", "fsdp")))], mesh_of(data=256, fsdp=256))
     assert decided.specs == {"w": [P(("data", "fsdp"))] * 4}
     assert decided.bytes_per_device() == 4 * 2**28 * 4 // 2**16
     assert "of 65,536 devices (data=256, fsdp=256), 1.00x an even split" in str(decided)
@@ -202,11 +170,9 @@ def test_plans_are_equal_when_mesh_shapes_and_decisions_are(mesh) -> None:
         planned({**tree, "b": struct(9)}, [("w", P("fsdp")), ("b", None)]),
         planned({**tree, "b": struct(8, dtype="int32")}, [("w", P("fsdp")), ("b", None)]),
         planned({"w": struct(8, 8), "c": struct(8)}, [("w", P("fsdp")), ("c", None)]),
-        planned(tree, [("w", P("fsdp")), ("b", None)], AbstractMesh((4, 2), ("fsdp", "data"))),
-        planned(tree, [("w", P("fsdp")), ("b", None)], AbstractMesh((4, 4), ("data", "fsdp"))),
+        planned(tree, [("w", P("fsdp")), ("b", None)], mesh_of(fsdp=4, data=2)),
     ]
     assert all(one != other for other in different)
-    assert one != "a plan"
 
 
 # ------------------------------------------------------------------ text
@@ -229,26 +195,16 @@ def test_describe() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("tree", "rules", "line"),
-    [
-        (struct(8), [("", None)], "(the tree)  float32[8]  P()         32 B  rule 0 ''"),
-        ({"w": struct(8)}, [], "w     float32[8]  P()         32 B  unmatched"),
-        (
-            {"w": struct(2)},
-            [("w", ts.fsdp("fsdp", min_size=4))],
-            "w     float32[2]  P()          8 B  rule 0 'w' fsdp('fsdp', min_size=4): too-small",
-        ),
-        (
-            {"w": struct(7)},
-            [("w", ts.fsdp("fsdp"))],
-            "w     float32[7]  P()         28 B  rule 0 'w' fsdp('fsdp'): no-dim fsdp",
-        ),
-    ],
-    ids=["root", "unmatched", "too-small", "no-dim"],
-)
-def test_the_reason_in_a_line(tree, rules, line) -> None:
-    assert str(planned(tree, rules)).splitlines()[1] == line
+def test_the_reason_in_a_line() -> None:
+    tree = {"small": struct(2), "odd": struct(7), "w": struct(8)}
+    rules = [("small", ts.fsdp("fsdp", min_size=4)), ("odd", ts.fsdp("fsdp"))]
+    assert str(planned(tree, rules)).splitlines()[1:4] == [
+        "odd    float32[7]  P()         28 B  rule 1 'odd' fsdp('fsdp'): no-dim fsdp",
+        "small  float32[2]  P()          8 B  rule 0 'small' fsdp('fsdp', min_size=4): too-small",
+        "w      float32[8]  P()         32 B  unmatched",
+    ]
+    of_a_leaf = str(planned(struct(8), [("", None)])).splitlines()
+    assert of_a_leaf[1] == "(the tree)  float32[8]  P()         32 B  rule 0 ''"
 
 
 def test_only_full_grids_are_folded() -> None:
@@ -310,16 +266,16 @@ def test_follow() -> None:
     assert leaves["0/count"].given == P()
 
 
-@pytest.mark.parametrize("axes", ["fsdp=3,data=2", "fsdp=16", "fsdp=1"])
-def test_what_follows_a_padded_plan_is_padded_anew_for_another_mesh(axes: str) -> None:
+def test_what_follows_a_padded_plan_is_padded_anew_for_another_mesh() -> None:
     params = {"embed": struct(50257, 128), "square": struct(100, 100)}
     decided = ts.plan(params, [(".*", ts.fsdp("fsdp"))], "fsdp=7", min_size=0).padded()
     assert all(leaf.unpadded for leaf in decided.leaves)
-    for optimizer in (optax.adam(0.1), optax.adafactor(0.1, min_dim_size_to_factor=2)):
+    optimizer = optax.adafactor(0.1, min_dim_size_to_factor=2)
 
-        def state_of(plan: ts.Plan, optimizer: Any = optimizer) -> Any:
-            return plan.follow(jax.eval_shape(optimizer.init, plan.structs))
+    def state_of(plan: ts.Plan) -> Any:
+        return plan.follow(jax.eval_shape(optimizer.init, plan.structs))
 
+    for axes in ("fsdp=3,data=2", "fsdp=1"):
         assert state_of(decided).on(axes) == state_of(decided.on(axes))
 
 
@@ -353,12 +309,10 @@ def test_follow_keeps_non_array_leaves() -> None:
     ("before", "after", "received"),
     [
         (P(), P("fsdp"), 0),
-        (P("data"), P(("data", "fsdp")), 0),
         (P("fsdp"), P(), 512 * 3 // 4),
         (P("data"), P("fsdp"), 512 // 4),
         (P(("data", "fsdp")), P("data"), 512 // 2 - 512 // 8),
         (P("fsdp"), P(None, "fsdp"), 512 // 4 - 512 // 16),
-        (P("data", "fsdp"), P("data"), 512 // 2 - 512 // 8),
         (P("data", "fsdp"), P("fsdp", "data"), 512 // 8),
     ],
 )
@@ -367,7 +321,6 @@ def test_the_bytes_that_a_device_receives(before, after, received, mesh) -> None
     one, two = planned(tree, [("w", before)], mesh), planned(tree, [("w", after)], mesh)
     difference = one.diff(two)
     assert difference.bytes == received
-    assert bool(difference)
     # Without devices, an upper bound.
     assert one.on(MESH).diff(two.on(MESH)).bytes >= received
     (change,) = difference.changes
@@ -389,7 +342,6 @@ def test_an_empty_diff_and_an_empty_plan() -> None:
     tree = {"w": struct(8, 8)}
     same = planned(tree, [("w", P("fsdp"))]).diff(planned(tree, [(".*", P("fsdp", None))]))
     assert not same
-    assert (same.changes, same.bytes) == ((), 0)
     assert str(same) == (
         "0 leaves change; a device receives at most 0 B. The fullest device goes from 64 B to 64 B."
     )
@@ -445,18 +397,20 @@ def test_html() -> None:
     assert "8 B on the fullest of 8 devices" in page
 
 
-def test_a_mesh_as_text_needs_no_devices() -> None:
-    tree = {"w": jax.ShapeDtypeStruct((8, 64), "float32")}
+def test_a_mesh_as_text_needs_no_devices_and_means_them_where_there_are_as_many() -> None:
+    tree = {"w": struct(8, 64)}
     rules = [("w", ts.fsdp("fsdp", min_size=0))]
-    decided = ts.plan(tree, rules, "data=2,fsdp=4")
+    decided = ts.plan(tree, rules, "data=2,fsdp=-1")
     assert decided == ts.plan(tree, rules, MESH)
+    assert isinstance(decided.mesh, jax.sharding.Mesh)
     assert decided.on("fsdp=16384").mesh.size == 16384
+    assert isinstance(ts.plan(tree, [], "fsdp=16").mesh, AbstractMesh)
     for make in (lambda text: ts.plan(tree, rules, text), decided.on):
         with pytest.raises(ts.MeshError, match="fsdp"):
             make("fsdp")
 
 
-def test_a_plan_that_follows_another_is_padded_and_moved_with_it() -> None:
+def test_a_plan_that_follows_another_is_padded_with_it() -> None:
     optimizer = optax.adafactor(0.1, min_dim_size_to_factor=2)
     params = {"w": struct(21, 16), "b": struct(6)}
     decided = planned(params, [("w", P("fsdp")), ("b", None)])
@@ -470,10 +424,6 @@ def test_a_plan_that_follows_another_is_padded_and_moved_with_it() -> None:
         ((24,), (21,), P("fsdp")),
     ]
     assert of_padded.unpadded() == padded.unpadded().follow(state)
-    other = mesh_of(data=2, fsdp=5)
-    moved = decided.on(other).padded()
-    assert of_padded.on(other) == moved.follow(jax.eval_shape(optimizer.init, moved.structs))
-    assert by_path(of_padded.on(other))["0/v_col/w"].shape == (25,)
 
 
 # ------------------------------------------------------------------ subtrees
@@ -491,13 +441,9 @@ def test_the_plan_of_a_subtree_is_the_plan_of_that_tree() -> None:
     assert whole[0].on("fsdp=4") == alone.on("fsdp=4")
     assert whole[0].follow(model) == alone.follow(model)
     assert whole[0].findings == whole.findings
-
-
-def test_a_key_may_have_a_slash() -> None:
-    tree = {"a": {"b": struct(8)}, "a/c": {"d": struct(16)}}
-    whole = ts.plan(tree, [(".*", P("fsdp"))], "fsdp=8", min_size=0)
-    assert whole["a/b"].leaves[0].shape == (8,)
-    assert whole["a/c/d"].leaves[0].shape == (16,)
+    slashed = planned({"a": {"b": struct(8)}, "a/c": {"d": struct(16)}}, [(".*", P("fsdp"))])
+    assert slashed["a/b"].leaves[0].shape == (8,)
+    assert slashed["a/c/d"].leaves[0].shape == (16,)
 
 
 @pytest.mark.parametrize(
@@ -505,7 +451,6 @@ def test_a_key_may_have_a_slash() -> None:
     [
         ("modle", "has no 'modle'. At its root it has model, step. Did you mean 'model'?"),
         ("model/2", "has no 'model/2'. Below 'model' it has 0, 1."),
-        (3, "has no '3'. At its root it has model, step."),
         ("step/x", "has no 'step/x'. Below 'step' it has nothing: it is a leaf."),
     ],
 )
@@ -516,17 +461,9 @@ def test_a_path_that_a_plan_lacks(path: Any, message: str) -> None:
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("use", [list, len, lambda plan: [*plan]], ids=["list", "len", "star"])
-def test_a_plan_is_not_a_sequence(use: Any) -> None:
+def test_a_plan_is_not_a_sequence() -> None:
     whole = ts.plan({}, [], "fsdp=8")
     assert whole  # and still true
-    with pytest.raises(TypeError, match=r"`plan.leaves` has the decision for each array, and"):
-        use(whole)
-
-
-def test_text_means_the_devices_where_there_are_as_many() -> None:
-    tree = {"w": np.ones((8, 8), "float32")}
-    plan = ts.plan(tree, [("w", P("fsdp"))], "data=2,fsdp=4", min_size=0)
-    assert len(ts.shard(tree, plan)["w"].addressable_shards) == 8
-    assert isinstance(ts.plan(tree, [], "fsdp=16").mesh, jax.sharding.AbstractMesh)
-    assert dict(ts.plan(tree, [], "data=2,fsdp=-1").mesh.shape) == {"data": 2, "fsdp": 4}
+    for use in (list, len):
+        with pytest.raises(TypeError, match=r"`plan.leaves` has the decision for each array, and"):
+            use(whole)

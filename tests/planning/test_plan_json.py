@@ -7,14 +7,13 @@ from typing import Any
 import equinox as eqx
 import jax
 import pytest
-from helpers import struct
-from jax.sharding import AbstractMesh, AxisType
+from helpers import mesh_of, struct
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from treeshard._core.text import parse_dtype
 
-MESH = AbstractMesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+MESH = mesh_of(data=2, fsdp=4)
 
 
 class Block(eqx.Module):
@@ -55,11 +54,11 @@ def test_a_plan_survives_a_round_trip() -> None:
     assert set(map(str, back.findings)) == set(map(str, decided.findings))
     assert list(back.specs) == sorted(leaf.path for leaf in decided.leaves)
     assert back.specs["blocks/10/weight"] == P("fsdp")
-
-
-def test_leaves_with_equal_decisions_share_one_after_reading() -> None:
-    back = ts.Plan.from_json(planned().to_json())
     assert len({id(leaf.decision) for leaf in back.leaves if "weight" in leaf.path}) == 1
+    dtypes = ["bfloat16", "float8_e4m3fn", "int4", "bool", "key<fry>", "key<rbg>"]
+    plan = ts.plan({name: struct(8, dtype=parse_dtype(name)) for name in dtypes}, [], MESH)
+    back = ts.Plan.from_json(plan.to_json())
+    assert [leaf.dtype for leaf in back.leaves] == [leaf.dtype for leaf in plan.leaves]
 
 
 def test_like_gives_the_plan_a_structure() -> None:
@@ -106,14 +105,11 @@ NO_RULES_IN_JSON = "stores what the rules decided and not the rules themselves. 
     "rules",
     [
         [(".*", None)],
-        [(".*", P(("data", "fsdp")))],
-        [(".*", P(None, P.UNCONSTRAINED))],
-        [(".*", ts.fsdp(("data", "fsdp"), min_size=3, skip=(0,)))],
         [(".*", ts.fsdp("fsdp", min_size=100) | ts.shard_dim("data", -1, ignore_ndim_error=True))],
         [(re.compile("WEIGHT", re.IGNORECASE), P("fsdp")), (re.compile("bias|zeta"), None)],
         [("weight", lambda path, leaf: P("fsdp")), (".*", None)],
     ],
-    ids=["none", "spec", "unconstrained", "fsdp", "composed", "flags", "function"],
+    ids=["none", "composed", "flags", "function"],
 )
 def test_a_plan_that_was_read_says_what_its_rules_were_and_does_not_apply_them(rules) -> None:
     decided = planned(rules)
@@ -140,30 +136,6 @@ def test_logical_names_that_were_read_are_not_resolved_again() -> None:
         back.on(MESH)
 
 
-def test_a_followed_plan_that_was_read_cannot_plan_for_another_mesh() -> None:
-    for plan in (planned(), planned([])):
-        moments = plan.follow({"mu": model()})
-        back = ts.Plan.from_json(moments.to_json())
-        assert back == moments
-        with pytest.raises(ts.FormatError, match=NO_RULES_IN_JSON):
-            back.on(MESH)
-
-
-def test_shared_paths_are_an_error() -> None:
-    decided = ts.plan({"a/b": struct(8), "a": {"b": struct(8)}}, [("", None)], MESH)
-    with pytest.raises(ts.ShardingRuleError, match=r"\['a'\]\['b'\] and \['a/b'\] share this path"):
-        decided.to_json()
-
-
-@pytest.mark.parametrize(
-    "dtype", ["float32", "bfloat16", "float8_e4m3fn", "int4", "bool", "key<fry>", "key<rbg>"]
-)
-def test_dtypes(dtype) -> None:
-    decided = ts.plan({"w": struct(8, dtype=parse_dtype(dtype))}, [("", None)], MESH)
-    (leaf,) = ts.Plan.from_json(decided.to_json()).leaves
-    assert (str(leaf.dtype), leaf.dtype) == (dtype, decided.leaves[0].dtype)
-
-
 # ------------------------------------------------------------------ bad text
 
 
@@ -177,24 +149,18 @@ def text_with(change: Any) -> str:
     ("change", "message"),
     [
         (lambda raw: raw.pop("treeshard_plan"), "The JSON is not a plan of version 1. Use what"),
-        (lambda raw: raw.update(treeshard_plan=2), "The JSON is not a plan of version 1."),
         (lambda raw: raw.pop("rules"), "rules is None (NoneType), not a list."),
-        (lambda raw: raw.update(rules={}), "rules is {} (dict), not a list."),
         (lambda raw: raw.update(min_size="1"), "min_size is '1' (str), not a number of elements."),
         (lambda raw: raw["mesh"][0].update(size=0), "mesh[0] cannot be read: the size is 0, not a"),
-        (lambda raw: raw["mesh"][0].update(type="x"), "mesh[0] cannot be read: KeyError('X')"),
         (lambda raw: raw["mesh"][0].update(axis="fsdp"), "mesh: two axes have the same name."),
-        (lambda raw: raw["mesh"].append(3), "mesh[2] cannot be read: 'int' object is not"),
         (lambda raw: raw["rules"][0].update(pattern="("), "rules[0] cannot be read: missing )"),
         (lambda raw: raw["leaves"][0].update(shape=[-8]), "leaves[0] cannot be read: [-8] is not"),
-        (lambda raw: raw["leaves"][0].update(shape=[True]), "leaves[0] cannot be read: [True] is"),
         (lambda raw: raw["leaves"][0].update(dtype="x"), "leaves[0] cannot be read: 'x' is not a"),
         (lambda raw: raw["leaves"][0].update(rule=2), "rule 2 is none of 2 rules."),
         (
             lambda raw: raw["leaves"][0].update(given="P('dta')"),
             "leaves[0] cannot be read: P('dta',) does not fit: the mesh has no axis 'dta'. It has",
         ),
-        (lambda raw: raw["leaves"][0].pop("path"), "leaves[0] cannot be read: KeyError('path')"),
         (lambda raw: raw["leaves"][0].update(adjustments=[{}]), "cannot be read: KeyError('axes')"),
         (lambda raw: raw["leaves"].append(raw["leaves"][0]), "leaves: two have the same path."),
     ],
@@ -205,13 +171,13 @@ def test_bad_json(change, message) -> None:
     assert message in str(raised.value)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "3", "[]"])
+@pytest.mark.parametrize("text", ["", "[" * 100_000, "[]"])
 def test_text_that_is_not_json_or_not_a_plan(text) -> None:
     with pytest.raises(ts.FormatError, match="is not JSON|is not a plan"):
         ts.Plan.from_json(text)
 
 
-def test_like_with_other_arrays() -> None:
+def test_other_arrays_and_arrays_that_share_a_path_are_errors() -> None:
     text = planned().to_json()
     other = {**model(), "zeta": struct(8, 7), "new": struct(3)}
     del other["step"]
@@ -223,9 +189,8 @@ def test_like_with_other_arrays() -> None:
         "  zeta: bfloat16[8,6] in the plan, float32[8,7] in `like`.",
         "  new: missing in the plan, float32[3] in `like`.",
     ]
-
-
-def test_like_with_arrays_that_share_a_path() -> None:
-    text = planned([("", None)], {"a": {"b": struct(8)}}).to_json()
+    twins = {"a/b": struct(8), "a": {"b": struct(8)}}
     with pytest.raises(ts.FormatError, match="`like` has arrays that share a path"):
-        ts.Plan.from_json(text, like={"a/b": struct(8), "a": {"b": struct(8)}})
+        ts.Plan.from_json(text, like=twins)
+    with pytest.raises(ts.ShardingRuleError, match=r"\['a'\]\['b'\] and \['a/b'\] share this path"):
+        ts.plan(twins, [("", None)], MESH).to_json()

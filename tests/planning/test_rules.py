@@ -215,25 +215,13 @@ def test_all_bad_leaves_at_once() -> None:
         "  mlp: shape (16, 8), no rule matches.",
         'To replicate leaves that no other rule matches, add a last rule (".*", None).',
     ]
+    text = message_of([("attn", None)], TREE, MESH)
+    assert text.startswith(
+        "mlp: shape (16, 8), no rule matches. The mesh has data=2, fsdp=4.\nTo replicate"
+    )
     text = message_of([], [struct(8) for _ in range(25)])
     assert text.startswith("25 leaves do not follow the rules.")
     assert "  ... and 15 more" in text
-
-
-@pytest.mark.parametrize(
-    ("rules", "message"),
-    [
-        ([("attn", None)], "mlp: shape (16, 8), no rule matches. The mesh has data=2, fsdp=4.\nTo"),
-        ([("mlp", P("data", "data")), ("", None)], "names the axis 'data' twice"),
-        ([("mlp", P(("data", "x"))), ("", None)], "the mesh has no axis 'x'"),
-    ],
-    ids=["unmatched", "repeated", "unknown"],
-)
-def test_one_bad_leaf_has_no_headline(rules, message) -> None:
-    text = message_of(rules, TREE, MESH)
-    assert message in text
-    assert text.count("data=2, fsdp=4.") == 1
-    assert text.startswith("mlp: shape (16, 8), ")
 
 
 def test_a_named_entry_beyond_the_rank_is_an_error_without_a_mesh() -> None:
@@ -256,7 +244,7 @@ def test_not_strict_replicates_leaves_drops_entries_and_warns_of_those_beyond_th
     assert text.startswith("attn/bias: shape (6,), P('fsdp', 'data') by rule 0,")
 
 
-def test_all_malformed_rules_are_listed() -> None:
+def test_all_malformed_rules_are_listed(unchecked) -> None:
     rules = [
         "attn",
         ("a(b", None),
@@ -285,12 +273,8 @@ def test_all_malformed_rules_are_listed() -> None:
     ]
     for line, start in zip(message_of(rules, {}).splitlines(), starts, strict=True):
         assert line.startswith(start)
-
-
-def test_rules_that_are_not_a_list(unchecked) -> None:
-    for rules in ("attn", {"attn": None}):
-        assert "rules are" in message_of(rules, {})
-        assert '[("norm|bias", None), (".*", P("fsdp"))]' in message_of(rules, {})
+    message = 'rules are dict. Give a list of (pattern, action) pairs, such as [("norm|bias", None)'
+    assert message in message_of({"attn": None}, {})
 
 
 def test_functions_that_do_not_return_a_spec() -> None:
@@ -399,23 +383,17 @@ def a_tree(rng: random.Random, depth: int) -> Any:
     def below() -> Any:
         return a_tree(rng, depth - 1)
 
-    kind = rng.choice(["dict", "ints", "list", "same", "tuple", "pair", "module", "box", "ordered"])
+    kind = rng.choice(["dict", "list", "same", "module", "box", "ordered"])
     few = range(rng.randint(0, 4))
     match kind:
         case "dict":
             return {key: below() for key in rng.sample(KEYS, len(few))}
-        case "ints":
-            return {key: below() for key in rng.sample(range(20), len(few))}
         case "list":
             return [below() for _ in few]
         case "same":  # layers: what the engine caches
             layer, odd = below(), below()
             layers = [layer] * rng.choice([2, 3, 12])
             return [*layers, odd, layer] if rng.random() < 0.3 else layers
-        case "tuple":
-            return tuple(below() for _ in few)
-        case "pair":
-            return Pair(below(), below())
         case "module":
             return Linear(below(), below(), rng.choice(["x", Sly()]))
         case "box":

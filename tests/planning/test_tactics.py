@@ -27,29 +27,18 @@ BOTH = ("data", "fsdp")
 # The tactic, the shape, the spec of earlier tactics, and the spec that it gives.
 SHARDED: dict[str, tuple[Tactic, tuple[int, ...], P, P]] = {
     "largest": (fsdp("fsdp"), (8, 16), P(), P(None, "fsdp")),
-    "largest first": (fsdp("fsdp"), (16, 8), P(), P("fsdp")),
     "of equal ones the last": (fsdp("fsdp"), (8, 8, 8), P(), P(None, None, "fsdp")),
-    "largest that divides": (fsdp("fsdp"), (8, 18), P(), P("fsdp")),
     "largest free one": (fsdp("fsdp"), (8, 16), P(None, "data"), P("fsdp", "data")),
-    "a spec of fewer entries": (fsdp("fsdp"), (8, 16), P("data"), P("data", "fsdp")),
     "unconstrained is not free": (fsdp("fsdp"), (8, 16), P(None, U), P("fsdp", U)),
     "two axes": (fsdp(BOTH), (8, 12), P(), P(BOTH)),
-    "a list of one": (fsdp(["data"]), (8,), P(), P("data")),
     "an axis of size 1": (fsdp("one"), (3, 5), P(), P(None, "one")),
-    "skip": (fsdp("fsdp", skip=(1,)), (8, 16), P(), P("fsdp")),
     "skip from the back": (fsdp("fsdp", skip=(-1,)), (8, 16), P(), P("fsdp")),
-    "skip beyond": (fsdp("fsdp", skip=(5,)), (8, 16), P(), P(None, "fsdp")),
     "never a dim of length 0": (fsdp("fsdp"), (0, 4), P(), P(None, "fsdp")),
     "replicate": (replicate(), (8, 16), P(), P()),
-    "replicate what is replicated": (replicate(), (8, 16), P(None, ()), P()),
     "a dim": (shard_dim("data", 0), (8, 16), P(), P("data")),
-    "a dim from the back": (shard_dim("data", -1), (8, 16), P(), P(None, "data")),
     "the first dim from the back": (shard_dim("data", -2), (8, 16), P(), P("data")),
-    "a dim over two": (shard_dim([*BOTH], 0), (8,), P(), P(BOTH)),
     "a dim beside another": (shard_dim("data", 1), (8, 16), P("fsdp"), P("fsdp", "data")),
-    "no such dim": (shard_dim("data", 2, True), (8, 16), P("fsdp"), P("fsdp")),
     "no such dim, from the back": (shard_dim("data", -3, True), (8, 16), P("fsdp"), P("fsdp")),
-    "a dim, then fsdp": (shard_dim("data", -1) | fsdp("fsdp"), (16, 8), P(), P("fsdp", "data")),
     "left to right": (fsdp("fsdp") | fsdp("data"), (8, 16), P(), P("data", "fsdp")),
 }
 
@@ -63,19 +52,13 @@ ABSENT, USED, TWICE = "axis-not-in-mesh", "axis-already-used", "already-sharded"
 # What is told of a leaf that cannot be sharded.
 TOLD: dict[str, tuple[Tactic, tuple[int, ...], P, list[str]]] = {
     "no free dim of shape (7, 9) is divisible by 4": (fsdp("fsdp"), (7, 9), P(), ["no-dim"]),
-    "(0,)": (fsdp("fsdp"), (0,), P(), ["no-dim"]),
-    "(8,)": (fsdp("fsdp", skip=(0,)), (8,), P(), ["no-dim"]),
     "no axis 'fdsp'. It has data=2, fsdp=4": (fsdp("fdsp"), (8,), P(), [ABSENT]),
-    "no axis 'x'": (fsdp(("x", "fsdp", "y")), (8,), P(), [ABSENT] * 2),
-    "no axis 'fdsp'. It has data=2": (shard_dim("fdsp", 0), (8,), P(), [ABSENT]),
-    "P('fsdp',) uses 'fsdp' already": (fsdp("fsdp"), (8, 8), P("fsdp"), [USED]),
     "P('data',) uses 'data' already. An axis can split only one dim.": (
         shard_dim("data", 1),
         (8, 8),
         P("data"),
         [USED],
     ),
-    "8 elements, fewer than min_size": (fsdp("fsdp", min_size=9), (8,), P(), ["too-small"]),
     "an earlier tactic sharded it as P('data',), so it cannot be replicated. Drop either.": (
         replicate(),
         (8,),
@@ -95,7 +78,6 @@ TOLD: dict[str, tuple[Tactic, tuple[int, ...], P, list[str]]] = {
         P(),
         ["rank"],
     ),
-    "shape (8,) has no dim -2.": (shard_dim("data", -2), (8,), P(), ["rank"]),
     "splits dim 0 of shape (6, 8) into 4 parts, and 6 is not divisible by 4. Pad it to 8": (
         shard_dim("fsdp", 0),
         (6, 8),
@@ -124,7 +106,6 @@ def test_an_adjustment_names_its_step_among_several() -> None:
     ("tactic", "size", "floor", "given", "kinds"),
     [
         (fsdp("fsdp"), 8, 8, P("fsdp"), []),
-        (fsdp("fsdp"), 4, 5, P(), ["too-small"]),
         (fsdp("fsdp", min_size=4), 4, 99, P("fsdp"), []),
         (fsdp("fsdp", min_size=9), 8, 0, P(), ["too-small"]),
         (fsdp("fsdp") | fsdp("data", min_size=0), 8, 9, P("data"), ["too-small"]),
@@ -135,32 +116,9 @@ def test_the_threshold_of_the_step_or_else_of_the_call(tactic, size, floor, give
     assert refined(tactic, (size,), floor=floor) == (given, kinds)
 
 
-@pytest.mark.parametrize(
-    ("tactic", "code"),
-    [
-        (fsdp("fsdp"), "fsdp('fsdp')"),
-        (fsdp(["data", "fsdp"], min_size=0), "fsdp(('data', 'fsdp'), min_size=0)"),
-        (fsdp("fsdp", skip=[0]) | replicate(), "fsdp('fsdp', skip=(0,)) | replicate()"),
-        (shard_dim("a", -1), "shard_dim('a', -1)"),
-        (shard_dim(["a", "b"], 0, True), "shard_dim(('a', 'b'), 0, ignore_ndim_error=True)"),
-        (logical_partitioning(), "logical_partitioning()"),
-        (logical_partitioning([("embed", ["a"])]), "logical_partitioning([('embed', 'a')])"),
-    ],
-)
-def test_a_repr_is_the_code_that_made_it(tactic, code) -> None:
-    assert repr(tactic) == code
-    assert eval(code) == tactic
-    assert hash(eval(code)) == hash(tactic)
-
-
 def test_tactics_that_differ_are_not_equal() -> None:
     different = [fsdp("a"), fsdp("b"), fsdp("a", min_size=0), fsdp("a", skip=(0,)), replicate()]
     assert len({*different, fsdp("a") | replicate(), replicate() | fsdp("a")}) == 7
-
-
-def test_only_tactics_compose() -> None:
-    with pytest.raises(TypeError, match="unsupported operand"):
-        _ = fsdp("a") | "replicate"  # pyright: ignore
 
 
 # ------------------------------------------------------------------ boxes
@@ -183,10 +141,7 @@ IN_BOXES: dict[str, tuple[Any, P]] = {
     "logical names are no axes": (logical("data", "unknown"), P()),
     "its own rules": (logical("embed", rules=(("embed", "data"),)), P("data")),
     "axes": (linen.Partitioned(struct(8, 8), ("data", None)), P("data")),
-    "names or axes": (linen.Partitioned(struct(8), ("mlp",)), P("data")),
     "nnx": (variable("embed", "data"), P("fsdp", "data")),
-    "nnx, its own rules": (variable("embed", sharding_rules=(("embed", "data"),)), P("data")),
-    "nnx, without names": (nnx.Param(jax.numpy.zeros(8)), P()),
     "no box": (struct(8), P()),
 }
 
@@ -214,11 +169,10 @@ def test_a_partition_axis_gives_names_axes() -> None:
     by_names = logical_partitioning(axes)
     assert refined_box(by_names, logical("batch", None)) == (P(("fsdp", "data")), [])
     assert refined_box(by_names, linen.Partitioned(struct(8), ("data",))) == (P("data"), [])
-
-
-def test_names_then_fsdp() -> None:
-    both = logical_partitioning([("embed", "data")]) | fsdp("fsdp")
-    assert refined_box(both, logical("embed", None)) == (P("data", "fsdp"), [])
+    assert refined_box(by_names | fsdp("fsdp"), logical("data_parallel", None)) == (
+        P("data", "fsdp"),
+        [],
+    )
 
 
 def test_names_must_come_before_other_tactics() -> None:
@@ -228,50 +182,25 @@ def test_names_must_come_before_other_tactics() -> None:
     assert "sharded it as P('fsdp',). Put logical_partitioning first." in notes[0].why
 
 
-def test_an_axis_in_a_box_that_the_mesh_lacks() -> None:
-    box = linen.Partitioned(struct(2**14), ("modle",))
-    with pytest.raises(ts.UnknownAxisError, match="the mesh has no axis 'modle'"):
-        logical_partitioning()(P(), MESH, "w", box)
-
-
-def test_logical_names_without_rules() -> None:
-    with pytest.raises(ts.SpecError, match="no rules are in force to resolve them"):
-        logical_partitioning().refine(P(), MESH, "w", logical("embed"), 0)
-
-
 # ------------------------------------------------------------------ called directly
 
 
-def test_a_tactic_called_with_a_mesh(monkeypatch) -> None:
+def test_a_tactic_called_directly(monkeypatch, mesh) -> None:
     monkeypatch.setenv("MIN_SHARDING_SIZE", "8")
     assert fsdp("fsdp")(P("data"), MESH, "w", np.zeros((2, 4))) == P("data", "fsdp")
     assert fsdp("fsdp")(P(), MESH, "w", np.zeros(4)) == P()
-
-
-def test_a_tactic_called_without_a_mesh(mesh) -> None:
     with jax.set_mesh(mesh):
-        assert fsdp("fsdp", min_size=0)(P(), None, "w", struct(8)) == P("fsdp")
+        assert fsdp("fsdp")(P(), None, "w", struct(8)) == P("fsdp")
     with pytest.raises(ts.NoMeshError, match="No mesh is in force"):
         fsdp("fsdp")(P(), None, "w", struct(8))
-
-
-@pytest.mark.parametrize(
-    ("axis", "spec", "error", "message"),
-    [
-        (
-            "fdsp",
-            P(),
-            ts.UnknownAxisError,
-            "blocks/w (8, 8), fsdp('fdsp', min_size=0): the mesh has no axis 'fdsp'. It has data=2,"
-            " fsdp=4, one=1. Did you mean 'fsdp'?",
-        ),
-        ("data", P("data"), ts.SpecError, "uses 'data' already. An axis can split only one dim."),
-    ],
-)
-def test_a_tactic_called_directly_raises_for_misfits(axis, spec, error, message) -> None:
-    with pytest.raises(error) as raised:
-        fsdp(axis, min_size=0)(spec, MESH, "blocks/w", struct(8, 8))
-    assert message in str(raised.value)
+    with pytest.raises(ts.UnknownAxisError) as raised:
+        fsdp("fdsp", min_size=0)(P(), MESH, "blocks/w", struct(8, 8))
+    assert str(raised.value).startswith(
+        "blocks/w (8, 8), fsdp('fdsp', min_size=0): the mesh has no axis 'fdsp'. It has data=2,"
+        " fsdp=4, one=1. Did you mean 'fsdp'?"
+    )
+    with pytest.raises(ts.SpecError, match="uses 'data' already. An axis can split only one dim."):
+        fsdp("data", min_size=0)(P("data"), MESH, "blocks/w", struct(8, 8))
 
 
 def test_bad_axes(unchecked) -> None:
@@ -287,18 +216,17 @@ def test_bad_axes(unchecked) -> None:
 # ------------------------------------------------------------------ the threshold of a call
 
 
-@pytest.mark.parametrize(
-    ("given", "environment", "floor"),
-    [(None, None, 16384), (None, "", 16384), (None, " 7 ", 7), (5, "7", 5), (0, "7", 0)],
-)
-def test_min_size_in_force(monkeypatch, given, environment, floor) -> None:
+def test_the_threshold_of_a_call_or_else_of_the_environment(monkeypatch) -> None:
     monkeypatch.delenv("MIN_SHARDING_SIZE", raising=False)
-    if environment is not None:
-        monkeypatch.setenv("MIN_SHARDING_SIZE", environment)
-    assert min_size_in_force(given) == floor
+    assert min_size_in_force(None) == 16384
+    monkeypatch.setenv("MIN_SHARDING_SIZE", "")
+    assert min_size_in_force(None) == 16384
+    monkeypatch.setenv("MIN_SHARDING_SIZE", " 7 ")
+    assert min_size_in_force(None) == 7
+    assert min_size_in_force(0) == 0
 
 
-@pytest.mark.parametrize("text", ["4k", "-1", "1.5"])
+@pytest.mark.parametrize("text", ["4k", "-1"])
 def test_a_bad_threshold_in_the_environment(monkeypatch, text) -> None:
     monkeypatch.setenv("MIN_SHARDING_SIZE", text)
     with pytest.raises(ts.ShardingRuleError) as raised:

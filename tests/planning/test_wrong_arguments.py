@@ -9,9 +9,9 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from treeshard import errors
-from treeshard.checkpoint import restore, save
+from treeshard.checkpoint import save
 from treeshard.interchange import save_safetensors
-from treeshard.training import init_sharded, jit_step, shard_map_step
+from treeshard.training import init_sharded, jit_step
 
 # Where annotations are checked, that check would come first.
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -45,9 +45,7 @@ PATH_FIRST = "the path is a dict. The path comes first: `save"
 CALLS = {
     errors.ArgumentError: [
         (lambda: ts.plan(Model, rules, mesh), f"the class Model, {NOT_A_TREE}{CALL_IT}`plan(tree"),
-        (lambda: ts.plan(init, rules, mesh), f"the function init, {NOT_A_TREE}{CALL_IT}`plan(tre"),
         (lambda: ts.plan(object(), rules, mesh), f"an object, {NOT_A_TREE}Pass its arrays, or re"),
-        (lambda: ts.match_partition_rules(rules, Model), "`match_partition_rules(rules, tree)`"),
         (
             lambda: init_sharded(params, key, rules=rules, mesh=mesh),
             "fn is a dict, and not a function that makes the tree. Pa",
@@ -57,18 +55,14 @@ CALLS = {
             "init_sharded: what fn returns is a Model, which is",
         ),
         (lambda: jit_step(identity, mesh), "jit_step: the plan is a mesh. Plan the state first: "),
-        (lambda: shard_map_step(identity, specs), "`shard_map_step(fn, plan(state, rules, mesh))"),
         (lambda: jit_step(plan, identity), "the function is a Plan. Call `jit_step(fn, plan)`"),
         (lambda: step(params, x, key), "with 3 arguments. Put a key, or what else it needs, in "),
         (lambda: step(Model, x), f"jit_step: the state is the class Model, {NOT_A_TREE}"),
-        (lambda: ts.shard(init, P(), mesh), f"shard: the tree is the function init, {NOT_A_TREE}"),
         (lambda: save(params, "folder"), PATH_FIRST),
-        (lambda: restore(params, "folder"), PATH_FIRST),
         (lambda: save_safetensors(params, "file"), "`save_safetensors(path, tree)`"),
     ],
     errors.ShardingRuleError: [
         (lambda: ts.plan(rules, params, mesh), "the rules are a dict, and the list of rules is e"),
-        (lambda: ts.plan(params, mesh, rules), "the rules are a mesh, and the list of rules "),
         (
             lambda: ts.plan(params, [(P("fsdp"), ".*")], mesh),
             "The pattern comes first: ('.*', P('fsdp',))",
@@ -84,12 +78,10 @@ CALLS = {
     ],
     errors.MeshError: [
         (lambda: ts.plan(params, rules, 8), "8 (int). Give a mesh, or its axes and their sizes a"),
-        (lambda: ts.plan(params, rules, {"fsdp": 8}), "the mesh is {'fsdp': 8} (dict). Give a me"),
     ],
     errors.SpecError: [
         (lambda: ts.shard(specs, params, mesh), SWAPPED_SPECS),
         (lambda: ts.shard(plan, params), SWAPPED_SPECS),
-        (lambda: ts.reshard(specs, params, mesh), SWAPPED_SPECS),
         (lambda: ts.unshard(specs, params, "fsdp"), "The tree comes first: `shard(tree, specs)`,"),
         (lambda: ts.with_sharding_constraint(specs, params, mesh), SWAPPED_SPECS),
     ],
