@@ -83,24 +83,6 @@ def test_one_leaf_alone_is_restored_without_the_others(saved: Path, mesh, tmp_pa
         restore(tmp_path / "x", {"large": state(mesh)["large"]}, partial=True)
 
 
-def test_a_damaged_index_is_named_for_each_leaf(saved: Path, tmp_path: Path) -> None:
-    shutil.copytree(saved, tmp_path / "x")
-    file = tmp_path / "x" / "state" / "manifest.ocdbt"
-    raw = bytearray(file.read_bytes())
-    raw[len(raw) // 2] ^= 1
-    file.write_bytes(raw)
-    with pytest.raises(ts.DamagedError) as told:
-        verify(tmp_path / "x")
-    headline, row, *rows = str(told.value).splitlines()
-    assert headline == f"{tmp_path}/x: 6 leaves are damaged:"
-    where = 'Error decoding local file "state/manifest.ocdbt": Error decoding manifest: CRC-32C'
-    assert row.startswith(f"  half: it cannot be read: {where}")
-    assert len(rows) == 5
-    file.unlink()
-    with pytest.raises(ts.DamagedError, match="w: it cannot be read: it is not in the array store"):
-        verify(tmp_path / "x")
-
-
 def test_many_leaves_are_in_a_few_files_and_open_no_array_each(
     mesh, tmp_path: Path, monkeypatch
 ) -> None:

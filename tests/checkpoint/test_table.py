@@ -19,11 +19,10 @@ from treeshard.checkpoint._checksums import checksums
 from treeshard.checkpoint._table import from_text, pack, to_text, unpack
 
 
-@pytest.mark.parametrize("dtype", ["uint4", "int32"])
-def test_shards_are_not_moved(dtype, mesh, compiles) -> None:
+def test_shards_are_not_moved(mesh, compiles) -> None:
     sharding = NamedSharding(mesh, P(None, "fsdp"))
     x = jax.device_put(np.arange(4 * 8).reshape(4, 8).astype(np.uint8) % 5, sharding)
-    x = jax.block_until_ready(x.astype(dtype))
+    x = jax.block_until_ready(x.astype("uint4"))
     compiles.clear()
     table, arrays = pack({"x": x})
     back = unpack(table.leaves[0], arrays["x"])

@@ -134,7 +134,7 @@ def reset() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def main(where: Path, only: str = "") -> None:
+def main(where: Path) -> None:
     import jax
 
     import treeshard as ts
@@ -165,20 +165,16 @@ def main(where: Path, only: str = "") -> None:
         if command(arguments) == 2:
             raise ts.errors.CheckpointError("as the command line says")
 
-    def read_tensors(name: str, file: Path) -> None:
-        read(name, "load", lambda: load_safetensors(file))
-        read(name, "load like", lambda: load_safetensors(file, like))
-        read(name, "inspect", lambda: quiet("inspect", str(file)))
-
     for name, make in (TENSORS | INDEX).items():
-        if only in name:
-            folder = where / "tensors"
-            folder.mkdir()
-            file = folder / ("x.safetensors" if name in TENSORS else "x.safetensors.index.json")
-            make(file)
-            read_tensors(name, file)
-            shutil.rmtree(folder)
+        folder = where / "tensors"
+        folder.mkdir()
+        file = folder / ("x.safetensors" if name in TENSORS else "x.safetensors.index.json")
+        make(file)
+        read(name, "load", lambda file=file: load_safetensors(file))
+        read(name, "load like", lambda file=file: load_safetensors(file, like))
+        read(name, "inspect", lambda file=file: quiet("inspect", str(file)))
+        shutil.rmtree(folder)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    main(Path(sys.argv[1]))

@@ -66,7 +66,7 @@ def rewrite(index: Path, **changes: object) -> None:
     index.write_text(json.dumps(raw))
 
 
-@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "..", "", "a\\b", "a\0b"])
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "..", "a\0b"])
 def test_files_outside_the_directory_are_not_read(index, name, opened) -> None:
     save_safetensors(index.parent.parent / "secret.safetensors", blocks(3))
     rewrite(index, layers_0_w=name)
