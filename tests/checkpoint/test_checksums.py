@@ -63,6 +63,7 @@ def test_checksums_do_not_depend_on_the_sharding(layout: tuple[np.ndarray, Named
     placed = jax.device_put(host, sharding)
     assert checksums([placed, host], "reading").crcs == [zlibs(host)] * 2
     assert zlibs(placed) == checksum(host) == zlibs(host)
+    assert checksums([host.T], "reading").crcs == [checksum(host.T)] == [zlibs(host.T)]
 
 
 # Runs about the length from which each takes a call of its own.
