@@ -63,7 +63,7 @@ WAITING = [
 ]
 
 
-@pytest.mark.parametrize(("look_up", "rows", "spec", "over"), WAITING, ids=str)
+@pytest.mark.parametrize(("look_up", "rows", "spec", "over"), WAITING)
 def test_the_gradient_of_a_table_that_waits_for_its_sum(
     explicit: Mesh, look_up: Any, rows: P, spec: P, over: tuple[str, ...]
 ) -> None:
