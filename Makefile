@@ -19,7 +19,6 @@ soak: .venv/installed
 	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/checkpoint/test_killed_saves.py tests/checkpoint/test_damages.py tests/checkpoint/test_power_loss.py
 	$(BIN)/pip install --quiet -e ".[stores]"
 	$(BIN)/python -m pytest tests/checkpoint/test_object_store.py
-	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/testing/test_checks.py tests/testing/test_no_false_alarms.py
 	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/training/test_explicit_axes.py tests/training/test_waiting.py
 	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/product/test_examples.py -k train_fsdp
 

@@ -72,13 +72,3 @@ def wrong_calls(text: str, page: str) -> list[str]:
 def test_inline_calls_have_arguments_that_their_functions_take() -> None:
     wrong = {page: wrong_calls(text, page) for page, text in PAGES.items()}
     assert {page: calls for page, calls in wrong.items() if calls} == {}
-
-
-def test_a_wrong_call_is_found() -> None:
-    text = (
-        "| `ts.make_mesh(topology='v5e-256')` | `shard(tree, ..., progres=True)` | `shard(...)` |"
-    )
-    assert wrong_calls(text, "docs/quick-start.md") == [
-        "`ts.make_mesh(topology='v5e-256')`: missing a required argument: 'axes'",
-        "`shard(tree, ..., progres=True)`: got an unexpected keyword argument 'progres'",
-    ]

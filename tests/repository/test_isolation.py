@@ -1,6 +1,5 @@
 """The tests find nothing of the user's, and what one of them leaves behind fails the run."""
 
-import importlib
 import os
 import shutil
 import subprocess
@@ -8,10 +7,8 @@ import sys
 import uuid
 from pathlib import Path
 
-import annotations
 import isolation
 import pytest
-from beartype.roar import BeartypeCallHintViolation
 
 
 def run_alone(code: str, folder: Path, **variables: str) -> tuple[int, str]:
@@ -62,40 +59,3 @@ def test_a_write_elsewhere_is_an_error_at_its_line(folder: str) -> None:
     with pytest.raises(PermissionError, match=message):
         elsewhere.mkdir()
     assert not elsewhere.exists()
-
-
-def test_every_annotation_of_a_package_is_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "of_a_test.py").write_text("""
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from nowhere import Missing
-
-@dataclass
-class Point:
-    x: int
-
-    @property
-    def shown(self) -> int:
-        return str(self.x)
-
-def of_an_int(x: int, y: "Missing" = None) -> int:
-    def half() -> int:
-        return x / 2
-    return half()
-
-""")
-    monkeypatch.syspath_prepend(tmp_path)
-    with annotations.checking("of_a_test"):
-        module = importlib.import_module("of_a_test")
-    for wrong in (
-        lambda: module.of_an_int("2"),
-        lambda: module.of_an_int(2),  # the function inside returns a float
-        lambda: module.Point("2"),
-        lambda: module.Point(2).shown,
-    ):
-        with pytest.raises(BeartypeCallHintViolation):
-            wrong()

@@ -1,8 +1,6 @@
 """Figures: how they are measured and written, and that pages quote those that were measured."""
 
-import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import pytest
 
 import benchmarks.__main__ as bench
 from benchmarks import _harness, bench_manual, bench_transfer, page
-from benchmarks._harness import Figure, Row, ratios, report, verdict
+from benchmarks._harness import Figure, verdict
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = sorted(path.stem for path in (ROOT / "benchmarks").glob("bench_*.py"))
@@ -24,14 +22,6 @@ def test_a_ratio_is_taken_round_by_round() -> None:
     # All calls of the slow rounds are slow: the ratio is steady, the medians are not.
     ours, floor = Figure([1.0, 10.0, 2.0]), Figure([2.0, 20.0, 4.0])
     assert (ours / floor).samples == (0.5, 0.5, 0.5)
-
-
-def test_calls_are_interleaved_after_a_warm_up() -> None:
-    seen: list[str] = []
-    found = ratios({"a": lambda: seen.append("a"), "b": lambda: seen.append("b")}, "a", rounds=2)
-    assert [*map(sorted, zip(seen[::2], seen[1::2], strict=True))] == [["a", "b"]] * 3
-    assert found["a"] == 1.0
-    assert [len(figure.samples) for figure in found.values()] == [2, 2]
 
 
 REACHED = [
@@ -47,37 +37,6 @@ def test_what_a_row_reached() -> None:
     for measured, spread, reach, word in REACHED:
         row = {"measured": measured, "spread": spread, "reach": reach}
         assert verdict(row) == word, row
-
-
-ROWS = [
-    Row("a ratio", Figure([0.5, 0.25, 1.0]), "<= 0.4", {"theirs": Figure([2.0, 4.0, 3.0])}),
-    Row("a count", 12_345, "", "in words"),
-]
-
-
-def test_a_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
-    file = tmp_path / "results" / "found.json"
-    monkeypatch.setattr(sys, "argv", ["bench_x", "--rounds", "3", f"--save={file}"])
-    monkeypatch.setattr(_harness, "_setting", lambda packages: {"python": "3", packages[0]: "1"})
-    report("Two things", ROWS, ("jax",))
-    printed = capsys.readouterr().out
-    assert printed.splitlines() == [
-        "Two things",
-        "case    | measured | quartiles     | reach           | vs.",
-        "------- | -------- | ------------- | --------------- | ---------------------",
-        "a ratio | 0.5      | 0.375 to 0.75 | <= 0.4, unclear | theirs 3 (2.5 to 3.5)",
-        "a count | 12,345   |               |                 | in words",
-        "python 3, jax 1",
-    ]
-    found = json.loads(file.read_text())
-    assert found["rows"][0] == {
-        "case": "a ratio",
-        "measured": 0.5,
-        "spread": [0.375, 0.75],
-        "rounds": 3,
-        "reach": "<= 0.4",
-        "vs": {"theirs": {"measured": 3, "spread": [2.5, 3.5], "rounds": 3}},
-    }
 
 
 # ------------------------------------------------------------------ running them

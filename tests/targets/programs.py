@@ -10,14 +10,12 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from examples.compile_llama import Size, make_llama
 from treeshard import training
 from treeshard.manual import gather_params, value_and_grad
 from treeshard.training import accumulate_gradients, jit_step, shard_map_step
 
 LAYERS, WIDTH, HIDDEN, ROWS = 4, 1024, 4096, 512
 SGD, ADAMW = optax.sgd(0.1), optax.adamw(1e-3)
-MOMENTUM = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
 
 
 class Case(NamedTuple):
@@ -107,15 +105,9 @@ def by_jit(
     return Case(plan, step, jax.ShapeDtypeStruct((ROWS, WIDTH), dtype))
 
 
-def scanned(
-    mesh: jax.sharding.Mesh,
-    *,
-    dtype: str = "float32",
-    remat: bool = False,
-    optimizer: optax.GradientTransformation = SGD,
-) -> Case:
+def scanned(mesh: jax.sharding.Mesh, *, dtype: str = "float32", remat: bool = False) -> Case:
     """FSDP with `jit_step`, a scan over stacked layers."""
-    state = _state(_params(True, dtype), optimizer)
+    state = _state(_params(True, dtype), SGD)
     plan = ts.plan(state, _rules(True), mesh)
     specs = ts.layer_specs(plan.specs["params"])
 
@@ -129,7 +121,7 @@ def scanned(
     @jit_step(plan=plan)
     def step(state: Any, batch: Any) -> Any:
         value, grads = jax.value_and_grad(loss)(state["params"], batch)
-        return _update(optimizer, state, grads), value
+        return _update(SGD, state, grads), value
 
     struct = jax.ShapeDtypeStruct((ROWS, WIDTH), dtype)
     return Case(plan, step, struct, scan="params", remat="params" if remat else False)
@@ -171,52 +163,36 @@ def by_hand(
     return Case(plan, step, jax.ShapeDtypeStruct((ROWS, WIDTH), dtype), chosen, chosen)
 
 
-def zero_1(
-    mesh: jax.sharding.Mesh, *, scan: bool = False, gradient: Any = jax.value_and_grad
-) -> Case:
+def zero_1(mesh: jax.sharding.Mesh, *, gradient: Any = jax.value_and_grad) -> Case:
     """Parameters replicated, optimizer state sharded."""
-    state = _state(_params(scan, "float32"), ADAMW)
-    plan = ts.plan(state, [("params", None), ("opt", _rules(scan)[0][1])], mesh)
-
-    def loss(params: Any, batch: jax.Array) -> jax.Array:
-        if not scan:
-            return _loss(params, batch, lambda layer, _: layer)
-        x, _ = jax.lax.scan(lambda x, w: (_layer(x, w), None), batch, params)
-        return jnp.mean((x - batch) ** 2)
+    state = _state(_params(False, "float32"), ADAMW)
+    plan = ts.plan(state, [("params", None), ("opt", _rules(False)[0][1])], mesh)
 
     @jit_step(plan=plan, batch=P("fsdp"))
     def step(state: Any, batch: Any) -> Any:
+        loss = lambda p, x: _loss(p, x, lambda layer, _: layer)  # noqa: E731
         value, grads = gradient(loss)(state["params"], batch)
         return _update(ADAMW, state, grads), value
 
     return Case(plan, step, jax.ShapeDtypeStruct((ROWS, WIDTH), "float32"))
 
 
-def tensor_parallel(mesh: jax.sharding.Mesh, *, dtype: str = "float32", scan: bool = False) -> Case:
+def tensor_parallel(mesh: jax.sharding.Mesh) -> Case:
     """FSDP beside tensor parallelism: `up` is split by columns, `down` by rows."""
-    state = _state(_params(scan, dtype), SGD)
-    front = (None,) if scan else ()
-    rules = [("up", P(*front, "fsdp", "tensor")), ("down", P(*front, "tensor", "fsdp"))]
+    state = _state(_params(False, "float32"), SGD)
+    rules = [("up", P("fsdp", "tensor")), ("down", P("tensor", "fsdp"))]
     plan = ts.plan(state, [*rules, (".*", None)], mesh)
     specs = plan.specs["params"]
 
     def loss(params: Any, batch: jax.Array) -> jax.Array:
-        if not scan:
-            return _loss(params, batch, lambda layer, name: ts.unshard(layer, specs[name], "fsdp"))
-
-        def body(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
-            return _layer(x, ts.unshard(layer, ts.layer_specs(specs), "fsdp")), None
-
-        x, _ = jax.lax.scan(body, batch, params)
-        return jnp.mean((x - batch).astype(jnp.float32) ** 2)
+        return _loss(params, batch, lambda layer, name: ts.unshard(layer, specs[name], "fsdp"))
 
     @jit_step(plan=plan, batch=P("fsdp"))
     def step(state: Any, batch: Any) -> Any:
         value, grads = jax.value_and_grad(loss)(state["params"], batch)
         return _update(SGD, state, grads), value
 
-    struct = jax.ShapeDtypeStruct((ROWS, WIDTH), dtype)
-    return Case(plan, step, struct, scan="params" if scan else False)
+    return Case(plan, step, jax.ShapeDtypeStruct((ROWS, WIDTH), "float32"))
 
 
 def sequences(mesh: jax.sharding.Mesh, *, hidden: Any = None) -> Case:
@@ -241,12 +217,6 @@ def sequences(mesh: jax.sharding.Mesh, *, hidden: Any = None) -> Case:
         return _update(SGD, state, grads), value
 
     return Case(plan, step, jax.ShapeDtypeStruct((64, 512, WIDTH), "float32"))
-
-
-def decoder(mesh: jax.sharding.Mesh) -> Case:
-    """The Llama of the example, made small."""
-    step, _, batch = make_llama(mesh, size=Size(LAYERS, 512, 2048, 8, 8, 8192), tokens=256)
-    return Case(step.plan, step, batch, scan="layers", remat="layers", dtype="bfloat16")
 
 
 def exchange(mesh: jax.sharding.Mesh, *, kind: str) -> Case:
@@ -284,35 +254,17 @@ CASES: dict[str, tuple[str, Callable[[jax.sharding.Mesh], Case]]] = {
     "mlp_bf16": ("fsdp=8", _bf16(by_jit)),
     "mlp_f32": ("fsdp=8", by_jit),
     "mlp_no_hints": ("fsdp=8", _bf16(by_jit, hints=False)),
-    "mlp_minibatches": ("fsdp=8", partial(by_jit, minibatches=4)),
-    "momentum": ("fsdp=8", partial(by_jit, optimizer=MOMENTUM)),
     "adamw": ("fsdp=8", partial(by_jit, optimizer=ADAMW)),
-    "adamw_bf16": ("fsdp=8", _bf16(by_jit, optimizer=ADAMW)),
     "data": ("fsdp=8", _bf16(by_jit, replicate=True)),
     "hsdp": ("data=2,fsdp=4", by_jit),
-    "hsdp_adamw": ("data=2,fsdp=4", partial(by_jit, optimizer=ADAMW)),
-    "hsdp_scan": ("data=2,fsdp=4", _bf16(scanned, remat=True)),
     "hsdp_hand": ("data=2,fsdp=4", by_hand),
-    "hsdp_hand_scan": ("data=2,fsdp=4", _bf16(by_hand, scan=True)),
     "hand": ("fsdp=8", by_hand),
-    "hand_bf16": ("fsdp=8", _bf16(by_hand)),
-    "hand_adamw": ("fsdp=8", partial(by_hand, optimizer=ADAMW)),
     "hand_scan": ("fsdp=8", _bf16(by_hand, scan=True)),
-    "hand_scan_f32": ("fsdp=8", partial(by_hand, scan=True)),
     "scan": ("fsdp=8", scanned),
-    "scan_bf16": ("fsdp=8", _bf16(scanned)),
-    "scan_momentum": ("fsdp=8", partial(scanned, optimizer=MOMENTUM)),
     "scan_remat": ("fsdp=8", _bf16(scanned, remat=True)),
-    "scan_remat_f32": ("fsdp=8", partial(scanned, remat=True)),
-    "scan_adamw": ("fsdp=8", partial(scanned, remat=True, optimizer=ADAMW)),
     "zero_1": ("fsdp=8", zero_1),
     "zero_1_gradient": ("fsdp=8", partial(zero_1, gradient=ts.training.value_and_grad)),
-    "zero_1_scan": ("fsdp=8", partial(zero_1, scan=True)),
     "tensor": ("fsdp=2,tensor=4", tensor_parallel),
-    "tensor_bf16": ("fsdp=4,tensor=2", _bf16(tensor_parallel)),
-    "tensor_scan": ("fsdp=2,tensor=4", _bf16(tensor_parallel, scan=True)),
-    "decoder": ("fsdp=8", decoder),
-    "decoder_tensor": ("fsdp=2,tensor=4", decoder),
     "tensor_rows": ("fsdp=2,tensor=4", sequences),
     "tensor_kept": ("fsdp=2,tensor=4", partial(sequences, hidden=P("fsdp", None, "tensor"))),
     "hsdp_explicit": ("data=2,fsdp=4", partial(explicit, make=by_jit)),

@@ -19,16 +19,16 @@ from examples.compile_llama import SIZES, make_llama
 if "TREESHARD_TARGETS" not in os.environ:
     pytest.skip("make test-targets runs it", allow_module_level=True)
 
-MIB_OF_LAYER = {"1b": 116, "8b": 416}  # in bfloat16
+MIB_OF_LAYER = 116  # of 1B, in bfloat16
 VOCABULARY = SIZES["1b"].vocabulary
 _GATHER = re.compile(r"%([\w.\-]+) = (.*?) all-gather-(start|done)\((?:.*%([\w.\-]+)\))?")
 _SHAPE = re.compile(r"bf16\[([\d,]+)\]")
 _PRODUCT = re.compile(r"%\S*(gemm|dot)\S* = .* (fusion|custom-call)\(")
 
 
-def compiled_llama(size: str, target: str, axes: str, tokens: int, prefetch: int) -> Any:
+def compiled_llama(target: str, axes: str, tokens: int, prefetch: int) -> Any:
     mesh = ts.make_mesh(axes, topology=target)
-    step, state, batch = make_llama(mesh, size=size, tokens=tokens, prefetch=prefetch)
+    step, state, batch = make_llama(mesh, size="1b", tokens=tokens, prefetch=prefetch)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         return step.compile(state, batch)
 
@@ -64,24 +64,21 @@ def waited_for(text: str, is_loop: bool) -> Iterator[int]:
                     yield sum(2 * math.prod(map(int, shape)) for shape in shapes) // 2**20
 
 
-@pytest.mark.parametrize(
-    ("size", "prefetch", "in_a_trip", "before"),
-    [("1b", 0, [20, 20], []), ("1b", 1, [], [20]), ("8b", 0, [16, 16], []), ("8b", 1, [], [16])],
-)
+@pytest.mark.parametrize(("prefetch", "in_a_trip", "before"), [(0, [20, 20], []), (1, [], [20])])
 def test_a_gpu_waits_for_no_gather_in_a_loop(
-    size: str, prefetch: int, in_a_trip: list[int], before: list[int]
+    prefetch: int, in_a_trip: list[int], before: list[int]
 ) -> None:
-    compiled = compiled_llama(size, "h100:8", "fsdp=8", 8192, prefetch)
-    assert mib(gathers(compiled)) == MIB_OF_LAYER[size] * 2 * SIZES[size].layers
+    compiled = compiled_llama("h100:8", "fsdp=8", 8192, prefetch)
+    assert mib(gathers(compiled)) == MIB_OF_LAYER * 2 * SIZES["1b"].layers
     assert list(waited_for(compiled.text, is_loop=True)) == in_a_trip
     assert list(waited_for(compiled.text, is_loop=False)) == before
     assert compiled.communication().unplanned == ()
 
 
 def test_a_tpu_waits_for_fewer_gathers() -> None:
-    plain, ahead = (compiled_llama("1b", "v5e:4x4", "fsdp=16", 1024, n) for n in (0, 1))
+    plain, ahead = (compiled_llama("v5e:4x4", "fsdp=16", 1024, n) for n in (0, 1))
     of_plain, of_ahead = ([x for x in gathers(one) if not x.is_async] for one in (plain, ahead))
     assert (mib(of_plain), mib(of_ahead)) == (128, 84)
     assert mib(gathers(ahead)) == mib(gathers(plain))
     more = ahead.memory().temporaries - plain.memory().temporaries
-    assert more <= (MIB_OF_LAYER["1b"] + 1) * 2**20
+    assert more <= (MIB_OF_LAYER + 1) * 2**20

@@ -22,16 +22,10 @@ if "TREESHARD_TARGETS" not in os.environ:
 # The devices along each dim.
 SLICES = {
     "v5e:4x4": (4, 4),
-    "v5e:4x8": (4, 8),
-    "v5e:8x8": (8, 8),
     "v5e:8x16": (8, 16),
-    "v5e:16x16": (16, 16),
-    "v6e:4x4": (4, 4),
     "v6e:16x16": (16, 16),
     "v4:2x2x2": (2, 2, 2),
-    "v5p:2x2x2": (2, 2, 2),
     "v5p:4x4x4": (4, 4, 4),
-    "v5p:8x8x8": (8, 8, 8),
 }
 WAYS = {
     "explicit": ("explicit", by_jit, {"gradient": ts.training.value_and_grad}),
@@ -52,17 +46,8 @@ def compiled(topology: str, way: str, **more: Any) -> Any:
         return case.step.compile(case.plan.structs, case.batch)
 
 
-# Each takes some seconds. The others wait for TREESHARD_SOAK=1.
-OF_EACH_KIND = {"v5e:4x4", "v4:2x2x2", "v5p:4x4x4"}
-PROGRAMS = [
-    (topology, way)
-    for topology in SLICES
-    for way in WAYS
-    if topology in OF_EACH_KIND or "TREESHARD_SOAK" in os.environ
-]
-
-
-@pytest.mark.parametrize(("topology", "way"), PROGRAMS)
+@pytest.mark.parametrize("topology", ["v5e:4x4", "v4:2x2x2", "v5p:4x4x4"])
+@pytest.mark.parametrize("way", WAYS)
 def test_no_gradient_is_reduced_whole(topology: str, way: str) -> None:
     step = compiled(topology, way)
     compared = step.communication()
@@ -92,10 +77,7 @@ def test_the_dims_of_a_torus_are_those_of_its_coordinates(topology: str) -> None
     [
         ("fsdp=8", "v5e:2x4"),  # a ring
         ("fsdp=8", "h100:8"),
-        ("data=16,fsdp=16", "v5e:16x16"),
         ("data=4,fsdp=64", "v5e:16x16"),  # a part of a dim
-        ("fsdp=64,tensor=4", "v5e:16x16"),
-        ("data=4,fsdp=16", "v5p:4x4x4"),
     ],
 )
 def test_one_scatter_is_enough_elsewhere(axes: str, topology: str) -> None:

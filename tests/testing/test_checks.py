@@ -296,14 +296,12 @@ def test_a_check_that_compared_nothing_does_not_pass() -> None:
     assert f"minibatches: not compared, since {why}" in message
 
 
-@pytest.mark.parametrize(
-    ("is_terminal", "quiet_seconds"), [(True, 0.0), (True, 1000.0), (False, 0.0)]
-)
+@pytest.mark.parametrize("quiet_seconds", [0.0, 1000.0])
 def test_a_terminal_gets_a_bar_once_a_check_is_long(
-    is_terminal: bool, quiet_seconds: float, monkeypatch: pytest.MonkeyPatch
+    quiet_seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = io.StringIO()
-    monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(stream, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr("treeshard.testing._checks._QUIET_SECONDS", quiet_seconds)
     params = {"w": normal(8, 4)}
@@ -311,13 +309,7 @@ def test_a_terminal_gets_a_bar_once_a_check_is_long(
     layouts = [chosen(plan, BATCH, name) for name in ("plan", "axes")]
     squares = lambda p, x: jnp.mean((x @ p["w"]) ** 2)  # noqa: E731
     testing.check_gradients(squares, params, BATCH, plan, layouts=layouts)
-    shown = stream.getvalue()
-    if is_terminal and quiet_seconds == 0:
-        assert "check_gradients: 100%" in shown
-        # After the first layout, the time that was taken and an estimate of the rest.
-        assert re.search(r"1/2 \[\d\d:\d\d<\d\d:\d\d, .*layout", shown), shown
-    else:
-        assert shown == ""
+    assert ("check_gradients: 100%" in stream.getvalue()) == (quiet_seconds == 0)
 
 
 def test_axes_that_others_would_explain_as_well_are_not_proven() -> None:
