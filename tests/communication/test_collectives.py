@@ -228,6 +228,11 @@ GATHER = (
             "x",
         ),
         ('%y = f32[8]{0} custom-call(%x), custom_call_target="Sharding"', "x"),
+        (
+            "%t = (f32[8]) tuple(%x)\n  %b = (f32[8]) opt-barrier(%t)\n"
+            "  %y = f32[8] get-tuple-element(%b), index=0",
+            "x",
+        ),
         ("%y = f32[8]{0} copy(%nowhere)", None),
     ],
 )
@@ -335,6 +340,11 @@ def test_a_shared_function_counts_once_per_call(mesh: jax.sharding.Mesh) -> None
             "module @jit_step attributes {mhlo.num_partitions = 8 : i32} {\n",
             "a lowered program shows only the collectives that were written by hand",
             id="the text of a lowered program",
+        ),
+        pytest.param(
+            f"{HEAD}{PARAMETER}  %y = all-gather(%x), dimensions={{0}}\n}}\n",
+            "line 5 has a collective that cannot be parsed",
+            id="a collective without a type",
         ),
         pytest.param(
             f"{HEAD}{PARAMETER}  %x = f32[8]{{0}} add(%x, %x)\n}}\n",
