@@ -23,12 +23,15 @@ def plan_of(state):
     return ts.plan(state, [(".*", P("fsdp"))], ts.make_mesh("fsdp=8"), min_size=0)
 
 
+BATCH = np.ones((8, 2), "float32")
+
+
 def add(state, batch):
     return {name: x + batch.sum() for name, x in state.items()}, batch.mean()
 
 
 def keep(state, batch):
-    return {"params": state["params"] + 1, "ema": state["ema"]}, batch.sum()
+    return {"params": state["params"] + 1, "ema": state["ema"]}, 0
 
 
 def assert_warned(told, path, other, where="jit_step"):
@@ -40,49 +43,26 @@ def assert_warned(told, path, other, where="jit_step"):
     )
 
 
-@pytest.mark.parametrize("other", [lambda p: p, second_handle], ids=["object", "buffers"])
-def test_one_array_at_two_paths(other) -> None:
+@pytest.mark.parametrize(
+    ("make", "other"),
+    [(jit_step, lambda p: p), (jit_step, second_handle), (shard_map_step, lambda p: p)],
+    ids=["object", "buffers", "by hand"],
+)
+def test_one_array_at_two_paths(make, other) -> None:
     p = placed()
     state = {"params": p, "ema": other(p)}
-    step = jit_step(keep, plan_of(state), batch=P("fsdp"))
+    step = make(keep, plan_of(state), batch=P("fsdp"))
     with pytest.warns(ts.ShardingWarning) as told:
-        state, _ = step(state, np.ones((8, 2), "float32"))
-    assert_warned(told, "params", "ema")  # leaves are in the order of their names
+        state, _ = step(state, BATCH)
+    assert_warned(told, "params", "ema", make.__name__)  # leaves are in the order of their names
     for _ in range(2):  # and no second warning, which would be an error
-        state, _ = step(state, np.ones((8, 2), "float32"))
+        state, _ = step(state, BATCH)
     np.testing.assert_array_equal(state["params"], np.full((16, 4), 4.0))
     np.testing.assert_array_equal(state["ema"], np.ones((16, 4)))
-
-
-def test_one_device() -> None:
-    mesh = ts.make_mesh("fsdp=1", devices=jax.devices()[:1])
-    state = {"params": placed(mesh=mesh), "ema": placed(mesh=mesh)}
-    step = jit_step(keep, ts.plan(state, [(".*", P())], mesh), batch=P())
-    batch = np.ones((8, 2), "float32")
-    state, _ = step(state, batch)
-    given = {**state, "ema": second_handle(state["params"])}
-    with pytest.warns(ts.ShardingWarning) as told:
-        after, _ = step(given, batch)
-    assert_warned(told, "params", "ema")
-    np.testing.assert_array_equal(after["params"], np.full((16, 4), 3.0))
-    np.testing.assert_array_equal(after["ema"], np.full((16, 4), 2.0))
-    with pytest.raises(ts.DeletedLeafError, match="ema: deleted, or donated to an earlier step"):
-        step(given, batch)
-    step(after, batch)  # nothing is broken
-
-
-def test_the_same_array_again_after_some_steps() -> None:
-    state = {"params": placed(), "ema": placed()}
-    step = jit_step(keep, plan_of(state), batch=P("fsdp"))
-    batch = np.ones((8, 2), "float32")
-    state, _ = step(state, batch)
-    with pytest.warns(ts.ShardingWarning) as told:
-        state, _ = step({**state, "ema": state["params"]}, batch)
-    assert_warned(told, "params", "ema")
-    np.testing.assert_array_equal(state["ema"], np.full((16, 4), 2.0))
-    with pytest.warns(ts.ShardingWarning):
-        state, _ = step({**state, "ema": second_handle(state["params"])}, batch)
-    np.testing.assert_array_equal(state["ema"], np.full((16, 4), 3.0))
+    with pytest.warns(ts.ShardingWarning) as told:  # the same again, after some steps
+        state, _ = step({**state, "ema": state["params"]}, BATCH)
+    assert_warned(told, "params", "ema", make.__name__)
+    np.testing.assert_array_equal(state["ema"], np.full((16, 4), 4.0))
 
 
 def test_a_shard_of_another_array() -> None:
@@ -92,7 +72,7 @@ def test_a_shard_of_another_array() -> None:
     state["rows"] = jax.make_array_from_single_device_arrays((16, 4), placed().sharding, parts)
     plan = ts.plan(state, [("rows", P("fsdp")), ("whole", None)], mesh, min_size=0)
     with pytest.warns(ts.ShardingWarning, match="whole: it shares its memory with rows"):
-        state, _ = jit_step(add, plan, batch=P("fsdp"))(state, np.ones((8, 2), "float32"))
+        state, _ = jit_step(add, plan, batch=P("fsdp"))(state, BATCH)
     np.testing.assert_array_equal(state["rows"], np.full((16, 4), 17.0))
 
 
@@ -119,25 +99,11 @@ def test_keys_and_moved_arrays() -> None:
     plan = ts.plan(state, [("key", None), (".*", P("fsdp"))], mesh, min_size=0)
     step = jit_step(lambda s, b: ({**s, "a": s["a"] + 1}, b.sum()), plan)
     with pytest.warns(ts.ShardingWarning) as told:
-        state, _ = step(state, np.ones((8, 2), "float32"))
+        state, _ = step(state, BATCH)
     assert "b: it shares its memory with a," in str(told[0].message)
     assert "key2: it shares its memory with key," in str(told[0].message)
     np.testing.assert_array_equal(state["b"], np.ones((16, 4)))
     assert state["key2"] == jax.random.key(0)
-
-
-def test_shard_map_step() -> None:
-    p = placed()
-    step = shard_map_step(
-        lambda s, b: (jax.tree.map(lambda x: x + 1, s), jax.lax.psum(b.sum(), "fsdp")),
-        plan_of({"params": p, "ema": p}),
-        batch=P("fsdp"),
-    )
-    with pytest.warns(ts.ShardingWarning) as told:
-        state, total = step({"params": p, "ema": p}, np.ones((8, 2), "float32"))
-    assert_warned(told, "params", "ema", "shard_map_step")
-    assert total == 16
-    np.testing.assert_array_equal(state["ema"], np.full((16, 4), 2.0))
 
 
 def test_nothing_is_copied_without_donation_or_inside_jit() -> None:
@@ -160,26 +126,26 @@ def test_copies_that_init_sharded_returns_are_separate() -> None:
         return {"params": p, "ema": jnp.copy(p)}
 
     state, plan = ts.init_sharded(init, rules=[(".*", P("fsdp"))], mesh="fsdp=8", min_size=0)
-    state, _ = jit_step(keep, plan, batch=P("fsdp"))(state, np.ones((8, 2), "float32"))
+    state, _ = jit_step(keep, plan, batch=P("fsdp"))(state, BATCH)
     np.testing.assert_array_equal(state["ema"], np.ones((16, 4)))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize(("devices", "compiled"), [(1, False), (8, False), (8, True)])
 def test_deleted_and_shared_arrays_given_to_a_program_that_has_run(devices, compiled) -> None:
     mesh = ts.make_mesh("fsdp=-1", devices=jax.devices()[:devices])
     state = {"params": placed(mesh=mesh), "ema": placed(mesh=mesh)}
     plan = ts.plan(state, [(".*", P("fsdp"))], mesh, min_size=0)
-    step, batch = jit_step(add, plan), np.ones((8, 2), "float32")
+    step = jit_step(add, plan)
     if compiled:
-        step.compile(plan.structs, batch)
-    first, _ = step(state, batch)
-    second, _ = step(first, batch)
+        step.compile(plan.structs, BATCH)
+    first, _ = step(state, BATCH)
+    second, _ = step(first, BATCH)
     with pytest.raises(ts.DeletedLeafError, match="params: deleted, or donated to an earlier step"):
-        step({"params": first["params"], "ema": second["ema"]}, batch)
+        step({"params": first["params"], "ema": second["ema"]}, BATCH)
     with pytest.warns(ts.ShardingWarning, match="params: it shares its memory with ema"):
-        third, _ = step({**second, "ema": second_handle(second["params"])}, batch)
+        third, _ = step({**second, "ema": second_handle(second["params"])}, BATCH)
     np.testing.assert_array_equal(third["params"], third["ema"])
+    np.testing.assert_array_equal(third["ema"], np.full((16, 4), 49.0))
 
 
 def test_a_program_that_fails_while_it_runs_is_not_called_a_deleted_state() -> None:
