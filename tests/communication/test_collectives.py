@@ -221,6 +221,7 @@ GATHER = (
     [
         ("%y = f32[8]{0} copy(%x)", "x"),
         ("%z = f32[8]{0} exponential(%x)\n  %y = f32[16]{0} concatenate(%x, %z)", None),
+        ("%z = f32[8]{0} exponential(%x)\n  %y = f32[8]{0} dynamic-update-slice(%x, %z)", None),
         ("%y = f32[8]{0} call(%x), to_apply=%moves", "x"),
         ("%y = f32[8]{0} call(%x), to_apply=%computes", None),
         (
