@@ -3,13 +3,11 @@
 from functools import partial
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 import qwix
-from flax import nnx
 from helpers import mesh_of, struct
 from jax.sharding import PartitionSpec as P
 
@@ -159,31 +157,6 @@ def test_leaves_that_follow_each_other_are_replicated_and_told() -> None:
     assert [x.paths for x in plan.findings if x.code == "no-base"] == [("b/n/k/w",)]
 
 
-# ------------------------------------------------------------------ modules
-
-
-class LoRA(eqx.Module):
-    weight: jax.Array
-    a: jax.Array
-    b: jax.Array
-
-    def __init__(self, key: Any, rank: int = 8):
-        self.weight = jax.random.normal(key, (512, 256)) / 16
-        self.a, self.b = jnp.ones((rank, 256)), jnp.zeros((512, rank))
-
-    def merged(self) -> jax.Array:
-        return self.weight + self.b @ self.a
-
-
-def test_nnx_lora() -> None:
-    model = nnx.Sequential(nnx.LoRALinear(512, 256, lora_rank=8, rngs=nnx.Rngs(0)))
-    rules = [("kernel", P("fsdp", "tensor")), ("lora", ts.follow("kernel")), (".*", None)]
-    plan = ts.plan(nnx.state(model), rules, MESH, min_size=0)
-    given = {leaf.path.rpartition("/")[2]: leaf.given for leaf in plan.leaves}
-    assert given["lora_a"] == P("fsdp")
-    assert given["lora_b"] == P(None, "tensor")
-
-
 def test_a_qarray_is_dequantised_without_communication() -> None:
     make = partial(qwix.quantize, qtype="int8", calibration_method="minmax", channelwise_axes=(0,))
     state = {"up": jax.eval_shape(make, struct(512, 256))}
@@ -198,23 +171,24 @@ def test_a_qarray_is_dequantised_without_communication() -> None:
     assert ts.collectives(compiled.compile()) == []
 
 
-def merge_and_dequantise(state: Any, batch: Any) -> Any:
-    model, quantised = state["model"], state["quantised"]
-    scale = jnp.repeat(quantised["scale"], 64, axis=1)
-    values = (quantised["weight"] - quantised["zero"][:, None]) * scale
-    merged = model.merged() + values
-    return {**state, "model": eqx.tree_at(lambda m: m.weight, model, merged)}, None
-
-
 def test_merging_and_dequantising_move_nothing() -> None:
     quantised = {"weight": struct(512, 256), "scale": struct(512, 4), "zero": struct(512)}
-    state = {"model": eqx.filter_eval_shape(LoRA, jax.random.key(0)), "quantised": quantised}
+    factors = {"weight": struct(512, 256), "a": struct(8, 256), "b": struct(512, 8)}
+    state = {"model": factors, "quantised": quantised}
     rules = [
         BASE,
         ("/a$|/b$|zero", ts.follow("weight")),
         ("scale", ts.follow("weight", blocks=True)),
     ]
     plan = ts.plan(state, rules, "fsdp=4,tensor=2", min_size=0)
+
+    def merge_and_dequantise(state: Any, batch: Any) -> Any:
+        model, quantised = state["model"], state["quantised"]
+        scale = jnp.repeat(quantised["scale"], 64, axis=1)
+        values = (quantised["weight"] - quantised["zero"][:, None]) * scale
+        merged = model["weight"] + model["b"] @ model["a"] + values
+        return {**state, "model": model | {"weight": merged}}, None
+
     step = jit_step(merge_and_dequantise, plan, batch=P("fsdp"))
     compiled = step.lower(plan.structs, struct(8, 2)).compile()
     assert ts.collectives(compiled) == []

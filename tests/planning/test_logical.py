@@ -25,8 +25,6 @@ from treeshard import (
 from treeshard._core.specs import axes_of, entries, entry_of
 from treeshard._planning.logical import (
     current_logical_rules,
-    lost_axes,
-    read_logical_rules,
     resolve_names,
 )
 
@@ -160,6 +158,7 @@ def test_names_that_cannot_be_resolved(names, rules, shape, text) -> None:
         logical_to_mesh_spec(names, rules, None, shape)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_all_malformed_rules_are_listed() -> None:
     rules = [
         ("good", "x"),
@@ -179,13 +178,8 @@ def test_all_malformed_rules_are_listed() -> None:
     assert "logical rule 3, (None, 'x'), starts with NoneType. Give the logical name" in message
     for i in 4, 5, 6:
         assert f"logical rule {i}, {rules[i]!r}, does not end with mesh axes. Give one" in message
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("rules", ["batch", {"batch": "x"}], ids=repr)
-def test_rules_that_are_not_a_list(rules) -> None:
     with pytest.raises(ShardingRuleError, match="logical rules are .* Give a list of .name, axes"):
-        logical_axis_rules(rules).__enter__()
+        logical_axis_rules({"batch": "x"}).__enter__()
 
 
 # ------------------------------------------------------------------ the context
@@ -210,8 +204,6 @@ def test_rules_are_read_when_the_context_starts() -> None:
     with logical_axis_rules(rules):
         rules[0][1].append("y")
         assert resolve_names(("a",)) == P("x")
-    with pytest.raises(ShardingRuleError, match="logical rule 0, 'a', is not a pair"):
-        logical_axis_rules(["a"]).__enter__()
 
 
 def test_rules_do_not_reach_other_threads() -> None:
@@ -248,14 +240,6 @@ def test_flax_is_not_loaded(monkeypatch) -> None:
         monkeypatch.delitem(sys.modules, name)
     assert current_logical_rules() is None
     assert "flax" not in sys.modules
-
-
-def test_names_without_a_rule_are_told_with_their_dims() -> None:
-    rules = read_logical_rules([("a", "x"), ("n", None)])
-    assert lost_axes(("a", "b", None, ("c", "n"), U), rules, {"x": 2}) == [
-        "'b' has no logical rule.",
-        "'c' has no logical rule.",
-    ]
 
 
 # ------------------------------------------------------------------ constraints by names
@@ -296,5 +280,3 @@ def test_names_that_do_not_resolve_are_listed_by_path(mesh: Mesh) -> None:
     message = str(error.value)
     assert "a: ('batch', 'batch'): 'batch' occurs twice" in message
     assert "b: 'bacth' is not a logical name of PartitionAxis. Did you mean 'batch'?" in message
-    with pytest.raises(SpecError, match="a: .'batch', 'batch'. is a tuple of logical names, and"):
-        ts.with_sharding_constraint(tree, names, mesh)

@@ -91,32 +91,6 @@ def test_no_optimizer_of_optax_is_missing() -> None:
 # ------------------------------------------------------------------ kinds of parameters
 
 
-class Attention(eqx.Module):
-    q: eqx.nn.Linear
-    act: Any
-    scale: float
-
-
-def attention() -> Attention:
-    return eqx.filter_eval_shape(
-        lambda: Attention(eqx.nn.Linear(8, 16, key=jax.random.key(0)), jax.nn.gelu, 0.5)
-    )
-
-
-@pytest.mark.parametrize(("by", "optimizer"), [("the arrays", "sm3"), ("the whole module", "adam")])
-def test_equinox_modules_of_which_only_arrays_are_optimized(by, optimizer) -> None:
-    model = attention()
-    arrays, _ = eqx.partition(model, lambda x: isinstance(x, jax.ShapeDtypeStruct))
-    state = jax.eval_shape(getattr(optax, optimizer)(0.1).init, arrays)
-    params = arrays if by == "the arrays" else model
-    specs = jax.tree.map(lambda x: P(*["data", "fsdp"][: getattr(x, "ndim", 0)]), params)
-    state_specs = by_path(state, state_specs_of(state, params, specs))
-    assert state_specs["0/nu/q/weight"] == P("data", "fsdp")
-    if optimizer == "sm3":
-        assert state_specs["0/mu/q/weight/0"] == P("data")
-        assert state_specs["0/mu/q/weight/1"] == P("fsdp")
-
-
 def test_static_fields_whose_comparison_raises() -> None:
     class Odd(eqx.Module):
         w: Any

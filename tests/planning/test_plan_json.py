@@ -39,9 +39,6 @@ def planned(rules: Any = None, tree: Any = None, mesh: Any = MESH) -> ts.Plan:
                 min_size=0)  # fmt: skip
 
 
-# ------------------------------------------------------------------ round trips
-
-
 def test_a_plan_survives_a_round_trip() -> None:
     decided = planned()
     back = ts.Plan.from_json(decided.to_json())
@@ -134,9 +131,6 @@ def test_logical_names_that_were_read_are_not_resolved_again() -> None:
     assert str(back) == str(decided)
     with pytest.raises(ts.FormatError, match=NO_RULES_IN_JSON):
         back.on(MESH)
-
-
-# ------------------------------------------------------------------ bad text
 
 
 def text_with(change: Any) -> str:

@@ -317,7 +317,6 @@ def ways_to_check(rules: Any) -> Any:
     yield lambda: match(rules, SMALL, MESH, min_size=9)
     yield ts.plan(SMALL, rules, MESH, min_size=9).check
     yield lambda: ts.init_sharded(init, rules=rules, mesh=mesh, min_size=9)
-    yield lambda: ts.init_sharded(init, rules=rules, mesh=mesh, min_size=9, strict=False)
 
 
 def test_a_spec_that_min_size_leaves_unused_warns_once() -> None:

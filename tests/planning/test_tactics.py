@@ -121,8 +121,6 @@ def test_tactics_that_differ_are_not_equal() -> None:
     assert len({*different, fsdp("a") | replicate(), replicate() | fsdp("a")}) == 7
 
 
-# ------------------------------------------------------------------ boxes
-
 RULES = [("embed", "fsdp"), ("mlp", ("data", "absent")), ("vocab", "fsdp")]
 
 
@@ -137,8 +135,6 @@ def variable(*names: Any, **metadata: Any) -> Any:
 
 IN_BOXES: dict[str, tuple[Any, P]] = {
     "logical": (logical("embed", "mlp"), P("fsdp", "data")),
-    "an axis once": (logical("embed", "vocab"), P("fsdp")),
-    "logical names are no axes": (logical("data", "unknown"), P()),
     "its own rules": (logical("embed", rules=(("embed", "data"),)), P("data")),
     "axes": (linen.Partitioned(struct(8, 8), ("data", None)), P("data")),
     "nnx": (variable("embed", "data"), P("fsdp", "data")),
@@ -182,9 +178,6 @@ def test_names_must_come_before_other_tactics() -> None:
     assert "sharded it as P('fsdp',). Put logical_partitioning first." in notes[0].why
 
 
-# ------------------------------------------------------------------ called directly
-
-
 def test_a_tactic_called_directly(monkeypatch, mesh) -> None:
     monkeypatch.setenv("MIN_SHARDING_SIZE", "8")
     assert fsdp("fsdp")(P("data"), MESH, "w", np.zeros((2, 4))) == P("data", "fsdp")
@@ -211,9 +204,6 @@ def test_bad_axes(unchecked) -> None:
         fsdp(3)  # pyright: ignore
     with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
         fsdp("data", min_size=1.5)  # pyright: ignore
-
-
-# ------------------------------------------------------------------ the threshold of a call
 
 
 def test_the_threshold_of_a_call_or_else_of_the_environment(monkeypatch) -> None:
