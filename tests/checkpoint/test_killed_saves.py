@@ -1,6 +1,5 @@
 """kill -9 of any process at any moment of a save loses no saved checkpoint."""
 
-import json
 import os
 from pathlib import Path
 
@@ -11,10 +10,8 @@ from tests.multiprocess.killed_saves_checks import KEPT
 from tests.multiprocess.states import differing
 from treeshard.checkpoint import restore, verify
 
-SOAK = bool(os.environ.get("TREESHARD_SOAK"))  # `make soak`
-KILLS, KILLS_OF_ONE = (300, 300) if SOAK else (8, 4)
-# Of a few kills, by chance, most may come before or after the writing.
-LEAST = 1 / 4 if SOAK else 0
+# Of two processes and of one; many in `make soak`.
+KILLS, KILLS_OF_ONE = (300, 300) if os.environ.get("TREESHARD_SOAK") else (8, 4)
 
 
 @pytest.fixture(scope="module")
@@ -32,28 +29,6 @@ def killed(directory: Path) -> launcher.Verdicts:
 @pytest.mark.parametrize("check", launcher.checks_of(killed_saves_checks))
 def test_killed(check: str, killed: launcher.Verdicts) -> None:
     killed.assert_passed(check)
-
-
-def test_processes_were_killed_during_saves(
-    killed: launcher.Verdicts, directory: Path, record_property
-) -> None:
-    one = json.loads((directory / "run-of-one.json").read_text())
-    record_property("killed alone", ", ".join(f"{n} {name}" for name, n in one.items()))
-    assert one["in all"] == one["process 0"] == KILLS_OF_ONE
-    assert one["while it wrote"] > LEAST * KILLS_OF_ONE
-    counts = json.loads((directory / "run.json").read_text())
-    record_property("processes killed", ", ".join(f"{n} {name}" for name, n in counts.items()))
-    assert counts["in all"] == KILLS
-    assert min(counts["process 0"], counts["process 1"]) > KILLS / 10
-    assert counts["while it wrote"] > LEAST * KILLS
-
-
-def test_some_writers_met_another_one(
-    killed: launcher.Verdicts, directory: Path, record_property
-) -> None:
-    counts = json.loads((directory / "at-once.json").read_text())
-    record_property("writers refused", ", ".join(f"{n} {name}" for name, n in counts.items()))
-    assert counts["while another wrote"]
 
 
 @pytest.mark.parametrize("name", ["run", "run-of-one", "run-left"])

@@ -3,16 +3,15 @@
 args: how many of two processes are killed, and how many that run alone.
 """
 
-import json
 import random
 import time
-from collections import Counter
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
 from pathlib import Path
 
 import treeshard as ts
+from tests.helpers import files_in
 from tests.multiprocess.forked import Forked, Say
 from tests.multiprocess.states import RULES, differing, host_state, like, state_at
 from tests.multiprocess.worker import Context
@@ -63,24 +62,19 @@ def check_a_process_alone_that_is_killed_again_and_again(context: Context) -> No
 def kill_again_and_again(context: Context, name: str, kills: int, processes: int) -> None:
     draw = random.Random(kills)
     run = context.directory / name
-    counts = Counter[str]({"in all": 0, "while it wrote": 0})
-    counts.update({f"process {i}": 0 for i in range(processes)})
-    latest = 0
+    latest = while_it_wrote = 0
     how = {"processes": processes, "devices": 4 // processes}
     for i in range(kills):
-        victim = draw.randrange(processes)
         body = partial(run_on, run, MESHES[i % 2], None)
         log = context.directory / f"{name}-{i}.log"
         with Forked(body, log, heartbeat=60, **how) as pair:
-            saved = kill_during_a_save(pair, victim, draw, latest)
-        there = [path.name for path in run.iterdir()]
+            saved = kill_during_a_save(pair, i // 2 % processes, draw, latest)
+        while_it_wrote += any(TEMPORARY in path.name for path in run.iterdir())
         latest = latest_of(run)
         assert latest >= saved
-        counts["in all"] += 1
-        counts[f"process {victim}"] += 1
-        counts["while it wrote"] += any(TEMPORARY in name for name in there)
     resume(context, name, latest, MESHES[kills % 2], 1, **how)
-    (context.directory / f"{name}.json").write_text(json.dumps(counts))
+    # Of a few kills, by chance, most may come before or after the writing.
+    assert while_it_wrote > (kills / 4 if kills > 100 else 0)
 
 
 def kill_during_a_save(pair: Forked, victim: int, draw: random.Random, latest: int) -> int:
@@ -144,39 +138,28 @@ def save_each(where: Path, who: int, index: int, say: Say) -> None:
 def check_one_of_several_writers_saves(context: Context) -> None:
     where = context.directory / "at-once"
     where.mkdir()
-    refused = Counter[str]({"while another wrote": 0, "since another had": 0})
+    log = context.directory / "at-once.log"
+    paths = met = 0
     with ExitStack() as held:
-        log = context.directory / "at-once.log"
         writers = [
             held.enter_context(Forked(partial(save_each, where, who), log, processes=1))
             for who in range(WRITERS)
         ]
         for writer in writers:
             writer.hear("0 ready")
-        paths = 0
-        while paths < PATHS or (not refused["while another wrote"] and paths < AT_MOST):
-            refused += refusals_at(where, paths, writers)
+        while paths < PATHS or (not met and paths < AT_MOST):
+            (where / f"go-{paths}").touch()
+            heard = [writer.hear("0") for writer in writers]
+            winner = heard.index("saved")
+            assert not differing(restore(where / f"step_{paths}"), winner)
+            there = f"There is already a checkpoint at {where}/step_{paths}"
+            for said in heard[:winner] + heard[winner + 1 :]:
+                at_work = "another run is writing here: " in said
+                assert at_work or there in said, said
+                met += at_work
             paths += 1
         (where / "end").touch()
         assert [writer.wait() for writer in writers] == [[0]] * WRITERS
-    left = sorted(path.name for path in where.iterdir())
+    assert met
     made = [f"{name}{i}" for i in range(paths) for name in ("go-", "step_")]
-    assert left == sorted([*made, "end"])
-    assert sum(refused.values()) == paths * (WRITERS - 1)
-    (context.directory / "at-once.json").write_text(json.dumps(refused))
-
-
-def refusals_at(where: Path, i: int, writers: list[Forked]) -> Counter[str]:
-    """One of the writers saves to a path; counts why the others did not."""
-    (where / f"go-{i}").touch()
-    heard = [writer.hear("0") for writer in writers]
-    (winner,) = [who for who, said in enumerate(heard) if said == "saved"]
-    assert not differing(restore(where / f"step_{i}"), winner)
-    refused = Counter[str]()
-    for said in heard:
-        if said != "saved":
-            at_work = "another run is writing here: " in said
-            there = f"There is already a checkpoint at {where}/step_{i}" in said
-            assert at_work or there, said
-            refused["while another wrote" if at_work else "since another had"] += 1
-    return refused
+    assert files_in(where) == sorted([*made, "end"])

@@ -82,11 +82,31 @@ def launch(
     """
     several = [modules] if isinstance(modules, ModuleType) else modules
     names = ",".join(module.__name__ for module in several)
-    for last in (False, True):  # somebody may take the port between its choice and its use
-        verdicts = _launch_once(names, directory, processes, devices, args, timeout, env, prefixes)
-        if last or not any("address already in use" in log.lower() for log in verdicts.logs):
-            return verdicts
-    raise AssertionError("not reached")
+    directory.mkdir(parents=True, exist_ok=True)
+    logs = [directory / f"process-{i}.log" for i in range(processes)]
+    reports = [directory / f"process-{i}.jsonl" for i in range(processes)]
+
+    def launch_once() -> Verdicts:
+        port = free_port()
+        started = []
+        try:
+            for i in range(processes):
+                reports[i].unlink(missing_ok=True)
+                where = map(str, (port, i, processes, devices, directory))
+                worker = [*PYTHON, "-m", "tests.multiprocess.worker", names, *where, *args]
+                command = [*prefixes.get(i, ()), *worker]
+                started.append(start(command, logs[i], {**QUICK_COMPILES, **env}))
+            wait_for_all(started, timeout)
+        finally:
+            end(started)
+        codes = [process.returncode for process in started]
+        texts = [log.read_text(errors="replace") for log in logs]
+        return Verdicts(codes, texts, [_read(report) for report in reports])
+
+    verdicts = launch_once()
+    if any("address already in use" in log.lower() for log in verdicts.logs):
+        return launch_once()  # somebody took the port between its choice and its use
+    return verdicts
 
 
 def tests_of(*modules: ModuleType, **options: Any) -> tuple[Any, Any]:
@@ -104,39 +124,6 @@ def tests_of(*modules: ModuleType, **options: Any) -> tuple[Any, Any]:
         request.getfixturevalue(name).assert_passed(check)
 
     return launched, test
-
-
-def _launch_once(
-    modules: str,
-    directory: Path,
-    processes: int,
-    devices: int,
-    args: Sequence[str],
-    timeout: float,
-    env: Mapping[str, str],
-    prefixes: Mapping[int, Sequence[str]],
-) -> Verdicts:
-    directory.mkdir(parents=True, exist_ok=True)
-    logs = [directory / f"process-{i}.log" for i in range(processes)]
-    reports = [directory / f"process-{i}.jsonl" for i in range(processes)]
-    for report in reports:
-        report.unlink(missing_ok=True)
-    port = free_port()
-    started = []
-    try:
-        for i in range(processes):
-            where = [str(port), str(i), str(processes), str(devices), str(directory)]
-            python = [*prefixes.get(i, ()), *PYTHON]
-            command = [*python, "-m", "tests.multiprocess.worker", modules, *where, *args]
-            started.append(start(command, logs[i], {**QUICK_COMPILES, **env}))
-        wait_for_all(started, timeout)
-    finally:
-        end(started)
-    return Verdicts(
-        [process.returncode for process in started],
-        [log.read_text(errors="replace") for log in logs],
-        [_read(report) for report in reports],
-    )
 
 
 def _read(report: Path) -> dict[str, str]:

@@ -1,6 +1,5 @@
 """Moves trees to meshes of several processes and back; on one process too, for comparison."""
 
-import os
 from typing import Any
 
 import jax
@@ -17,10 +16,6 @@ from treeshard._core.arrays import region_of
 from treeshard._core.processes import exchange
 from treeshard._placement.transport import CHUNK_BYTES
 
-jax.config.update("jax_numpy_dtype_promotion", "strict")
-jax.config.update("jax_numpy_rank_promotion", "raise")
-
-SOAK = "TREESHARD_SOAK" in os.environ
 compiles: list[str] = []
 
 
@@ -83,12 +78,6 @@ def assert_structs(tree: dict[str, Any], expected: dict[str, Any]) -> None:
             assert tree[name] == jax.ShapeDtypeStruct(x.shape, x.dtype), name
         else:
             assert tree[name] is x, name
-
-
-def live_bytes() -> int:
-    """The bytes of all arrays on the devices of this process."""
-    arrays = [s.data for x in jax.live_arrays() for s in x.addressable_shards]
-    return sum({x.unsafe_buffer_pointer(): x.nbytes for x in arrays}.values())
 
 
 # ------------------------------------------------------------------ there and back
@@ -154,42 +143,6 @@ def check_large_leaves_go_in_pieces(context: Context) -> None:
         (assert_same if to in ("all", context.index) else assert_structs)(got, tree)
 
 
-def check_random_trees_meshes_and_receivers(context: Context) -> None:
-    random = np.random.default_rng(0)  # the same on every process
-    for _ in range(5 if SOAK else 3):
-        mesh, other = random_mesh(random, 8), random_mesh(random, int(random.choice([2, 4, 8])))
-        tree = {f"{i}": random_leaf(random) for i in range(random.integers(1, 5))}
-        specs = [{name: random_spec(random, x.ndim) for name, x in tree.items()} for _ in "ab"]
-        placed = ts.shard(tree, specs[0], mesh)
-        to = random.choice([-1, *range(context.count)])
-        got = ts.gather(placed, to="all" if to < 0 else int(to))
-        (assert_same if to in (-1, context.index) else assert_structs)(got, tree)
-        if len({d.process_index for d in other.devices.flat}) == 1 < context.count:
-            continue  # the arrays would be local to one process
-        moved = ts.reshard(placed, specs[1], other)
-        for name, x in tree.items():
-            for shard in moved[name].addressable_shards:
-                assert bits(shard.data) == bits(x[shard.index]), (name, specs[1], other)
-        assert_same(ts.gather(ts.reshard(moved, specs[0], mesh)), tree)
-
-
-def random_mesh(random: np.random.Generator, count: int) -> Mesh:
-    devices = np.array(jax.devices())[random.permutation(8)[:count]]
-    return Mesh(devices.reshape(2, -1), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
-
-
-def random_leaf(random: np.random.Generator) -> np.ndarray:
-    shape = [8 * int(random.choice([1, 2, 5, 30])) for _ in range(random.integers(0, 4))]
-    dtype = random.choice(["float32", "bfloat16", "int4", "uint2", "bool", "complex64"])
-    return random.integers(0, 2, shape).astype(dtype)
-
-
-def random_spec(random: np.random.Generator, rank: int) -> P:
-    where = random.integers(-1, rank, 2) if rank else (-1, -1)  # of each axis, -1 for nowhere
-    axes = list(zip(random.permutation(["data", "fsdp"]), where, strict=True))
-    return P(*(tuple(str(axis) for axis, dim in axes if dim == d) for d in range(rank)))
-
-
 def check_a_constraint_places_arrays_and_waits_for_nobody_on_own_devices(context: Context) -> None:
     placed = ts.with_sharding_constraint(arange(16, 8), P("fsdp"), mesh_2d())
     np.testing.assert_array_equal(ts.gather(placed), arange(16, 8))
@@ -214,16 +167,6 @@ def check_placing_compiles_nothing_and_gathering_one_program_per_distance(contex
     ts.gather(placed, to=0)
     list(ts.iter_gather(placed, to=0))
     assert len(compiles) == before
-
-
-def check_data_in_flight_takes_a_few_chunks_on_devices(context: Context) -> None:
-    x = np.ones((64, 2**18), np.float32)  # 64 MiB
-    placed = {"a": ts.shard(x, P(("data", "fsdp")), mesh_2d())}
-    before = live_bytes()
-    for _, leaf in ts.iter_gather(placed, to=0):
-        assert live_bytes() - before <= 3 * CHUNK_BYTES
-        assert isinstance(leaf, np.ndarray) == (context.index == 0)
-    assert placed["a"]._npy_value is None
 
 
 def check_replicas_are_not_sent(context: Context) -> None:
@@ -339,7 +282,7 @@ def check_resharding_between_specs_and_meshes(context: Context) -> None:
     auto = (AxisType.Auto,)
     meshes = {
         "other axes": Mesh(devices, ("fsdp",), axis_types=auto),
-        "other order": Mesh(devices[::-1], ("fsdp",), axis_types=auto),
+        "other order": Mesh(devices[[5, 2, 7, 0, 1, 6, 3, 4]], ("fsdp",), axis_types=auto),
         "across": mesh_across(),
         "two devices": Mesh(devices[[0, -1]], ("fsdp",), axis_types=auto),
         "the first process": Mesh(jax.local_devices(process_index=0), ("fsdp",), axis_types=auto),

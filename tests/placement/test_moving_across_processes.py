@@ -4,7 +4,6 @@ Moves are the same checks on 1 x 8 and 4 x 2 devices, between a trainer's mesh a
 """
 
 import math
-import os
 import sys
 
 import pytest
@@ -38,12 +37,6 @@ four, test_four_processes = launcher.tests_of(
 three, test_three_processes_that_disagree = launcher.tests_of(
     disagreeing_checks, skipping_checks, processes=3, devices=2
 )
-if os.environ.get("TREESHARD_SOAK"):
-    two, test_two_processes = launcher.tests_of(*ON_LINUX, moving_checks, env=launcher.EXACT_MEMORY)
-    two_skip, test_two_processes_that_skip = launcher.tests_of(skipping_checks, devices=1)
-    four_skip, test_four_processes_that_skip = launcher.tests_of(
-        skipping_checks, processes=4, devices=1
-    )
 
 
 # ------------------------------------------------------------------ what needs no processes
