@@ -78,14 +78,6 @@ def check_a_late_process_is_named_and_gets_the_error_too(context: Context) -> No
     assert_out_of_step("save /runs/7")
 
 
-def check_a_process_that_skipped_a_call_is_told_at_its_next(context: Context) -> None:
-    with arriving_last(context, 1, "skipped"), pytest.raises(ProcessError) as told:
-        exchange("save" if context.index else "gather", b"", timeout=20 if context.index else 0.1)
-    says = ["did not arrive within 0.1 s", "gather on process 0; save on process 1"]
-    assert says[context.index] in str(told.value)
-    assert_out_of_step("gather")
-
-
 def assert_out_of_step(first: str) -> None:
     """Every later call raises at once and names the first that failed, on all processes."""
     began = time.monotonic()
@@ -98,19 +90,6 @@ def assert_out_of_step(first: str) -> None:
         assert str(told.value).endswith("; start the run again, from its last checkpoint.")
     assert time.monotonic() - began < 1
     start_again()
-
-
-def check_an_error_on_one_process_is_raised_on_all(context: Context) -> None:
-    kind = OSError if context.index == 1 else ProcessError
-    with pytest.raises(kind, match="the disk is gone"), together("save", timeout=20):
-        lose_the_disk(context.index == 1)
-    with together("save", timeout=20):
-        lose_the_disk(False)
-
-
-def lose_the_disk(really: bool) -> None:
-    if really:
-        raise OSError("the disk is gone")
 
 
 def check_an_agreed_call_ends_although_another_one_failed(context: Context) -> None:

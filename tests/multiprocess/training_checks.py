@@ -163,27 +163,6 @@ def check_a_new_form_on_one_process_names_the_absent(context: Context) -> None:
             step(state, batch[:8])
 
 
-def check_batches_of_known_shapes_that_differ_give_no_numbers(context: Context) -> None:
-    """In the last step each process has seen all shapes before, and its arrays are in place."""
-    state, plan = initialised()
-    step = jit_step(train_step, plan, donate=False)
-
-    def part(rows: int) -> jax.Array:
-        return ts.from_process_local(batches()[0][:rows], P(("data", "fsdp")), plan.mesh)
-
-    rows = [8 // context.count * n for n in (1, 2, 4)]
-    losses = {n: step(state, part(n))[1] for n in rows}
-    with counted() as exchanges:
-        for n in (rows[2], rows[2], rows[0], rows[0]):
-            assert step(state, part(n))[1] == losses[n]
-        assert exchanges() == 1  # where the shape changes
-    step(state, part(rows[1]))
-    text = error_of(lambda: step(state, part(rows[0] if context.index else rows[2])))
-    assert text.startswith("jit_step: the processes have passed batches of other shapes"), text
-    assert f"float32[{rows[2]},16] on process 0" in text, text
-    assert f"float32[{rows[0]},16] on process 1" in text, text
-
-
 def check_another_step_on_one_process_is_told_before_its_state_is_read(context: Context) -> None:
     """Both programs exchange the same sizes, so that they run together, and mix their numbers."""
     mesh = ts.make_mesh("data=2,fsdp=-1")
