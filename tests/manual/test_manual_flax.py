@@ -119,18 +119,6 @@ def test_a_linen_box_keeps_its_other_axes(mesh: Mesh) -> None:
     jax.eval_shape(f, jnp.ones((16, 16)))
 
 
-def test_linen_gets_what_another_axis_shards_without_its_box(mesh: Mesh) -> None:
-    dense = manual.shard_module_params(nn.Dense, "fsdp")(8, use_bias=False)
-
-    def apply(kernel: jax.Array, x: jax.Array) -> jax.Array:
-        box = nn.Partitioned(kernel, names=("fsdp", "data"))
-        return dense.apply({"params": {"kernel": box}}, x)
-
-    in_specs = (P("fsdp", "data"), P("fsdp"))
-    f = jax.shard_map(apply, mesh=mesh, in_specs=in_specs, out_specs=P("fsdp", "data"))
-    assert jax.eval_shape(f, jnp.ones((8, 16)), X).shape == (16, 16)
-
-
 @checks
 def test_an_nnx_model_through_its_state(mesh: Mesh, check_vma: bool) -> None:
     model = nnx.Sequential(

@@ -165,6 +165,24 @@ def test_it_constrains_and_changes_no_value_in(case: str, context: str, kind: st
     np.testing.assert_array_equal(np.asarray(got), want)
 
 
+@pytest.mark.usefixtures("quick_compiles")
+@pytest.mark.parametrize("execute", [jax.jit, lambda f: f], ids=["jit", "at-once"])
+@pytest.mark.parametrize("context", ["set_mesh", "mesh-argument"])
+def test_under_vmap_two_explicit_axes_and_one_auto_axis_stay(context: str, execute: Any):
+    kinds = {"data": "explicit", "tensor": "explicit", "fsdp": "auto"}
+    mesh = ts.make_mesh("data=2,tensor=2,fsdp=2", axis_types=kinds)
+    enter, constrain = CONTEXTS[context]
+    cube = np.arange(512, dtype=np.float32).reshape(8, 8, 8)
+    x = jax.device_put(cube, NamedSharding(mesh, P("data")))
+    with enter(mesh):
+        constrained = jax.vmap(
+            lambda row: constrain(mesh, row * 2, P("tensor", "fsdp")), spmd_axis_name="data"
+        )
+        got = execute(constrained)(x)
+    assert got.sharding == NamedSharding(mesh, P("data", "tensor", "fsdp"))
+    np.testing.assert_array_equal(np.asarray(got), cube * 2)
+
+
 def test_an_abstract_mesh_in_a_trace_uses_the_devices_of_the_inputs(mesh: Mesh):
     def f(x: Any) -> Any:
         with use_abstract_mesh(mesh.abstract_mesh):
@@ -564,16 +582,6 @@ def test_unshard_of_an_axis_that_no_spec_names(mesh: Mesh):
     assert [str(w.message) for w in caught] == [
         "unshard: no spec names the axis 'fdsp', so nothing is gathered. Did you mean 'fsdp'?"
     ]
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("specs", [BOTH, None])
-def test_unshard_of_no_axis(specs: Any, mesh: Mesh):
-    with (
-        jax.set_mesh(mesh),
-        pytest.raises(TypeError, match="unshard: 3 is int; axis names are a string"),
-    ):
-        ts.unshard(SQUARE, specs, 3)  # pyright: ignore
 
 
 # ------------------------------------------------------------------ laws

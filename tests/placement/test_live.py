@@ -52,7 +52,7 @@ def test_the_same_specs_on_another_mesh(tree: dict[str, Any]) -> None:
     assert extract_shardings(in_host_memory, other).memory_kind == "pinned_host"
 
 
-def test_specs_that_do_not_fit_another_mesh(mesh: Mesh, tree: dict[str, Any]) -> None:
+def test_specs_that_do_not_fit_another_mesh(tree: dict[str, Any]) -> None:
     with pytest.raises(ts.UnknownAxisError) as caught:
         extract_shardings(tree, ts.make_mesh("fsdp=8"))
     lines = str(caught.value).splitlines()
@@ -62,8 +62,6 @@ def test_specs_that_do_not_fit_another_mesh(mesh: Mesh, tree: dict[str, Any]) ->
         " axis 'data'. It has fsdp=8."
     )
     assert lines[2].startswith("  w: float32[8,4] as P('data', 'fsdp') on the mesh (fsdp=8): the")
-    with pytest.raises(ts.SpecError, match=r"the array: float32\[4\] as P\('fsdp',\) on the mesh"):
-        extract_shardings(shard(np.ones(4), P("fsdp"), mesh), ts.make_mesh("fsdp=8"))
 
 
 def test_structs_have_the_sharding_they_were_made_with(mesh: Mesh) -> None:
