@@ -23,6 +23,7 @@ from tests.training.gradient_programs import (
     step_of,
 )
 from treeshard import manual, training
+from treeshard._trace.uses import is_last_step
 from treeshard.communication import Collective, collectives
 from treeshard.communication._collectives import with_steps_joined
 
@@ -168,6 +169,19 @@ def test_a_step_by_dims_is_as_planned() -> None:
     assert all(row.count == row.planned_count for row in compared.rows)
     assert {row.axes for row in compared.rows} == {("fsdp",)}
     assert {role.name for role in step.roles(plan.structs, x).values()} == {"trained"}
+
+
+@pytest.mark.parametrize(
+    ("groups", "is_last"),
+    [
+        (None, True),
+        ([[0, 2, 4, 6], [1, 3, 5, 7]], True),
+        ([[0, 1], [2, 3], [4, 5], [6, 7]], False),
+        ([[0, 2], [1, 3], [4, 6], [5, 7]], False),
+    ],
+)
+def test_the_last_step_of_a_gather_is_between_the_farthest(groups: Any, is_last: bool) -> None:
+    assert is_last_step(groups) == is_last
 
 
 def scatter(size: int, part: tuple[int, int]) -> Collective:
