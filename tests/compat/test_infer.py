@@ -34,9 +34,6 @@ def message_of(tree: Any, strategy: Any, mesh: Any = MESH) -> str:
     return str(raised.value)
 
 
-# ------------------------------------------------------------------ big_vision
-
-
 class Inconsistent(Exception):
     """What big_vision refuses, or JAX does of what it returns."""
 
@@ -126,9 +123,6 @@ def test_the_threshold_of_fsdp_is_in_bytes() -> None:
     assert specs(tree, [(".*", tactic)]) == [dict.fromkeys("abc", P("data"))] * 12
 
 
-# ------------------------------------------------------------------ users' ops
-
-
 @pytest.fixture
 def last() -> Any:
     @register_op
@@ -181,9 +175,6 @@ def test_scalars_need_no_pattern() -> None:
     assert shardings == dict.fromkeys(["step", "lr", "key", "scalar"], whole) | {"none": None}
 
 
-# ------------------------------------------------------------------ boxes
-
-
 def test_a_sharding_replaces_a_box() -> None:
     box = linen.LogicallyPartitioned(struct(8, 8), ("embed", "mlp"))
     tree = {
@@ -206,26 +197,6 @@ def test_a_box_around_nothing_or_a_tree() -> None:
     tree = {"empty": linen.Partitioned(None, ("data",)), "two": two}
     shardings = ts.infer_sharding(tree, [("two/a", "fsdp('data', 0)"), (".*", "replicate")], MESH)
     assert jax.tree.structure(shardings) == jax.tree.structure(tree)
-
-
-def test_jit_takes_the_shardings_of_boxes(mesh) -> None:
-    class Model(linen.Module):
-        @linen.compact
-        def __call__(self, x):
-            init = linen.with_logical_partitioning(linen.initializers.ones, ("embed", "mlp"))
-            return linen.Dense(16, kernel_init=init, use_bias=False)(x)
-
-    def init():
-        return Model().init(jax.random.key(0), np.ones((1, 8), "float32"))
-
-    with linen.logical_axis_rules([("embed", "data"), ("mlp", "fsdp")]):
-        shardings = ts.infer_sharding(jax.eval_shape(init), [(".*", "logical_partitioning")], mesh)
-    for make in (init, lambda: linen.unbox(init())):
-        kernel = jax.tree.leaves(jax.jit(make, out_shardings=shardings)())[0]
-        assert kernel.sharding.spec == P("data", "fsdp")
-
-
-# ------------------------------------------------------------------ bad input
 
 
 def test_unmatched_leaves_are_replicated_with_one_warning() -> None:

@@ -10,8 +10,6 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 
-# ------------------------------------------------------------------ making
-
 
 @pytest.mark.parametrize(
     ("axes", "shape"),
@@ -76,9 +74,6 @@ def test_simulate_devices_rejects_a_late_call() -> None:
         ts.simulate_devices(0)
 
 
-# ------------------------------------------------------------------ the one in force
-
-
 def shape_in_force() -> dict[str, int] | None:
     found = ts.get_incontext_mesh(raise_error=False)
     return None if found is None else dict(found.shape)
@@ -128,9 +123,6 @@ def test_inside_shard_map_the_mesh_has_manual_axes(mesh) -> None:
     ).trace(jnp.zeros(2))
     assert isinstance(seen[0], AbstractMesh)
     assert set(seen[0].manual_axes) == {"data"}
-
-
-# ------------------------------------------------------------------ sizes
 
 
 def test_sizes_of_axes(mesh) -> None:
@@ -195,8 +187,6 @@ def test_axes_that_are_not_bound_are_rejected(ask, mesh) -> None:
     with pytest.raises(TypeError, match="axis names are"):
         ask(3)
 
-
-# ------------------------------------------------------------------ meshes as text
 
 X = np.arange(64, dtype=np.float32).reshape(8, 8)
 TAKE_TEXT = {

@@ -4,37 +4,20 @@ import dataclasses
 from collections import OrderedDict
 from typing import NamedTuple
 
-import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import nnx
 
 import treeshard as ts
 from treeshard import leaf_paths
-from treeshard._core.paths import nested, paths_of
+from treeshard._core.paths import nested, pair, paths_of
 
 
 class Pair(NamedTuple):
     first: int
     second: int
-
-
-@jax.tree_util.register_pytree_node_class
-class ByIndex:
-    """A node registered without keys."""
-
-    def __init__(self, *children) -> None:
-        self.children = children
-
-    def tree_flatten(self):
-        return self.children, None
-
-    @classmethod
-    def tree_unflatten(cls, _, children):
-        return cls(*children)
 
 
 @jax.tree_util.register_dataclass
@@ -51,10 +34,8 @@ CASES = {
     "list and tuple": ([1, (2, 3)], ["0", "1/0", "1/1"]),
     "namedtuple": (Pair(1, 2), ["first", "second"]),
     "dataclass": (Fields(1, 2), ["a", "b"]),
-    "no keys": ({"x": ByIndex(1, 2)}, ["x/0", "x/1"]),
     "None is not a leaf": ({"a": None, "b": 1}, ["b"]),
     "colliding": ({"a/b": 1, "a": {"b": 2}}, ["a/b", "a/b"]),
-    "equinox": (eqx.nn.Linear(2, 2, key=jax.random.key(0)), ["weight", "bias"]),
     "optax": (
         optax.adam(1e-3).init({"w": jnp.zeros(2)}),
         ["0/count", "0/mu/w", "0/nu/w"],
@@ -63,7 +44,6 @@ CASES = {
         {"kernel": nn.Partitioned(jnp.zeros(2), ("data",)), "bias": 0},
         ["bias", "kernel"],
     ),
-    "nnx variable": ({"w": nnx.Param(jnp.zeros(2))}, ["w"]),
     "box around a tree": (
         {"w": nn.Partitioned({"x": 1, "y": 2}, ("data",))},
         ["w/x", "w/y"],
@@ -92,6 +72,11 @@ def test_named_tree_map_with_more_trees() -> None:
     assert mapped["b"] == [("b.0", 2, "y"), ("b.1", 3, {"deep": "z"})]
     with pytest.raises(ValueError, match="b"):
         ts.named_tree_map(lambda *_: None, tree, {"a": 1, "c": 2})
+
+
+def test_leaves_that_share_a_path_are_paired_in_their_order() -> None:
+    pairs = pair([("w", 1), ("a", 2), ("w", 3)], [("w", 4), ("v", 5)])
+    assert pairs == [("w", 1, 4), ("a", 2, None), ("w", 3, None), ("v", None, 5)]
 
 
 @pytest.mark.parametrize(

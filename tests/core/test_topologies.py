@@ -75,9 +75,6 @@ def test_a_missing_compiler_names_the_extra(monkeypatch) -> None:
             ts.make_mesh("fsdp=-1", topology=text)
 
 
-# ------------------------------------------------------------------ slices
-
-
 def _in_slices(slices: int, devices: int = 8) -> list[SimpleNamespace]:
     return [SimpleNamespace(slice_index=i * slices // devices) for i in range(devices)]
 

@@ -137,9 +137,6 @@ def test_paths_are_not_read_as_markup(capsys: pytest.CaptureFixture[str], tmp_pa
         assert "$x_1$ <b> :smile: \\" in shown
 
 
-# ------------------------------------------------------------------ the picture
-
-
 def words(svg: Path) -> str:
     texts = ElementTree.parse(svg).iter("{http://www.w3.org/2000/svg}text")
     return " ".join("".join(text.itertext()).replace("\xa0", " ") for text in texts)
@@ -208,9 +205,6 @@ def test_another_kind_of_file(plan: ts.Plan, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# ------------------------------------------------------------------ what cannot be drawn
-
-
 def test_there_are_no_arrays_to_draw() -> None:
     for x in ("plan", {"call": jax.nn.relu}):
         message = f"draw: there are no arrays in this {type(x).__name__}. Pass"
@@ -231,9 +225,6 @@ def test_rich_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
             "draw needs rich. Install it with `pip install 'treeshard[show]'`."
         )
     assert list(tmp_path.iterdir()) == []
-
-
-# ------------------------------------------------------------------ notebooks
 
 
 def test_a_notebook_shows_the_text(monkeypatch: pytest.MonkeyPatch) -> None:

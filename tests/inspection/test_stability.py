@@ -90,15 +90,6 @@ def test_numbers_and_weak_types() -> None:
     assert said(jnp.ones(2), jnp.ones(3)) == ["w: shape (2,) -> (3,)"]
 
 
-def test_keys_are_compared_too(mesh: Mesh) -> None:
-    keys = jax.random.split(jax.random.key(0), 8)
-    split = ts.shard(keys, P("fsdp"), mesh)
-    assert said(split, split) == []
-    assert said(keys, split)[0] == "w: sharding one device (uncommitted) -> P('fsdp',)"
-    other = jax.random.split(jax.random.key(0, impl="rbg"), 8)
-    assert said(keys, other) == ["w: dtype key<fry> -> key<rbg>"]
-
-
 def test_leaves_that_are_not_arrays(mesh: Mesh) -> None:
     assert said("adam", "sgd") == ["w: value 'adam' -> 'sgd'"]
     assert said(jax.nn.relu, jax.nn.relu) == []
@@ -140,9 +131,6 @@ def test_repeated_layers_are_folded(mesh: Mesh) -> None:
 def test_traced_leaves_are_an_error() -> None:
     with pytest.raises(ts.SpecError, match="w: it is traced, and has no sharding yet."):
         jax.eval_shape(lambda x: bool(ts.diff_shardings({"w": x}, {"w": x})), jnp.ones(2))
-
-
-# ------------------------------------------------------------------ steps
 
 
 @jax.jit
