@@ -37,6 +37,7 @@ BATCH = {
     "label": RNG.integers(0, CLASSES, ROWS).astype("int32"),
     # More of the last rows count, so that parts of the batch differ.
     "mask": (RNG.random(ROWS) < np.linspace(0.1, 0.9, ROWS)).astype("float32"),
+    "partner": RNG.permutation(ROWS).astype("int32"),
 }
 RULES = [("w", P("fsdp")), ("out", P(None, "fsdp")), (".*", None)]
 TENSOR = [("w", P("fsdp", "tensor")), ("out", P("tensor", "fsdp")), (".*", None)]
@@ -59,18 +60,44 @@ def masked(p: Any, b: Any) -> Any:
     return jnp.sum(errors(p, b) * b["mask"]) / jnp.sum(b["mask"])
 
 
+def root(p: Any, b: Any) -> Any:
+    return jnp.sqrt(jnp.mean(errors(p, b)))
+
+
 def added_up(p: Any, b: Any) -> Any:
     return jnp.sum(errors(p, b)) / 10
+
+
+def unbiased(p: Any, b: Any) -> Any:
+    return jnp.sum(errors(p, b)) / (len(b["x"]) - 1)
 
 
 def penalised(p: Any, b: Any) -> Any:
     return jnp.mean(errors(p, b)) + jnp.sum(p["w"] ** 2) / len(b["x"])
 
 
+def relative(p: Any, b: Any) -> Any:
+    return jnp.mean(errors(p, b)) / jnp.mean(b["y"] ** 2)
+
+
 def batch_norm(p: Any, b: Any) -> Any:
     h = b["x"] @ p["w"]
     h = (h - h.mean(0, keepdims=True)) / jnp.sqrt(h.var(0, keepdims=True) + 1e-3)
     return jnp.mean((jnp.tanh(h) @ p["out"] - b["y"]) ** 2)
+
+
+def variance(p: Any, b: Any) -> Any:
+    return jnp.mean(jax.nn.relu(1 - jnp.sqrt(hidden(p, b["x"]).var(0) + 1e-4)))
+
+
+def by_softmax(p: Any, b: Any) -> Any:
+    each = errors(p, b)
+    return jnp.sum(jax.lax.stop_gradient(jax.nn.softmax(each)) * each)
+
+
+def window_of_numpy(p: Any, b: Any) -> Any:
+    """An array that NumPy makes while JAX traces has as many rows as it is told."""
+    return jnp.mean(errors(p, b) * np.hanning(len(b["x"])).astype("float32"))
 
 
 def meta(p: Any, b: Any) -> Any:
@@ -100,6 +127,23 @@ def hardest(p: Any, b: Any) -> Any:
     return jnp.mean(jax.lax.top_k(errors(p, b), 6)[0])
 
 
+def median(p: Any, b: Any) -> Any:
+    return jnp.median(errors(p, b))
+
+
+def first_rows(p: Any, b: Any) -> Any:
+    return jnp.mean(errors(p, b)[:4])
+
+
+def partners(p: Any, b: Any) -> Any:
+    h = hidden(p, b["x"])
+    return jnp.mean(h * h[b["partner"]])
+
+
+def cumulated(p: Any, b: Any) -> Any:
+    return jnp.mean(jnp.cumsum(hidden(p, b["x"]), 0) ** 2) / ROWS
+
+
 def groups(p: Any, b: Any) -> Any:
     return jnp.max(jax.ops.segment_sum(errors(p, b), b["label"], CLASSES))
 
@@ -109,9 +153,10 @@ def over_rows(p: Any, b: Any) -> Any:
     return jnp.sum(jax.lax.scan(step, jnp.zeros(WIDTH), b["x"])[0])
 
 
-TYPED = (mean, masked, added_up, penalised, batch_norm, meta, clipped_backward)
+TYPED = (mean, masked, root, added_up, unbiased, penalised, relative, batch_norm, variance)
+TYPED += (by_softmax, window_of_numpy, meta, clipped_backward)
 # On Explicit axes JAX has no types for what these do with rows that are split.
-UNTYPED = (contrastive, hardest, groups, over_rows)
+UNTYPED = (contrastive, hardest, median, first_rows, partners, cumulated, groups, over_rows)
 
 
 def in_a_step(losses: Any, axes: str, kind: str = "auto", rules: Any = RULES) -> tuple[Any, Any]:

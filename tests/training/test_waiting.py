@@ -103,13 +103,18 @@ OTHER_USES: dict[str, Callable[[Any, Any], Any]] = {
         lambda w, x: x @ w, out_sharding=P()
     )(w, x),
     "some rows": lambda w, x: w.at[jnp.arange(5)].get(out_sharding=P()),
+    "one row": lambda w, x: ts.lookup(w, 3),
+    "rows of another number": lambda w, x: ts.lookup(w, jnp.arange(5)),
     "repeat": lambda w, x: jnp.repeat(w, 2, 1, out_sharding=P()),
     "scatter": lambda w, x: jnp.zeros((WIDTH, WIDTH)).at[jnp.arange(WIDTH)].add(w),
     "stack": lambda w, x: jnp.stack([w, 2 * w]),
     "the same for all rows": lambda w, x: jnp.ones((3, WIDTH)) @ w,
     "its own square": lambda w, x: w.T @ w,
     "a whole batch": lambda w, x: ts.with_sharding_constraint(x, P()) @ w,
+    "cumsum": lambda w, x: jnp.cumsum(w, 1),
+    "norm": lambda w, x: w / jnp.sqrt(jnp.sum(w**2)),
     "cast": lambda w, x: w.astype("bfloat16").astype("float32"),
+    "where": lambda w, x: jnp.where(w > 0, w, 0.1 * w),
     "one layer": lambda w, x: x @ w.reshape(WIDTH, 4, -1)[:, 0],
     "branches": lambda w, x: jax.lax.cond(jnp.sum(x) > 0, lambda: x @ w, lambda: 2 * (x @ w)),
 }
