@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from tests.helpers import assert_same
-from tests.multiprocess.worker import Context, error_of
+from tests.multiprocess.worker import Context, error_of, start_again
 from treeshard._core import meetings, processes
 from treeshard.training import _batch, init_sharded, jit_step
 
@@ -161,6 +161,45 @@ def check_a_new_form_on_one_process_names_the_absent(context: Context) -> None:
     if not context.index:  # comes too late to what process 1 gave up
         with pytest.raises(ts.ProcessError, match="jit_step"):
             step(state, batch[:8])
+
+
+def check_batches_of_known_shapes_that_differ_give_no_numbers(context: Context) -> None:
+    """In the last step each process has seen all shapes before, and its arrays are in place."""
+    state, plan = initialised()
+    step = jit_step(train_step, plan, donate=False)
+    full, specs = batches()[0], P(("data", "fsdp"))
+
+    def part(rows: int, dtype: str = "float32") -> jax.Array:
+        return ts.from_process_local(full[:rows].astype(dtype), specs, plan.mesh)
+
+    rows = [8 // context.count * n for n in (1, 2, 4)]
+    losses = {n: step(state, part(n))[1] for n in rows}
+    with counted() as exchanges:
+        for n in (rows[2], rows[2], rows[0], rows[0]):
+            assert step(state, part(n))[1] == losses[n]
+        assert exchanges() == 1  # where the shape changes
+    step(state, part(rows[1]))
+
+    if context.index:  # alone
+        with mock.patch.object(_batch, "TIMEOUT", 1.0), pytest.raises(ts.ProcessError) as told:
+            step(state, part(rows[0]))
+        text = str(told.value)
+        assert f"here is the array: float32[{rows[0]},16]; on process 0," in text, text
+        assert f"float32[{rows[1]},16] since batch" in text, text
+        meetings._broken.clear()  # so that it can join the program of process 0
+    loss = step(state, part(rows[1]))[1]
+    assert loss == losses[rows[1]]  # and not of the rows of process 0 alone
+    start_again()
+    text = error_of(lambda: step(state, part(rows[0] if context.index else rows[2])))
+    assert text.startswith("jit_step: the processes have passed batches of other shapes"), text
+    assert f"float32[{rows[2]},16] on process 0" in text, text
+    assert f"float32[{rows[0]},16] on process 1" in text, text
+    for dtype in ("bfloat16", "float32"):  # which both are known, too
+        step(state, part(rows[2], dtype))
+    step(state, part(rows[0]))
+    text = error_of(lambda: step(state, part(rows[2], "bfloat16" if context.index else "float32")))
+    assert f"float32[{rows[2]},16] on process 0" in text, text
+    assert f"bfloat16[{rows[2]},16] on process 1" in text, text
 
 
 def check_another_step_on_one_process_is_told_before_its_state_is_read(context: Context) -> None:
