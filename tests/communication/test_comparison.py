@@ -1,5 +1,6 @@
 """Programs are compared with their plans, and each difference is explained."""
 
+import os
 from typing import Any
 
 import jax
@@ -29,6 +30,19 @@ EXACT = [
     ("transformer", "jit", "fsdp=8", False, False),
     ("conv", "hand", "data=4,fsdp=2", False, False),
 ]
+if os.environ.get("TREESHARD_SOAK"):  # `make soak`
+    EXACT = [
+        (name, *way[:1], axes, *way[1:])
+        for name in ("mlp", "transformer", "conv")
+        for axes in ("fsdp=8", "data=2,fsdp=4", "data=4,fsdp=2", "pod=2,data=2,fsdp=2")
+        for way in (
+            ("hand", False, False),
+            ("hand", True, False),
+            ("hand", True, True),
+            ("jit", False, False),
+            ("jit", True, True),
+        )
+    ]
 
 
 @pytest.mark.parametrize(("name", "way", "axes", "scan", "remat"), EXACT)
