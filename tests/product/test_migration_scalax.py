@@ -106,7 +106,11 @@ def test_step(ours) -> None:
 
     state = init(jax.random.key(0))
     plan = ts.plan(state, RULES, row.mesh, min_size=0)
-    check_step(ours(step=train, plan=plan), plan, train, state, np.arange(8, dtype=np.float32))
+    batch = np.arange(8, dtype=np.float32)
+    step = ours(step=train, plan=plan)
+    check_step(step, plan, train, state, batch)
+    with pytest.raises(ts.SpecError, match="v: the plan has no such array"):
+        step(ts.shard(init(jax.random.key(0)), plan) | {"v": jnp.ones(4)}, batch)
 
 
 @row('with_sharding_constraint(x, PS("dp"))')

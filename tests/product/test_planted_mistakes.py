@@ -353,6 +353,11 @@ CASES = {
     "batch over data only, specs": Case(
         HSDP, "batch=P", {"batch": P("data"), "loss": constrained_as(P("data"))}
     ),
+    "batch over fsdp only": Case(
+        HSDP,
+        "batch-not-split: 'data' shards neither the state nor the batch",
+        {"batch": P("fsdp"), "loss": constrained_as(P("fsdp"))},
+    ),
     "optimizer state replicated": Case(
         HSDP,
         "opt/",
