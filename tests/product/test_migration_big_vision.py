@@ -201,6 +201,5 @@ def test_step(ours) -> None:
 
     state = {"w": jax.random.normal(jax.random.key(0), (8, 16))}
     plan = ts.plan(state, [("w", P(None, "data"))], row.mesh, min_size=0)
-    check_step(
-        ours(update_fn=update_fn, plan=plan), plan, update_fn, state, np.ones((8, 8), np.float32)
-    )
+    batch = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+    check_step(ours(update_fn=update_fn, plan=plan), plan, update_fn, state, batch)
