@@ -399,9 +399,10 @@ class _Comparison:
         if coarse:
             worst, some = percent(max(coarse.values())), ", ".join(fold_paths(coarse))
             self._note(_SEES_LITTLE.format(worst=worst, paths=some))
-        ran = [layout for layout in chosen if layout.name not in self.raised]
-        if any(self.findings.values()) and self._averages_parts(ran[0]):
-            self._note(_MEAN_OF_PARTS)
+        if any(self.findings.values()):
+            first, *_ = self.layouts.values()  # of those that ran
+            if self._averages_parts(first):
+                self._note(_MEAN_OF_PARTS)
         return Report(
             what,
             tuple(map(str, chosen)),
