@@ -11,7 +11,6 @@ import fcntl
 import os
 import platform
 import re
-import shutil
 import stat
 import time
 import weakref
@@ -21,7 +20,6 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import jax
 
@@ -94,36 +92,6 @@ def make_directory(path: os.PathLike[str]) -> None:
             flush(folder.parent)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be created: {error.strerror}.") from None
-
-
-def remove_tree(directory: PathLike) -> None:
-    """Removes a directory and all that is in it, however deep.
-
-    `shutil.rmtree` recurses before Python 3.13, and so fails for 1,000 nested directories. Here
-    each directory is first moved to the top, where its path is not too long for the system either.
-    """
-    top = Path(directory)
-    if top.is_symlink():
-        raise OSError(errno.ELOOP, f"{top} is a link, and what it refers to is not removed")
-    folders = [top]
-    for folder in folders:  # which grows
-        with os.scandir(folder) as entries:
-            inside = list(entries)
-        for entry in inside:
-            if entry.is_dir(follow_symlinks=False):
-                # A new name: what was interrupted here may have left others.
-                new = top / f"{uuid4().hex}.to-be-removed"
-                try:
-                    folders.append(Path(entry.path).rename(new))
-                except OSError as error:
-                    if error.errno != errno.EXDEV:  # of a lower layer of an overlay
-                        raise
-                    shutil.rmtree(entry.path)
-            else:
-                os.unlink(entry.path)
-        if folder is not top:
-            folder.rmdir()
-    top.rmdir()
 
 
 # ------------------------------------------------------------------ shared directories

@@ -45,9 +45,10 @@ def summed(x: Any) -> Any:
     return jax.sharding.reshard(x, with_types(spec, (), spec.reduced)) if spec.unreduced else x
 
 
-# What may be done with values that are `reduced`, and with gradients that wait. JAX 0.10 to 0.12
-# have no rules for some other operations, and wrong ones for more: in `jnp.stack`, in `auto_axes`,
-# inside `jax.checkpoint`, gradients come out 2 or 8 times too large, or one device's alone.
+# What may be done with values that are `reduced`, and with gradients that wait. For most other
+# operations JAX has no rule, and raises. For some it has a wrong one, and gradients come out 2 or 8
+# times too large: in JAX 0.10 to 0.12 in `auto_axes`, and so in `x.at[i].get(out_sharding=)` and
+# `jnp.repeat`; in JAX 0.12 inside `jax.checkpoint`.
 _BODIES = {"cond", "custom_jvp_call", "custom_vjp_call", "jit", "remat2", "scan", "shard_map"}
 _MOVES = {"copy", "reshape", "reshard", "slice", "dynamic_slice", "squeeze", "transpose"}
 _OF_REDUCED = {*_BODIES, *_MOVES, "convert_element_type", "dot_general"}

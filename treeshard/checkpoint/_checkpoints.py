@@ -27,7 +27,6 @@ from treeshard._disk.files import (
     check_mark,
     make_directory,
     new_mark,
-    remove_tree,
     tell_removed,
 )
 from treeshard.checkpoint._paths import (
@@ -388,6 +387,6 @@ def _lock(directory: epath.Path, held: ExitStack) -> Lock | None:
 
 def _remove(old: epath.Path) -> None:
     try:
-        remove_tree(old) if is_local(old) else old.rmtree()
+        old.rmtree()
     except OSError as error:
         warn(f"{old} cannot be removed: {error}.")

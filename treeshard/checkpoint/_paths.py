@@ -17,7 +17,7 @@ from etils import epath
 from etils.epath.backend import fsspec_backend
 
 from treeshard._core.arguments import check_path
-from treeshard._disk.files import Lock, PathLike, file_path, lock_of_killed, remove_tree
+from treeshard._disk.files import Lock, PathLike, file_path, lock_of_killed
 from treeshard.errors import CheckpointError, DamagedError, counted, did_you_mean, warn
 
 ARRAYS, TABLE = "state", "leaves"  # the parts of a checkpoint
@@ -339,7 +339,7 @@ def sweep(path: epath.Path, *, half_removed: bool = False) -> dict[str, int | No
         if left.name.startswith(f"{path.name}{TEMPORARY}") and left.is_dir():
             size = _bytes_in(left)
             with suppress(OSError):
-                remove_tree(left)
+                left.rmtree()
                 removed[left.name] = size
     return removed
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.tree_util import tree_leaves
 
-from treeshard._core.arrays import data_of, has_shape, is_key, map_shards, second_handle
+from treeshard._core.arrays import data_of, has_shape, is_key, map_shards, to_read
 from treeshard._core.mesh import axis_sizes
 from treeshard._core.paths import PyTree, leaf_paths, shared_names
 from treeshard._core.spec_trees import Misfit
@@ -206,7 +206,7 @@ def _as_stored(x: Any) -> jax.Array | np.ndarray:
         x = np.asarray(x)
         x = x.astype(x.dtype.newbyteorder("="), copy=False)
     elif jax.process_count() > 1 and x.is_fully_addressable:
-        x = np.asarray(second_handle(x))  # each process has a copy: process 0 stores its own
+        x = np.asarray(to_read(x))  # each process has a copy: process 0 stores its own
     stored = stored_dtype(np.dtype(x.dtype))
     return x if stored == x.dtype else _viewed_as(x, stored)
 

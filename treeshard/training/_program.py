@@ -6,7 +6,6 @@ state that comes back with another structure or sharding and compile again for i
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +24,7 @@ from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import PlanInForce, plan_in_force
 from treeshard.errors import SpecError, StateError, listed, warn
 from treeshard.training._batch import BatchPlacement
-from treeshard.training._pitfalls import equations, warn_of_device_puts
+from treeshard.training._pitfalls import warn_of_device_puts
 from treeshard.training._type_errors import explaining_types
 
 StepFn = Callable[[Any, Any], tuple[Any, Any]]
@@ -89,13 +88,11 @@ class Program:
 
     def _traced(self, state: "_Named", data: list[Any]) -> jax.stages.Traced:
         if self._in_force.waits:
-            with suppress(Exception):
-                traced = self.run.trace(state, data)
-                from treeshard._placement.reduced import loses_sums
+            from treeshard.training._waiting import right_trace
 
-                if not loses_sums(equations(traced.jaxpr.jaxpr)):
-                    return traced
-            # JAX has no types for all that can be done with weights whose gradients wait.
+            traced = right_trace(self.run, state, data)
+            if traced is not None:
+                return traced
             self._in_force = replace(self._in_force, waits=False)
             self._jit()
         with explaining_types(self._placement.mesh, self._in_force):

@@ -8,7 +8,6 @@ leaves that are used so are found by tracing, and reduced where they are used.
 
 import re
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from typing import Any
 
 import jax
@@ -47,21 +46,22 @@ def by_waiting(
         structure.append(StaticSplit(leaves, treedef))
         return value, structure[-1].dynamic(leaves), grads
 
-    def with_waiting(chosen: Collection[int]) -> tuple[Any, list[Any], list[Any]]:
+    def with_waiting(chosen: Collection[int]) -> tuple[Any, list[Any], list[Any]] | None:
         typed = list(arrays)
         for i in chosen:
             typed[i] = waiting_over(arrays[i], _not_splitting(rows, arrays[i]))
         # What was traced before an error is dropped with this `jit`. It is not inlined: JAX would
         # give all its equations the line of this call.
         traceable = jax.jit(run)
-        traced = traceable.trace(typed)  # JAX keeps it for the call, as long as this is alive
-        if loses_sums(equations(traced.jaxpr.jaxpr)):
-            raise TypeError("JAX has no right rule for one of the uses")
-        return traceable(typed)
+        traced = right_trace(traceable, typed)  # JAX keeps it for the call, while this is alive
+        return None if traced is None else traceable(typed)
 
     can_wait = {i for i, x in enumerate(arrays) if x.ndim > 1 and _not_splitting(rows, x)}
-    others = lambda: can_wait - _in_sums(run, arrays, paths)  # noqa: E731
-    value, aux, grads = _with_most(can_wait, others, with_waiting, lambda: run(arrays))
+    result = with_waiting(can_wait) if can_wait else None
+    if can_wait and result is None:
+        likely = can_wait - _in_sums(run, arrays, paths)
+        result = with_waiting(likely) if likely else None
+    value, aux, grads = run(arrays) if result is None else result
     if not summed_later.value:
         grads = [summed(x) for x in grads]
     return value, structure[-1].combine(aux), grads
@@ -72,22 +72,17 @@ def _not_splitting(rows: Sequence[str], x: Any) -> list[str]:
     return [axis for axis in rows if axis not in split]
 
 
-def _with_most(
-    can_wait: Collection[int],
-    likely: Callable[[], Collection[int]],
-    trace: Callable[[Collection[int]], Any],
-    plain: Callable[[], Any],
-) -> Any:
-    """What `trace` returns for all that can wait; else for those that likely can; else `plain()`,
-    which raises if it is the loss that is wrong."""
-    if can_wait:
-        for choose in (lambda: can_wait, likely):
-            # JAX refuses a use of a type that waits by errors of many classes, NotImplementedError
-            # and AssertionError among them. `plain` computes the same without such types, or raises
-            # what the loss itself raises.
-            with suppress(Exception):
-                return trace(choose())
-    return plain()
+def right_trace(traceable: Any, *arguments: Any) -> jax.stages.Traced | None:
+    """Traces a function of values that are `reduced`; `None` if JAX has no rules for its types.
+
+    The caller then computes the same without such types. This raises what the function itself
+    raises, and not in the handler of an error, as Python would show both.
+    """
+    try:
+        traced = traceable.trace(*arguments)
+    except Exception:  # of many classes, NotImplementedError and AssertionError among them
+        return None
+    return None if loses_sums(equations(traced.jaxpr.jaxpr)) else traced
 
 
 # ------------------------------------------------------------------ which weights can wait
@@ -151,13 +146,10 @@ def _is_gathered(eqn: Any) -> bool:
 
 def accumulated_by_waiting(accumulate: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
     """Sums of gradients and metrics over minibatches, summed over devices after all of them."""
-    # As in `_with_most`: what fails here for its types is computed without them, and what fails for
-    # another reason fails again; not in the handler of an error, as Python would show both.
-    with suppress(Exception), summed_later(True):
+    with summed_later(True):
         traceable = jax.jit(accumulate)
-        traced = traceable.trace()
-        if loses_sums(equations(traced.jaxpr.jaxpr)):
-            raise TypeError("JAX has no right rule for what is done with the sums")
-        grads, metrics = traceable()
-        return jax.tree.map(summed, grads), metrics
+        traced = right_trace(traceable)  # JAX keeps it for the call, while this is alive
+        if traced is not None:
+            grads, metrics = traceable()
+            return jax.tree.map(summed, grads), metrics
     return accumulate()  # what is done with them in each pass has no type
