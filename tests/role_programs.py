@@ -1,7 +1,7 @@
 """Steps whose leaves have other roles than their names and shapes say, for several test files.
 
-Each is an ordinary program with `unshard` where a layer begins: averages of the weights, frozen
-parts, experts, loops over time, two optimizers, a target network.
+Each is an ordinary program with `unshard` where a layer begins: experts, loops over time, two
+optimizers, a target network, averages of the weights, frozen layers.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
+from tests.training.gradient_programs import in_passes
 
 WIDTH, LAYERS, ROWS, EXPERTS, TIME = 64, 2, 64, 4, 6
 
@@ -56,20 +57,22 @@ def _trained(
     rules: Any,
     roles: dict[str, str],
     optimizer: optax.GradientTransformation | None = None,
+    differentiate: Callable[..., Any] | None = None,
 ) -> Program:
     """A step of one optimizer, by default Adam, whose state is only updated."""
     if optimizer is None:
         optimizer, roles = optax.adam(1e-3), {"opt/": "updated only", **roles}
-    is_explicit = AxisType.Explicit in mesh.axis_types
+    if differentiate is None:
+        # On Explicit axes this one adds up the gradients of all uses first.
+        is_explicit = AxisType.Explicit in mesh.axis_types
+        differentiate = ts.training.value_and_grad if is_explicit else jax.value_and_grad
 
     def start(key: jax.Array) -> Any:
         params = init(key)
         return {"params": params, "opt": optimizer.init(params)}
 
     def step(state: Any, batch: Any) -> tuple[Any, Any]:
-        # On Explicit axes this one adds up the gradients of all uses first.
-        of = ts.training.value_and_grad if is_explicit else jax.value_and_grad
-        value, grads = of(loss)(state["params"], batch)
+        value, grads = differentiate(loss)(state["params"], batch)
         updates, opt = optimizer.update(grads, state["opt"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
 
@@ -101,49 +104,6 @@ def _loss(params: Any, batch: Any) -> jax.Array:
 
 
 BATCH = {"x": struct(ROWS, WIDTH), "y": struct(ROWS, WIDTH)}
-
-
-def average(mesh: Any) -> Program:
-    optimizer = optax.adamw(1e-3)
-
-    def init(key: jax.Array) -> Any:
-        params = _mlp(key)
-        return {"params": params, "ema": params, "opt": optimizer.init(params)}
-
-    def step(state: Any, batch: Any) -> tuple[Any, Any]:
-        loss, grads = jax.value_and_grad(_loss)(state["params"], batch)
-        updates, opt = optimizer.update(grads, state["opt"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
-        ema = jax.tree.map(lambda e, p: 0.99 * e + 0.01 * p, state["ema"], params)
-        return {"params": params, "ema": ema, "opt": opt}, loss
-
-    roles = {"params/": "trained", "ema/": "updated only", "opt/": "updated only"}
-    return _made(mesh, init, step, BATCH, roles)
-
-
-def lora(mesh: Any) -> Program:
-    """Low-rank factors on a frozen base."""
-    optimizer = optax.adam(1e-3)
-
-    def init(key: jax.Array) -> Any:
-        base = _mlp(key)
-        factors = {name: {"a": _dense(key, WIDTH, 8), "b": jnp.zeros((8, WIDTH))} for name in base}
-        return {"base": base, "lora": factors, "opt": optimizer.init(factors)}
-
-    def step(state: Any, batch: Any) -> tuple[Any, Any]:
-        def loss(factors: Any) -> jax.Array:
-            x = batch["x"]
-            for name in sorted(state["base"]):
-                layer, low = ts.unshard(state["base"][name]), ts.unshard(factors[name])
-                x = jnp.tanh(x @ layer["w"] + (x @ low["a"]) @ low["b"] + layer["b"][None])
-            return jnp.mean((x - batch["y"]) ** 2)
-
-        value, grads = jax.value_and_grad(loss)(state["lora"])
-        updates, opt = optimizer.update(grads, state["opt"])
-        return {**state, "lora": optax.apply_updates(state["lora"], updates), "opt": opt}, value
-
-    roles = {"base/": "frozen", "lora/": "trained", "opt/": "updated only"}
-    return _made(mesh, init, step, BATCH, roles)
 
 
 # ------------------------------------------------------------------ experts
@@ -259,11 +219,9 @@ def gru(mesh: Any) -> Program:
 
 def accumulated_layers(mesh: Any) -> Program:
     """Gradients of two minibatches, of layers in a scan that are computed again."""
-    optimizer = optax.adam(1e-3)
 
     def init(key: jax.Array) -> Any:
-        params = {"w": _dense(key, LAYERS, WIDTH, WIDTH), "b": jnp.zeros((LAYERS, WIDTH))}
-        return {"params": params, "opt": optimizer.init(params)}
+        return {"w": _dense(key, LAYERS, WIDTH, WIDTH), "b": jnp.zeros((LAYERS, WIDTH))}
 
     def loss(params: Any, batch: Any) -> jax.Array:
         @jax.checkpoint
@@ -274,27 +232,10 @@ def accumulated_layers(mesh: Any) -> Program:
         x, _ = jax.lax.scan(layer, batch["x"], params)
         return jnp.mean((x - batch["y"]) ** 2)
 
-    def step(state: Any, batch: Any) -> tuple[Any, Any]:
-        gradients = ts.training.value_and_grad(loss)
-
-        def of_minibatch(batch: Any, key: Any) -> tuple[Any, Any]:
-            value, grads = gradients(state["params"], batch)
-            return grads, value
-
-        grads, value = ts.training.accumulate_gradients(
-            of_minibatch, batch, 2, axis_names=("data", "fsdp")
-        )
-        updates, opt = optimizer.update(grads, state["opt"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
-
-    return _made(
-        mesh,
-        init,
-        step,
-        BATCH,
-        {"params/": "trained", "opt/": "updated only"},
-        [("w$", P(None, "fsdp")), (".*", None)],
-    )
+    rules = [("w$", P(None, "fsdp")), (".*", None)]
+    in_two = lambda loss: in_passes(loss, ("data", "fsdp"), 2)  # noqa: E731
+    roles = {"params/": "trained"}
+    return _trained(mesh, init, loss, BATCH, rules, roles, differentiate=in_two)
 
 
 # ------------------------------------------------------------------ several optimizers
@@ -307,17 +248,15 @@ def muon(mesh: Any) -> Program:
 
 
 def actor_and_critic(mesh: Any) -> Program:
-    """An actor, a critic and its target network, which follows it."""
+    """An actor, a critic, the target network that the critic follows, and an average of it. The
+    actor's loss and a test use the critic that was just updated."""
     optimizer = optax.adam(1e-3)
 
     def init(key: jax.Array) -> Any:
         actor, critic = _mlp(key), _mlp(jax.random.split(key)[0])
-        return {
-            "actor": actor,
-            "critic": critic,
-            "target": jax.tree.map(jnp.copy, critic),
-            "opts": {"actor": optimizer.init(actor), "critic": optimizer.init(critic)},
-        }
+        opts = {"actor": optimizer.init(actor), "critic": optimizer.init(critic)}
+        critics = {"critic": critic, "target": critic, "average": critic}
+        return {"actor": actor, "opts": opts, **critics}
 
     def updated(name: str, grads: Any, state: Any) -> tuple[Any, Any]:
         updates, opt = optimizer.update(grads, state["opts"][name])
@@ -329,53 +268,25 @@ def actor_and_critic(mesh: Any) -> Program:
         def critic_loss(critic: Any) -> jax.Array:
             return jnp.mean((_apply(critic, batch["x"]) - aim) ** 2)
 
-        def actor_loss(actor: Any) -> jax.Array:
-            return -jnp.mean(_apply(state["critic"], _apply(actor, batch["x"])))
-
         value, grads = jax.value_and_grad(critic_loss)(state["critic"])
         critic, critic_opt = updated("critic", grads, state)
+
+        def actor_loss(actor: Any) -> jax.Array:
+            return -jnp.mean(_apply(critic, _apply(actor, batch["x"])))
+
         actor, actor_opt = updated("actor", jax.grad(actor_loss)(state["actor"]), state)
-        target = optax.incremental_update(critic, state["target"], 0.005)
+        critics = {
+            "critic": critic,
+            "target": optax.incremental_update(critic, state["target"], 0.005),
+            "average": optax.incremental_update(critic, state["average"], 0.01),
+        }
         opts = {"actor": actor_opt, "critic": critic_opt}
-        return {"actor": actor, "critic": critic, "target": target, "opts": opts}, value
+        return {"actor": actor, "opts": opts, **critics}, (value, _loss(critic, batch))
 
     roles = {
         "actor/": "trained",
         "critic/": "trained",
         "target/": "used, updated",
-        "opts/": "updated only",
-    }
-    return _made(mesh, init, step, BATCH, roles)
-
-
-def critic_first(mesh: Any) -> Program:
-    """An actor whose loss uses the critic that was just updated, and that is averaged after."""
-    optimizer = optax.adam(1e-3)
-
-    def init(key: jax.Array) -> Any:
-        actor, critic = _mlp(key), _mlp(jax.random.split(key)[0])
-        opts = {"actor": optimizer.init(actor), "critic": optimizer.init(critic)}
-        return {"actor": actor, "critic": critic, "average": critic, "opts": opts}
-
-    def step(state: Any, batch: Any) -> tuple[Any, Any]:
-        value, grads = jax.value_and_grad(_loss)(state["critic"], batch)
-        updates, critic_opt = optimizer.update(grads, state["opts"]["critic"])
-        critic = optax.apply_updates(state["critic"], updates)
-
-        def actor_loss(actor: Any) -> jax.Array:
-            return -jnp.mean(_apply(critic, _apply(actor, batch["x"])))
-
-        grads = jax.grad(actor_loss)(state["actor"])
-        updates, actor_opt = optimizer.update(grads, state["opts"]["actor"])
-        actor = optax.apply_updates(state["actor"], updates)
-        average = optax.incremental_update(critic, state["average"], 0.01)
-        value = value, _loss(critic, batch)  # a test of the new weights
-        opts = {"actor": actor_opt, "critic": critic_opt}
-        return {"actor": actor, "critic": critic, "average": average, "opts": opts}, value
-
-    roles = {
-        "actor/": "trained",
-        "critic/": "trained",
         "average/": "updated only",
         "opts/": "updated only",
     }
@@ -384,13 +295,13 @@ def critic_first(mesh: Any) -> Program:
 
 def self_distillation(mesh: Any) -> Program:
     """A teacher that is an average of its student, with a mean over the rows of its outputs; in a
-    jitted function of the user's own."""
+    jitted function of the user's own. The student is below frozen layers."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
     def init(key: jax.Array) -> Any:
         student = _mlp(key)
-        opt = optimizer.init(student)
-        return {"student": student, "teacher": student, "opt": opt, "center": jnp.zeros((1, WIDTH))}
+        models = {"student": student, "teacher": student, "frozen": _mlp(key)}
+        return {**models, "opt": optimizer.init(student), "center": jnp.zeros((1, WIDTH))}
 
     @jax.jit
     def updated(state: Any, grads: Any) -> tuple[Any, Any, Any]:
@@ -402,16 +313,19 @@ def self_distillation(mesh: Any) -> Program:
         aim = _apply(state["teacher"], batch["y"])
 
         def loss(student: Any) -> jax.Array:
-            return jnp.mean((_apply(student, batch["x"]) - aim + state["center"]) ** 2)
+            out = _apply(state["frozen"], _apply(student, batch["x"]))
+            return jnp.mean((out - aim + state["center"]) ** 2)
 
         value, grads = jax.value_and_grad(loss)(state["student"])
         student, opt, teacher = updated(state, grads)
         center = 0.9 * state["center"] + 0.1 * aim.mean(0, keepdims=True)
-        return {"student": student, "teacher": teacher, "opt": opt, "center": center}, value
+        new = {"student": student, "teacher": teacher, "opt": opt, "center": center}
+        return {**state, **new}, value
 
     roles = {
         "student/": "trained",
         "teacher/": "used, updated",
+        "frozen/": "frozen",
         "opt/": "updated only",
         "center": "used, updated",
     }
@@ -419,44 +333,30 @@ def self_distillation(mesh: Any) -> Program:
 
 
 def batch_norm(mesh: Any) -> Program:
-    """A convolutional net with statistics of the batch, and running averages of them."""
-    optimizer = optax.adam(1e-3)
+    """A convolutional net with a mean over the rows of the batch."""
 
     def init(key: jax.Array) -> Any:
-        params = {
+        return {
             "conv": jax.random.normal(key, (3, 3, 8, WIDTH)),
             "scale": jnp.ones(WIDTH),
             "head": _dense(key, WIDTH, WIDTH),
         }
-        running = {"mean": jnp.zeros(WIDTH)}
-        return {"params": params, "running": running, "opt": optimizer.init(params)}
 
-    def step(state: Any, batch: Any) -> tuple[Any, Any]:
-        def loss(params: Any) -> tuple[jax.Array, jax.Array]:
-            params = ts.unshard(params)
-            dims = ("NHWC", "HWIO", "NHWC")
-            x = jax.lax.conv_general_dilated(
-                batch["images"], params["conv"], (1, 1), "SAME", dimension_numbers=dims
-            )
-            mean = x.mean((0, 1, 2))
-            x = jax.nn.relu((x - mean[None, None, None]) * params["scale"][None, None, None])
-            x = x.mean((1, 2))
-            return jnp.mean((x @ params["head"] - batch["y"]) ** 2), mean
-
-        (value, mean), grads = jax.value_and_grad(loss, has_aux=True)(state["params"])
-        updates, opt = optimizer.update(grads, state["opt"])
-        params = optax.apply_updates(state["params"], updates)
-        running = {"mean": 0.9 * state["running"]["mean"] + 0.1 * mean}
-        return {"params": params, "running": running, "opt": opt}, value
+    def loss(params: Any, batch: Any) -> jax.Array:
+        params = ts.unshard(params)
+        dims = ("NHWC", "HWIO", "NHWC")
+        x = jax.lax.conv_general_dilated(
+            batch["images"], params["conv"], (1, 1), "SAME", dimension_numbers=dims
+        )
+        mean = x.mean((0, 1, 2), keepdims=True)
+        x = jax.nn.relu((x - mean) * params["scale"][None, None, None])
+        return jnp.mean((x.mean((1, 2)) @ params["head"] - batch["y"]) ** 2)
 
     batch = {"images": struct(ROWS, 4, 4, 8), "y": struct(ROWS, WIDTH)}
-    roles = {"params/": "trained", "running/": "updated only", "opt/": "updated only"}
-    return _made(mesh, init, step, batch, roles)
+    return _trained(mesh, init, loss, batch, None, {"params/": "trained"})
 
 
 PROGRAMS: dict[str, Callable[[Any], Program]] = {
-    "average": average,
-    "low-rank factors": lora,
     "experts by constraints": experts_by_constraints,
     "experts by hand": experts_by_hand,
     "tied heads": tied_heads,
@@ -464,7 +364,6 @@ PROGRAMS: dict[str, Callable[[Any], Program]] = {
     "accumulated layers": accumulated_layers,
     "muon": muon,
     "actor and critic": actor_and_critic,
-    "critic first": critic_first,
     "self-distillation": self_distillation,
     "batch norm": batch_norm,
 }
