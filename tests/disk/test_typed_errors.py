@@ -88,7 +88,7 @@ def test_leaves_beyond_the_limits_of_the_array_store_are_told_before_arrays_are_
     assert not list(tmp_path.iterdir())
 
 
-def test_more_tensors_than_a_header_may_have_are_not_written(tmp_path: Path, monkeypatch) -> None:
+def test_headers_that_could_not_be_read_are_not_written(tmp_path: Path, monkeypatch) -> None:
     file = tmp_path / "m.safetensors"
     monkeypatch.setattr(untrusted, "MOST_ITEMS", 20)
     with pytest.raises(
@@ -98,4 +98,7 @@ def test_more_tensors_than_a_header_may_have_are_not_written(tmp_path: Path, mon
     many = {f"{i}": TREE["w"] for i in range(20)}
     with pytest.raises(ts.FormatError, match=r"The index would be JSON of about 23 values"):
         save_safetensors(file, many, max_file_size=128)
+    monkeypatch.setattr(untrusted, "MOST_BYTES", 2**10)
+    with pytest.raises(ts.FormatError, match="header would be JSON of 1.0 KiB. At most 1.0 KiB"):
+        save_safetensors(file, {"x" * 10**3: TREE["w"]})
     assert not list(tmp_path.iterdir())

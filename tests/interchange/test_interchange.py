@@ -1,7 +1,6 @@
 """Trees saved to safetensors files and loaded: the same bytes as the safetensors package."""
 
 import os
-import sys
 
 import equinox as eqx
 import hypothesis.strategies as st
@@ -19,7 +18,6 @@ from safetensors.numpy import save_file
 from saved_tensors import blocks, entry, flat, package_bytes, random_array, write_raw
 
 import treeshard as ts
-from treeshard._disk import untrusted
 from treeshard.interchange import _byte_ranges, load_safetensors, save_safetensors
 from treeshard.interchange._format import DTYPES, PACKED
 
@@ -91,7 +89,8 @@ TABLE = {
 @pytest.mark.parametrize(
     ("axes", "which", "most"), [("fsdp=8", 3, None), ("data=2,fsdp=4", 4, 1200)]
 )
-def test_files_go_both_ways(file, tmp_path, axes, which, most) -> None:
+def test_files_go_both_ways(file, tmp_path, monkeypatch, axes, which, most) -> None:
+    monkeypatch.setattr(_byte_ranges, "BLOCK", 64)
     placed_as = {name: NamedSharding(ts.make_mesh(axes), row[which]) for name, row in TABLE.items()}
     tree = {name: random_array(jnp.dtype(row[1]), row[2]) for name, row in TABLE.items()}
     placed = {name: jax.device_put(x, placed_as[name]) for name, x in tree.items()}
@@ -115,16 +114,6 @@ def test_files_go_both_ways(file, tmp_path, axes, which, most) -> None:
             assert np.asarray(piece.data).tobytes() == tree[name][piece.index].tobytes()
 
 
-@pytest.mark.parametrize("spec", [P("fsdp"), P(None, "fsdp")], ids=str)
-def test_large_arrays_are_moved_in_blocks(file, mesh, spec, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(_byte_ranges, "BLOCK", 2**12)
-    tree = {"w": random_array(np.dtype("float32"), (256, 128)), "t": np.ones((300, 150)).T}
-    save_safetensors(file, {"w": ts.shard(tree["w"], spec, mesh), "t": tree["t"]})
-    assert file.read_bytes() == package_bytes(tree, tmp_path)
-    struct = jax.ShapeDtypeStruct((256, 128), "float32", sharding=NamedSharding(mesh, spec))
-    assert_same(load_safetensors(file, {"w": struct, "t": tree["t"]}), flat(tree))
-
-
 def test_short_reads_and_writes_are_continued(file, monkeypatch) -> None:
     pwrite, preadv = os.pwrite, os.preadv
     monkeypatch.setattr(os, "pwrite", lambda f, data, at: pwrite(f, data[:7], at))
@@ -134,21 +123,6 @@ def test_short_reads_and_writes_are_continued(file, monkeypatch) -> None:
     monkeypatch.setattr(os, "preadv", lambda f, into, at: 0)
     with pytest.raises(ts.DamagedError, match="was cut short while it was read"):
         load_safetensors(file)
-
-
-def test_each_tensor_takes_as_many_calls_as_the_last(file) -> None:
-    def calls(count: int) -> int:
-        save_file({f"{i}/w": np.zeros(0, np.float32) for i in range(count)}, file)
-        made: list[str] = []
-        sys.setprofile(lambda frame, event, arg: made.append(event))
-        try:
-            load_safetensors(file)
-        finally:
-            sys.setprofile(None)
-        return len(made)
-
-    none, some, twice = (calls(count) for count in (0, 1000, 2000))
-    assert twice - some == pytest.approx(some - none, rel=0.05)
 
 
 def test_the_header_of_each_file_is_read_once(file, monkeypatch) -> None:
@@ -217,18 +191,6 @@ def test_all_leaves_that_cannot_be_written_are_listed(file) -> None:
     assert "Save `jax.random.key_data(key)`, and turn it back into" in lines[3]
     with pytest.raises(ts.DeletedLeafError):
         save_safetensors(file, gone)
-    assert files_in(file.parent) == []
-
-
-def test_an_invalid_file_size_is_rejected(file) -> None:
-    with pytest.raises(ts.FormatError, match="'5 GBs' is not an amount of memory. Write it"):
-        save_safetensors(file, blocks(), max_file_size="5 GBs")
-
-
-def test_a_header_longer_than_what_is_read_is_not_written(file, monkeypatch) -> None:
-    monkeypatch.setattr(untrusted, "MOST_BYTES", 2**10)
-    with pytest.raises(ts.FormatError, match="header would be JSON of 1.0 KiB. At most 1.0 KiB"):
-        save_safetensors(file, {"x" * 10**3: np.ones(1)})
     assert files_in(file.parent) == []
 
 

@@ -1,8 +1,6 @@
 """Tensors in several files with an index."""
 
 import json
-import os
-import random
 import sys
 from pathlib import Path
 
@@ -31,16 +29,6 @@ def test_several_files_have_the_bytes_of_the_package_and_an_index(file, tmp_path
         assert_same(load_safetensors(tmp_path / which), blocks())
 
 
-def test_each_save_replaces_all_files_of_the_last(file, tmp_path) -> None:
-    (tmp_path / "model-of-mine.safetensors").touch()
-    for count, most in [(5, 2000), (5, 900), (4, 400), (3, 900), (2, None)]:
-        save_safetensors(file, blocks(count), max_file_size=most)
-        assert_same(load_safetensors(file), blocks(count))
-        parts = {2000: 1, 900: -(-count // 2), 400: count, None: 1}[most]
-        left = files_in(tmp_path)
-        assert len(left) == (parts + 2 if parts > 1 else 2), left
-
-
 def test_missing_or_ambiguous_files_raise(file, tmp_path) -> None:
     with pytest.raises(ts.CheckpointError, match="cannot be read: .*No such file or directory"):
         load_safetensors(file)
@@ -66,7 +54,7 @@ def rewrite(index: Path, **changes: object) -> None:
     index.write_text(json.dumps(raw))
 
 
-@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "..", "a\0b"])
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "..", "", "a\0b"])
 def test_files_outside_the_directory_are_not_read(index, name, opened) -> None:
     save_safetensors(index.parent.parent / "secret.safetensors", blocks(3))
     rewrite(index, layers_0_w=name)
@@ -92,7 +80,7 @@ def opened():
     listening.clear()
 
 
-def test_an_index_that_contradicts_its_files_is_rejected(index) -> None:
+def test_an_index_that_contradicts_or_lacks_its_files_is_rejected(index) -> None:
     first, second = (f"model-0000{i}-of-00003.safetensors" for i in (1, 2))
     rewrite(index, layers_0_w=second, more=first)
     with pytest.raises(ts.FormatError) as told:
@@ -101,28 +89,23 @@ def test_an_index_that_contradicts_its_files_is_rejected(index) -> None:
     assert headline == f"{index}: 2 tensors are not where the index says:"
     assert f"layers/0/w: the index says {second}, but {first} has it." in facts[0]
     assert f"more: the index says {first}, but none of its files" in facts[1]
-
-
-def test_a_tensor_in_two_files_is_rejected(index) -> None:
-    first, second = (index.parent / f"model-0000{i}-of-00003.safetensors" for i in (1, 2))
-    save_file({"layers/0/w": np.ones(1), "layers/1/w": np.ones(1)}, second)
-    with pytest.raises(ts.FormatError, match=f"{first.name} and {second.name} has it"):
+    save_file({"layers/0/w": np.ones(1), "layers/1/w": np.ones(1)}, index.with_name(second))
+    with pytest.raises(ts.FormatError, match=f"{second} and {first} has it"):
         load_safetensors(index)
-
-
-def test_missing_files_of_the_index_are_named(index) -> None:
-    (index.parent / "model-00002-of-00003.safetensors").unlink()
+    index.with_name(second).unlink()
     with pytest.raises(ts.CheckpointError) as told:
         load_safetensors(index)
     assert f"{index} cannot be read: [Errno 2] No such file or directory" in str(told.value)
-    assert "model-00002-of-00003.safetensors" in str(told.value)
+    assert second in str(told.value)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         (b"{", "is not valid JSON: Expecting property name"),
+        (b"\xff", "is not valid JSON: 'utf-8' codec can't decode"),
         (b"[]", "has no 'weight_map', the file of each tensor."),
+        (b'{"weight_map": {"a": null}}', "has no 'weight_map', the file of each tensor."),
         (b'{"weight_map": {"a": "b", "a": "c"}}', "the key 'a' is repeated"),
     ],
 )
@@ -132,40 +115,3 @@ def test_a_malformed_index_is_rejected(index, text, message) -> None:
         load_safetensors(index)
     assert str(told.value).startswith(str(index))
     assert message in str(told.value)
-
-
-ODD = [None, 3, "", "x", "..", "../secret.safetensors", "/etc/passwd", "a\0", "é" * 300, [], {}]
-PIECES = [b"..", b"/", b"0", b"{", b"}", b"[", b",", b'"', b"\\", b"\xff", b"\\u0000", b": "]
-
-
-def test_fuzzed_indexes_are_rejected_or_read(index, opened) -> None:
-    """No file outside the directory is opened."""
-    draw, text, tree = random.Random(0), index.read_bytes(), load_safetensors(index)
-    names = [*tree, *(path.name for path in index.parent.iterdir())]
-    rejected: list[str] = []
-    read = 0
-    opened.clear()
-    for i in range(1000):
-        if i % 2:
-            damaged = bytearray(text)
-            for _ in range(draw.choice([1, 1, 2, 5])):
-                at = draw.randrange(len(damaged))
-                damaged[at : at + draw.choice([0, 1, 20])] = draw.choice(PIECES)
-        else:
-            raw = json.loads(text)
-            raw["weight_map"][draw.choice(names)] = draw.choice([*ODD, *names])
-            damaged = json.dumps(raw).encode()
-        index.write_bytes(damaged)
-        try:
-            tensors = load_safetensors(index)
-        except (ts.FormatError, ts.CheckpointError) as error:
-            rejected.append(str(error))
-        else:
-            read += 1
-            assert all((x == tree[name]).all() for name, x in tensors.items())
-    about_memory = ("/proc/", "/sys/fs/cgroup/")
-    files = [path for path in map(str, opened) if not path.startswith(about_memory)]
-    assert {os.path.dirname(path) for path in files} == {str(index.parent)}
-    assert all(str(index.parent) in message for message in rejected)
-    assert len(rejected) > 500
-    assert read > 10
