@@ -52,7 +52,7 @@ LAZY: Mapping[str, set[str]] = {
     "treeshard.training": {"training"},  # what few training loops need
     "treeshard.training._accumulation": {"_core", "training"},  # what only Explicit axes, TPUs need
     "treeshard.training._gradients": {"training"},  # what only Explicit axes need
-    "treeshard.training._program": {"_placement"},  # what only Explicit axes need
+    "treeshard.training._program": {"training"},  # what only Explicit axes need
     "treeshard.training._step": {"manual"},
 }
 
