@@ -90,14 +90,14 @@ def dropped(axes: tuple[str, ...]) -> Case:
 
 
 @pytest.mark.parametrize(
-    ("make", "axes", "layouts"),
+    ("make", "axes", "layouts", "draws"),
     [
-        (experts, "data=2,fsdp=4", ("minibatches", "by hand")),
-        (recurrent, "fsdp=8", ("unchecked",)),
-        (dropped, "fsdp=8", ("plan", "unchecked")),
+        (experts, "data=2,fsdp=4", ("minibatches", "by hand"), False),
+        (recurrent, "fsdp=8", ("unchecked",), False),
+        (dropped, "data=2,fsdp=4", ("plan", "unchecked"), True),
     ],
 )
-def test_right_gradients_pass(make: Any, axes: str, layouts: tuple[str, ...]) -> None:
+def test_right_gradients_pass(make: Any, axes: str, layouts: tuple[str, ...], draws: bool) -> None:
     mesh = ts.make_mesh(axes)
     case = make(tuple(mesh.axis_names))
     plan = ts.plan(case.params, RULES, mesh, min_size=0)
@@ -105,6 +105,11 @@ def test_right_gradients_pass(make: Any, axes: str, layouts: tuple[str, ...]) ->
     options = {"layouts": layouts, "by_hand": body, "batch_specs": case.specs}
     report = testing.check_gradients(case.loss, case.params, case.batch, plan, **options)
     assert not [note for note in report.notes if "raised" in note]
+    own = (
+        "unchecked: each device draws its own random numbers; compared with keys folded by"
+        " axis_index(('data', 'fsdp')) on one device"
+    )
+    assert (own in report.notes) == draws
     assert all(error < 0.01 for error in report.visible.values()), report
     assert all(row.keys() == {*layouts} for row in report.cells.values())
 

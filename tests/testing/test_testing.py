@@ -7,7 +7,8 @@ import equinox as eqx
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from helpers import mesh_of
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
@@ -53,11 +54,14 @@ def test_a_changed_plan_fails_with_the_diff_and_how_to_accept_it(stored) -> None
         testing.assert_same_plan(planned(("w", P("fsdp")), mesh="fsdp=8"), stored)
 
 
-def test_a_missing_file_fails_and_is_not_written(tmp_path) -> None:
+def test_a_missing_file_and_one_that_is_not_a_plan(tmp_path) -> None:
     file = tmp_path / "model.json"
     with pytest.raises(AssertionError, match="does not exist. Run this test with TREESHARD_UPDATE"):
         testing.assert_same_plan(planned(), file)
     assert not file.exists()
+    file.write_text("{}")
+    with pytest.raises(ts.errors.FormatError, match="not a plan"):
+        testing.assert_same_plan(planned(), file)
 
 
 def test_the_environment_accepts_a_changed_plan(stored, monkeypatch) -> None:
@@ -69,13 +73,6 @@ def test_the_environment_accepts_a_changed_plan(stored, monkeypatch) -> None:
     testing.assert_same_plan(changed, stored)
     monkeypatch.delenv("TREESHARD_UPDATE_PLANS")
     testing.assert_same_plan(changed, stored)
-
-
-def test_a_file_that_is_not_a_plan(tmp_path) -> None:
-    file = tmp_path / "model.json"
-    file.write_text("{}")
-    with pytest.raises(ts.errors.FormatError, match="not a plan"):
-        testing.assert_same_plan(planned(), file)
 
 
 # ------------------------------------------------------------------ assert_trees_sharded_as
@@ -125,6 +122,8 @@ def test_a_plan_checks_mesh_shape_and_dtype(mesh, fsdp_mesh) -> None:
     for same in (plan, ts.Plan.from_json(plan.to_json(), like=params), plan.shardings):
         testing.assert_trees_sharded_as(placed, same)
     testing.assert_trees_sharded_as(plan.structs, plan)
+    abstract = ts.plan(params, rules, mesh_of(data=2, fsdp=4), min_size=0)
+    testing.assert_trees_sharded_as(placed, abstract)
     other = {
         "w: is on fsdp=8, expected data=2, fsdp=4": ts.shard(params, P("fsdp"), fsdp_mesh),
         "w: is float32[4,8], expected float32[8,8]": placed | {"w": placed["w"][:4]},
@@ -138,46 +137,28 @@ def test_a_plan_checks_mesh_shape_and_dtype(mesh, fsdp_mesh) -> None:
         assert message in str(raised.value)
 
 
-def test_an_axis_of_size_one_makes_no_difference() -> None:
-    mesh = ts.make_mesh("data=1,fsdp=8")
-    x = ts.shard(np.ones((8, 8)), P("fsdp"), mesh)
-    testing.assert_trees_sharded_as(x, P("fsdp", "data"))
-    testing.assert_trees_sharded_as(x, P(("data", "fsdp")))
+def test_one_device_and_an_axis_of_size_one_make_no_difference(mesh) -> None:
+    split = ts.shard(np.ones((8, 8)), P("fsdp"), ts.make_mesh("data=1,fsdp=8"))
+    testing.assert_trees_sharded_as(split, P("fsdp", "data"))
+    testing.assert_trees_sharded_as(split, P(("data", "fsdp")))
     with pytest.raises(
         AssertionError, match="the tree: is P\\('fsdp',\\), expected P\\('data',\\)"
     ):
-        testing.assert_trees_sharded_as(x, P("data"))
-
-
-def test_one_device(mesh) -> None:
+        testing.assert_trees_sharded_as(split, P("data"))
     alone = jax.numpy.ones(8)
     testing.assert_trees_sharded_as(alone, P())
-    with pytest.raises(AssertionError, match="SingleDeviceSharding"):
-        testing.assert_trees_sharded_as(alone, P("fsdp"))
-    with pytest.raises(AssertionError, match="SingleDeviceSharding"):
-        testing.assert_trees_sharded_as(alone, NamedSharding(mesh, P()))
+    for expected in (P("fsdp"), NamedSharding(mesh, P())):
+        with pytest.raises(AssertionError, match="SingleDeviceSharding"):
+            testing.assert_trees_sharded_as(alone, expected)
 
 
-def test_another_structure_fails_as_chex_does(mesh) -> None:
+def test_another_structure_fails_as_chex_does_and_other_leaves_are_refused(mesh) -> None:
     with pytest.raises(ts.errors.UnexpectedShardingError) as raised:
         testing.assert_trees_sharded_as(tree(mesh), {"b": P()})
     assert "[Chex] Assertion assert_trees_all_equal_structs failed" in str(raised.value)
     assert "the expected specs lack 'block', 'c'" in str(raised.value)
-
-
-def test_a_leaf_that_is_not_a_spec_is_a_mistake_in_the_test(mesh) -> None:
     with pytest.raises(ts.SpecError, match="'fsdp' \\(str\\)"):
         testing.assert_trees_sharded_as({"w": tree(mesh)["b"]}, {"w": "fsdp"})
-
-
-def test_an_abstract_plan(mesh) -> None:
-    abstract = AbstractMesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
-    params = {"w": np.ones((8, 8), "float32")}
-    plan = ts.plan(params, [("w", P("fsdp"))], abstract, min_size=0)
-    testing.assert_trees_sharded_as(ts.shard(params, P("fsdp"), mesh), plan)
-
-
-# ------------------------------------------------------------------ the module
 
 
 def test_the_memory_of_arrays_is_compared_where_it_is_said(mesh) -> None:
