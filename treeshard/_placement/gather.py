@@ -107,14 +107,13 @@ def gather_at(
 
 
 def iter_gather(
-    tree: PyTree, *, to: To = "all", progress: bool = False, timeout: float = TIMEOUT
+    tree: PyTree, *, to: To = "all", timeout: float = TIMEOUT
 ) -> Iterator[tuple[str, Any]]:
     """Copies a tree to host memory leaf by leaf, so that only one leaf is in memory at a time.
 
     Args:
         tree: Any pytree. Leaves that are not arrays are skipped.
         to: As in `gather`.
-        progress: As in `gather`.
         timeout: Seconds to wait for other processes, at the call and at each leaf.
 
     Returns:
@@ -123,8 +122,8 @@ def iter_gather(
         stops, the others get a `ProcessError` that names it, at the next leaf that needs it.
 
     Raises:
-        DeletedLeafError, LeafError, ProcessError, DoesNotFitError, ValueError, ImportError: As
-            `gather`, at the call, before the first leaf.
+        DeletedLeafError, LeafError, ProcessError, DoesNotFitError, ValueError: As `gather`, at the
+            call, before the first leaf.
 
     Examples:
         >>> tree = shard({"w": np.arange(8), "name": "mlp"}, P("fsdp"), make_mesh("fsdp=8"))
@@ -137,7 +136,7 @@ def iter_gather(
     call = _Call("iter_gather", tree, leaves, to, processes, timeout, leaf_by_leaf=True)
     read = _reader(call)
     named = list(zip(leaf_paths(tree), leaves, strict=True))
-    return _arrays(with_bar(named, "iter_gather", show=progress), read)
+    return _arrays(named, read)
 
 
 def _arrays(named: Iterable[tuple[str, Any]], read: Iterator[Any]) -> Iterator[tuple[str, Any]]:
