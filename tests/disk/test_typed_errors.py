@@ -10,10 +10,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from treeshard._core.text import parse_spec
 from treeshard._disk import untrusted
 from treeshard.checkpoint import Checkpoints, _array_store, _save, inspect, restore, save
-from treeshard.compat._strategies import parse_strategy
 from treeshard.interchange import save_safetensors
 
 TREE = {"w": np.ones((8, 4), np.float32)}
@@ -43,14 +41,6 @@ def test_a_reader_that_races_keep_reads_the_later_step(tmp_path: Path, monkeypat
     step, tree = reader.restore_latest()
     assert (step, tree["w"].max()) == (2, 2)
     run.close()
-
-
-def test_text_beyond_the_limits_of_python_is_an_error() -> None:
-    with pytest.raises(ts.FormatError, match="is too long: it has 100,005 characters"):
-        parse_spec("P(0x" + "f" * 100_000 + ")")
-    with pytest.raises(ts.ShardingRuleError) as told:
-        parse_strategy("a." * 1_700 + "b()")
-    assert len(str(told.value)) < 9_000
 
 
 def test_axis_types_of_jax_are_an_error(unchecked) -> None:
