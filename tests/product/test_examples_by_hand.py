@@ -8,8 +8,6 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import treeshard as ts
-from benchmarks import bench_collectives
 from examples import fsdp_by_hand, fsdp_flax, parallel_matmuls, tensor_parallel
 
 pytestmark = pytest.mark.usefixtures("compile_cache", "quick_compiles")
@@ -56,46 +54,28 @@ def test_fsdp_by_hand(capsys) -> None:
     assert float(means[1]) > 0.3
     assert float(means[2]) == pytest.approx(losses_in(text, "fully sharded")[-1], abs=1e-4)
 
-    fsdp_by_hand.main([*TINY, "--lr=0.005", "--steps=3", "--explicit"])
-    explicit = capsys.readouterr().out
-    assert "float32[32,48@data]" in explicit
-    for title in ("data parallel", "fully sharded"):
-        assert [*losses_in(explicit, title)] == [*losses_in(text, title)[:3]]
-
 
 def gap_in(text: str) -> float:
     return float(re.search(r"the losses of the two differ by (\S+) at most", text)[1])
 
 
-@pytest.mark.parametrize("scale", [1, 1.001], ids=["right", "gradients off by a thousandth"])
-def test_fsdp_by_hand_in_float32_trains_as_data_parallel(scale, capsys, monkeypatch) -> None:
-    """By SGD, since Adam hides a wrong scale."""
-    right = fsdp_by_hand.value_and_grad
-
-    def scaled(*args, **options):
-        grad = right(*args, **options)
-        is_sharded = any(spec != P() for spec in jax.tree.leaves(args[2]))
-
-        def off(*args):
-            value, grads = grad(*args)
-            return value, jax.tree.map(lambda g: g * scale if is_sharded else g, grads)
-
-        return off
-
+def test_fsdp_by_hand_in_float32_trains_as_data_parallel(capsys, monkeypatch) -> None:
+    """By SGD, since Adam hides a wrong scale; on Explicit axes."""
     monkeypatch.setattr(fsdp_by_hand, "COMPUTE", "float32")
-    monkeypatch.setattr(fsdp_by_hand, "value_and_grad", scaled)
     monkeypatch.setattr(optax, "adamw", optax.sgd)
-    fsdp_by_hand.main([*TINY, "--lr=0.1"])
-    assert (gap_in(capsys.readouterr().out) <= 2e-5) == (scale == 1)
+    fsdp_by_hand.main([*TINY, "--lr=0.1", "--explicit"])
+    text = capsys.readouterr().out
+    assert "float32[32,48@data]" in text
+    losses = losses_in(text, "fully sharded")
+    assert losses[-1] < losses[0] - 0.1
+    assert gap_in(text) <= 2e-5
 
 
 def test_fsdp_flax(capsys) -> None:
     state, sharded = fsdp_flax.main([*TINY, "--lr=0.005"])
     printed = capsys.readouterr().out
-    _, whole = fsdp_flax.main([*TINY, "--lr=0.005", "--whole"])
+    _, whole = fsdp_flax.main([*TINY, "--lr=0.005", "--whole", "--explicit"])
     np.testing.assert_allclose(sharded, whole, atol=2e-5)
-    _, explicit = fsdp_flax.main([*TINY, "--lr=0.005", "--steps=3", "--explicit"])
-    assert [*explicit] == [*sharded[:3]]
     assert len(sharded) == 15
     assert sharded[-1] < sharded[0] - 0.7
     specs = {
@@ -146,30 +126,3 @@ def test_tensor_parallel(axes: list[str], capsys) -> None:
     split = "@tensor" if axes else ""
     assert re.search(rf"up/weight +float32\[64{split},16\] +P\('tensor', None\)", text)
     assert re.search(rf"up/kernel +float32\[16,64{split}\] +P\(None, 'tensor'\)", text)
-
-
-def test_attention_is_scaled_by_the_width_of_a_head() -> None:
-    """Compared with softmax written out in numpy."""
-    q, k, v = np.random.default_rng(0).normal(size=(3, 2, 5, 4, 8)).astype(np.float32)
-    scores = np.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(8)
-    scores = np.where(np.tril(np.ones((5, 5), bool)), scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    wanted = np.einsum("bhqk,bkhd->bqhd", weights / weights.sum(-1, keepdims=True), v)
-    np.testing.assert_allclose(tensor_parallel.attend(q, k, v), wanted, atol=1e-5)
-
-
-# ------------------------------------------------------------------ the benchmark of collectives
-
-
-def test_collectives_return_the_right_values() -> None:
-    """`measure` checks the result."""
-    for kind in bench_collectives.KINDS:
-        case = bench_collectives.Case(kind, ts.make_mesh("x=2,y=4"), "y", 2**12)
-        row = bench_collectives.measure(case, rounds=1)
-        assert row.case == f"{kind}, 4 KiB over y of x=2, y=4, x np.copy"
-        assert row.measured > 0
-    x = bench_collectives.make_input(case)
-    out = np.array(bench_collectives.compiled(case)(x))
-    out[-1] += 1
-    with pytest.raises(AssertionError, match="not equal"):
-        bench_collectives.check(case, x, out)
