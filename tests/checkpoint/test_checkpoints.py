@@ -10,21 +10,19 @@ import threading
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from etils import epath
 from full_disk import files_of_at_most
 from helpers import files_in
 from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_array_equal
 
 import treeshard as ts
-from treeshard._disk.files import Lock
 from treeshard.checkpoint import Checkpoints, _save, restore, save, verify
-from treeshard.checkpoint._checkpoints import _remove
 from treeshard.checkpoint._paths import _REMOVED
 from treeshard.errors import CheckpointError
 
@@ -51,12 +49,6 @@ def test_a_run_saves_and_restores_its_latest_state(tmp_path: Path) -> None:
     assert restore(tmp_path / "run" / "4")["step"] == 4
 
 
-def test_a_checkpoint_that_cannot_be_removed_warns(tmp_path: Path) -> None:
-    gone = epath.Path(tmp_path / "1.old")
-    with pytest.warns(ts.ShardingWarning, match=r"1.old cannot be removed: .*No such file"):
-        _remove(gone)
-
-
 def test_a_state_may_be_donated_while_it_is_written(tmp_path: Path) -> None:
     mesh = ts.make_mesh("fsdp=8")
     step = jax.jit(lambda tree: jax.tree.map(lambda x: -x, tree), donate_argnums=0)
@@ -69,31 +61,6 @@ def test_a_state_may_be_donated_while_it_is_written(tmp_path: Path) -> None:
             for _ in range(3):
                 state = step(state)
         assert (restore(tmp_path / str(i))["w"] == i + 1).all()
-
-
-def test_restore_options_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mesh = ts.make_mesh("fsdp=8")
-    with Checkpoints(tmp_path, fingerprints=False) as checkpoints:
-        checkpoints.save(1, state_at(1))
-        like = {"w": jax.ShapeDtypeStruct((8, 4), "float16")}
-        options = {"rules": [("w", P("fsdp"))], "mesh": mesh, "cast": "float16", "partial": True}
-        monkeypatch.setenv("MIN_SHARDING_SIZE", "1")
-        found = checkpoints.restore_latest(like, **options)
-        assert found is not None
-        assert found[1]["w"].sharding.spec == P("fsdp")
-        with pytest.raises(TypeError, match="colour"):
-            checkpoints.restore(1, like, colour="red")
-
-
-def test_an_existing_step_is_not_overwritten(tmp_path: Path) -> None:
-    with Checkpoints(tmp_path, background=False) as checkpoints:
-        checkpoints.save(3, state_at(3))
-        assert checkpoints.latest == 3
-        with pytest.raises(ts.CheckpointError, match=f"already a checkpoint at {tmp_path}/3, "):
-            checkpoints.save(3, state_at(4))
-        with pytest.raises(ts.CheckpointError, match="The directory has step 3."):
-            checkpoints.restore(5, state_at(0))
-        assert checkpoints.restore(3, state_at(0))["step"] == 3
 
 
 def test_invalid_arguments_are_errors(tmp_path: Path) -> None:
@@ -146,6 +113,40 @@ def test_a_lower_step_than_the_latest_is_told_and_kept(tmp_path: Path) -> None:
         assert checkpoints.steps() == (400, 401)
 
 
+TREE = {f"w{i}": np.ones((64, 64), np.float32) for i in range(40)}
+
+
+def test_progress_is_shown_on_request_and_needs_tqdm(tmp_path, capfd, monkeypatch) -> None:
+    def shown() -> list[str]:
+        return capfd.readouterr().err.splitlines()
+
+    with Checkpoints(tmp_path / "run", progress=True) as run:
+        run.save(1, TREE)
+        run.wait()
+        bar = shown()
+        assert (len(bar), bar[0], bar[-1]) == (10, "save: 10%, 10/100 %", "save: 100%, 100/100 %")
+        run.restore_latest()
+        bar = shown()
+        assert (len(bar), bar[-1]) == (10, "restore: 100%, 40/40 leaf")
+        run.restore(1, progress=False)
+    save(tmp_path / "1", TREE)
+    restore(tmp_path / "1")
+    assert shown() == []
+    save(tmp_path / "2", TREE | {"large": np.ones((1024, 1024), np.float32)}, progress=True)
+    assert shown()[-1] == "save: 100%, 100/100 %"
+    restore(tmp_path / "2", progress=True)
+    assert shown()[-1] == "restore: 100%, 41/41 leaf"
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    for name, needs_tqdm in {
+        "save": lambda: save(tmp_path / "3", TREE, progress=True),
+        "Checkpoints": lambda: Checkpoints(tmp_path / "3", progress=True),
+        "restore": lambda: restore(tmp_path / "1", progress=True),
+    }.items():
+        with pytest.raises(ImportError, match=rf"{name}\(progress=True\) needs tqdm"):
+            needs_tqdm()
+    assert files_in(tmp_path) == ["1", "2", "run"]
+
+
 def test_a_reader_takes_no_lock(tmp_path: Path) -> None:
     reader = Checkpoints(tmp_path / "run", read_only=True)
     assert reader.restore_latest() is None
@@ -161,43 +162,6 @@ def test_a_reader_takes_no_lock(tmp_path: Path) -> None:
     assert checkpoints.restore(1, state_at(0))["step"] == 1
 
 
-def test_leftovers_of_killed_writers_are_removed_but_not_those_of_live_ones(
-    tmp_path: Path,
-) -> None:
-    """Names like those of leftovers begin with the suffix, name no step, or are files."""
-    mine = [".orbax-checkpoint-tmp-x", "model.orbax-checkpoint-tmp", ".x.treeshard-lock"]
-    for name in mine:
-        (tmp_path / name).mkdir()
-    (tmp_path / "5.orbax-checkpoint-tmp-0").write_text("mine")
-    mine.append("5.orbax-checkpoint-tmp-0")
-    for name in ("5.orbax-checkpoint-tmp", "4.orbax-checkpoint-tmp-removed"):
-        (tmp_path / name / "state").mkdir(parents=True)
-    for i in range(1, 9):
-        (tmp_path / f"5.orbax-checkpoint-tmp-{i}").mkdir()
-    (tmp_path / ".5.treeshard-lock").write_text("process 9")
-    with pytest.warns(ts.ShardingWarning, match=r"-tmp(-\d)? \(0 B\) and 5 more."):
-        Checkpoints(tmp_path).close()
-    assert files_in(tmp_path) == sorted(mine)
-    live = tmp_path / "7.orbax-checkpoint-tmp"
-    live.mkdir()
-    with Lock(tmp_path / ".7.treeshard-lock", "7"), Checkpoints(tmp_path):
-        assert live.exists()
-
-
-def test_a_full_disk_changes_no_earlier_checkpoint(tmp_path: Path) -> None:
-    with Checkpoints(tmp_path, background=False) as checkpoints:
-        checkpoints.save(1, state_at(1))
-        with files_of_at_most(100_000), pytest.raises(ts.CheckpointError) as told:
-            checkpoints.save(2, BIG)
-        assert f"{tmp_path}/2 was not saved; what existed before is unchanged. " in str(told.value)
-        assert "File too large" in str(told.value)
-        assert checkpoints.steps() == (1,)
-        assert files_in(tmp_path) == [".treeshard-lock", "1"]
-        checkpoints.save(2, BIG)
-        assert (restore(tmp_path / "2")["w"] == BIG["w"]).all()
-    assert files_in(tmp_path) == ["1", "2"]
-
-
 def test_a_disk_too_full_for_the_table_is_an_error(tmp_path: Path) -> None:
     """The last step fails, on process 0 alone."""
     with files_of_at_most(10_000), pytest.raises(ts.CheckpointError, match="File too large"):
@@ -205,12 +169,14 @@ def test_a_disk_too_full_for_the_table_is_an_error(tmp_path: Path) -> None:
     assert files_in(tmp_path) == []
 
 
-def test_a_background_failure_is_raised_once(tmp_path: Path) -> None:
+def test_a_full_disk_is_told_once_and_changes_no_earlier_checkpoint(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     with files_of_at_most(100_000):
         checkpoints.save(1, BIG)
         checkpoints._writing[1]._end.exception()  # wait until it has failed
-    with pytest.raises(ts.CheckpointError, match="1 was not saved"):
+    assert files_in(tmp_path) == [".treeshard-lock"]
+    says = "1 was not saved; what existed before is unchanged. .*File too large"
+    with pytest.raises(ts.CheckpointError, match=says):
         checkpoints.save(2, state_at(2))
     checkpoints.save(2, state_at(2))
     with files_of_at_most(100_000):
@@ -220,6 +186,7 @@ def test_a_background_failure_is_raised_once(tmp_path: Path) -> None:
             checkpoints.close()
     checkpoints.close()
     assert files_in(tmp_path) == ["2"]
+    assert (restore(tmp_path / "2")["w"] == 2).all()
 
 
 def test_a_step_that_is_being_copied_is_not_the_latest(tmp_path: Path) -> None:
@@ -250,44 +217,6 @@ def run_python(code: str, directory: Path) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-FORKED = """
-import os, sys, warnings
-import numpy as np
-from treeshard.checkpoint import Checkpoints, _save
-warnings.simplefilter("ignore")  # Python warns of forks beside threads
-may_end, end = os.pipe()
-merge = _save.merge
-_save.merge = lambda *args: (os.read(may_end, 1), merge(*args))  # the save goes on until then
-checkpoints = Checkpoints(sys.argv[1])
-checkpoints.save(1, {"w": np.ones(8)})
-child = os.fork()
-if child == 0:
-    try:
-        with checkpoints:
-            checkpoints.wait()
-    except RuntimeError as error:
-        print(f"{type(error).__name__}: {error}", flush=True)
-    print(os.getpid(), flush=True)
-    os._exit(7)  # as the children of multiprocessing end
-_, status = os.waitpid(child, 0)
-assert os.waitstatus_to_exitcode(status) == 7
-os.write(end, b".")
-checkpoints.close()
-print(os.getpid())
-"""
-
-
-def test_a_process_that_was_forked_during_a_save_does_not_wait_for_it(tmp_path: Path) -> None:
-    done = run_python(FORKED, tmp_path)
-    assert done.returncode == 0, done.stderr
-    error, child, parent = done.stdout.splitlines()
-    assert error == (
-        f"CheckpointError: {tmp_path}: process {parent} is saving step 1, and this one,"
-        f" {child}, was forked from it. Only process {parent} can wait for the save."
-    )
-    assert files_in(tmp_path) == ["1"]
-
-
 @pytest.mark.parametrize("during", ["checksums", "merge"])
 def test_ctrl_c_during_a_save_leaves_no_half_checkpoint(during, tmp_path, monkeypatch) -> None:
     real = getattr(_save, during)
@@ -310,20 +239,12 @@ def test_ctrl_c_during_a_save_leaves_no_half_checkpoint(during, tmp_path, monkey
     verify(tmp_path / "2")
 
 
-def test_a_failure_before_the_arrays_are_written_leaves_no_files(tmp_path, monkeypatch) -> None:
-    for fails, error, raised in [
-        ("checksums", KeyboardInterrupt, KeyboardInterrupt),  # while the arrays are written
-        ("copies", MemoryError, ts.CheckpointError),
-    ]:
-
-        def stopped(*args: Any, error: Any = error, **options: Any) -> list[int]:
-            raise error
-
-        with monkeypatch.context() as patch:
-            patch.setattr(_save, fails, stopped)
-            with pytest.raises(raised):
-                save(tmp_path / "x", BIG)
-        assert files_in(tmp_path) == []
+def test_a_failure_while_the_arrays_are_written_leaves_no_files(tmp_path, monkeypatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(_save, "checksums", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path / "x", BIG)
+    assert files_in(tmp_path) == []
     save(tmp_path / "x", BIG)
     assert_array_equal(restore(tmp_path / "x")["w"], BIG["w"])
 
@@ -363,19 +284,25 @@ FAILS_AT_THE_END = """
 import os, sys, warnings
 import numpy as np
 from treeshard.checkpoint import Checkpoints, _checkpoints, _save
+from treeshard.errors import CheckpointError
 
 
 def fails(*args):
     raise OSError("the disk is gone")
 
 
-warnings.simplefilter("ignore")
+warnings.simplefilter("ignore")  # Python warns of forks beside threads
 _save._commit = fails
 checkpoints = Checkpoints(sys.argv[1])
 checkpoints.save(1, {"w": np.ones(8)})
 checkpoints._writing[1]._end.exception()
 child = os.fork()
 if not child:  # a child of JAX cannot end in the ordinary way
+    try:
+        with checkpoints:
+            checkpoints.wait()
+    except CheckpointError as error:
+        print(error, flush=True)
     _checkpoints._tell_at_exit()
     os._exit(0)
 print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
@@ -384,7 +311,10 @@ print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 def test_a_failed_save_that_nothing_waits_for_is_told_at_exit(tmp_path: Path) -> None:
     done = run_python(FAILS_AT_THE_END, tmp_path)
-    assert (done.returncode, done.stdout) == (1, "child 0\n")
+    forked, child = done.stdout.splitlines()
+    assert "is saving step 1, and this one, " in forked
+    assert "was forked from it. Only process " in forked
+    assert (done.returncode, child) == (1, "child 0")
     assert done.stderr.startswith("A save in the background failed: ")
     said = "1 was not saved; what existed before is unchanged. OSError: the disk is gone"
     assert done.stderr.count(said) == 1  # the child says nothing
