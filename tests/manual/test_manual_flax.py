@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import QUICK, assert_close
+from helpers import assert_close, on
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -19,7 +19,6 @@ from treeshard import manual
 
 BOTH = ("data", "fsdp")
 X = jnp.asarray(np.random.default_rng(0).normal(size=(16, 8)), jnp.float32)
-checks = pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
 
 
 class Classifier(nn.Module):
@@ -37,8 +36,9 @@ def loss(model: nn.Module, params: Any, x: jax.Array) -> jax.Array:
     return jnp.mean(jnp.square(model.apply({"params": params}, x)).sum(-1))
 
 
-@checks
-@pytest.mark.parametrize("remat", [False, True], ids=["kept", "remat"])
+@pytest.mark.parametrize(
+    ("check_vma", "remat"), [(True, False), (False, True)], ids=["checked", "unchecked, remat"]
+)
 def test_the_tutorials_calls(mesh: Mesh, check_vma: bool, remat: bool) -> None:
     """Shapes first, then a sharded init, then a step, as in the tutorial; on two axes."""
     dense = manual.shard_module_params(nn.Dense, "fsdp", min_size=16, remat=remat)
@@ -66,10 +66,7 @@ def test_the_tutorials_calls(mesh: Mesh, check_vma: bool, remat: bool) -> None:
         params = init(key, x)
         return params, step(params, x)
 
-    run = jax.shard_map(
-        both, mesh=mesh, in_specs=in_specs, out_specs=(specs, specs), check_vma=check_vma
-    )
-    jitted = jax.jit(run, compiler_options=QUICK)
+    jitted = on(mesh, both, in_specs, (specs, specs), check_vma)
     # Only the last kernel is needed again, for the gradient of the layer before.
     assert str(jitted.trace(key, X).jaxpr).count("all_gather[") == (4 if remat else 3)
     params, grads = jitted(key, X)
@@ -80,47 +77,7 @@ def test_the_tutorials_calls(mesh: Mesh, check_vma: bool, remat: bool) -> None:
     assert_close(nn.meta.unbox(grads), jax.grad(partial(loss, plain))(wanted, X))
 
 
-@checks
-def test_boxes_that_linen_made(mesh: Mesh, check_vma: bool) -> None:
-    """Specs that the model itself declares, through every function."""
-    kernel = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "fsdp"))
-    boxed = nn.Dense(8, kernel_init=kernel)
-    plain = nn.Dense(8)
-    shapes = jax.eval_shape(boxed.init, jax.random.key(0), X)["params"]
-    specs = manual.partition_specs(shapes)
-    params = plain.init(jax.random.key(0), X)["params"]
-    inside = {**params, "kernel": shapes["kernel"].replace(value=params["kernel"])}
-
-    def step(params: Any, x: jax.Array) -> Any:
-        assert ts.leaf_paths(params) == ["bias", "kernel"]
-        return manual.value_and_grad(partial(loss, plain), BOTH)(params, x)
-
-    run = jax.shard_map(
-        step, mesh=mesh, in_specs=(specs, P(BOTH)), out_specs=(P(), specs), check_vma=check_vma
-    )
-    value, grads = jax.jit(run, compiler_options=QUICK)(inside, X)
-    assert isinstance(grads["kernel"], nn.Partitioned)
-    wanted = jax.value_and_grad(partial(loss, plain))(params, X)
-    assert_close((value, nn.meta.unbox(grads)), wanted)
-
-
-def test_a_linen_box_keeps_its_other_axes(mesh: Mesh) -> None:
-    def keep(x: jax.Array) -> jax.Array:
-        box = nn.Partitioned(x, names=("data", None))
-        sharded = manual.shard_params(box, "fsdp", min_size=0)
-        assert isinstance(sharded, nn.Partitioned)
-        assert sharded.names == ("data", "fsdp")
-        left = manual.gather_params(sharded, "fsdp")
-        assert isinstance(left, nn.Partitioned)
-        assert (left.names, left.value.shape) == (("data", None), (8, 16))
-        return sharded.value
-
-    f = jax.shard_map(keep, mesh=mesh, in_specs=P("data"), out_specs=P("data", "fsdp"))
-    jax.eval_shape(f, jnp.ones((16, 16)))
-
-
-@checks
-def test_an_nnx_model_through_its_state(mesh: Mesh, check_vma: bool) -> None:
+def test_an_nnx_model_through_its_state(mesh: Mesh) -> None:
     model = nnx.Sequential(
         nnx.Linear(8, 16, rngs=nnx.Rngs(0)), jnp.tanh, nnx.Linear(16, 4, rngs=nnx.Rngs(1))
     )
@@ -145,15 +102,9 @@ def test_an_nnx_model_through_its_state(mesh: Mesh, check_vma: bool) -> None:
         value, grads = manual.value_and_grad(loss, BOTH)(marked, x)
         return first, (value, jax.tree.leaves(grads))
 
-    run = jax.shard_map(
-        step,
-        mesh=mesh,
-        in_specs=(specs, P(BOTH)),
-        out_specs=((P(), specs), (P(), jax.tree.leaves(specs))),
-        check_vma=check_vma,
-    )
+    out = ((P(), specs), (P(), jax.tree.leaves(specs)))
+    first, (value, grads) = on(mesh, step, (specs, P(BOTH)), out)(state, X)
     wanted = jax.value_and_grad(loss)(state, X)
-    first, (value, grads) = jax.jit(run, compiler_options=QUICK)(state, X)
     assert_close(first, wanted)
     assert_close((value, grads), (wanted[0], jax.tree.leaves(wanted[1])))
 
