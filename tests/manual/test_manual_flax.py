@@ -70,7 +70,8 @@ def test_the_tutorials_calls(mesh: Mesh, check_vma: bool, remat: bool) -> None:
     # Only the last kernel is needed again, for the gradient of the layer before.
     assert str(jitted.trace(key, X).jaxpr).count("all_gather[") == (4 if remat else 3)
     params, grads = jitted(key, X)
-    assert isinstance(params["input_dense"]["kernel"], nn.Partitioned)
+    for tree in (params, grads):
+        assert isinstance(tree["input_dense"]["kernel"], nn.Partitioned)
     wanted = plain.init(key, X)["params"]
     close = partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6)  # a bias is zero
     jax.tree.map(close, nn.meta.unbox(params), wanted)
