@@ -60,9 +60,7 @@ def test_they_are_restored_on_any_mesh_and_to_the_host(saved: Path, mesh) -> Non
     for axes, count in {"fsdp=4,data=2": 8, "data=2,fsdp=2": 4, "fsdp=1,data=1": 1}.items():
         other = state(ts.make_mesh(axes, devices=jax.devices()[:count]))
         assert_same(restore(saved, other), other)
-    host = restore(saved)
-    assert all(not isinstance(x, jax.Array) for x in host.values())
-    assert_same(host, {name: np.asarray(x) if name != "step" else x for name, x in host.items()})
+    assert not any(isinstance(x, jax.Array) for x in restore(saved).values())
     verify(saved)
     again = restore(saved, state(mesh))
     negated = jax.jit(lambda tree: jax.tree.map(lambda x: -x, tree), donate_argnums=0)
@@ -97,6 +95,7 @@ def test_many_leaves_are_in_a_few_files_and_open_no_array_each(
         return open_array(spec, **options)
 
     monkeypatch.setattr(tensorstore, "open", counted)
+    monkeypatch.setattr(_array_store, "_BEING_WRITTEN", 10_000)  # in several transactions
     save(tmp_path / "x", tree)
     assert len(opened) == 3, "one to write, and two that say how TensorStore describes arrays"
     opened.clear()
@@ -104,13 +103,6 @@ def test_many_leaves_are_in_a_few_files_and_open_no_array_each(
     verify(tmp_path / "x")
     assert len(opened) == 1, "to verify the large one, which is in several chunks"
     assert len([x for x in (tmp_path / "x").rglob("*") if x.is_file()]) < 30
-
-
-def test_small_arrays_are_written_in_several_transactions(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(_array_store, "_BEING_WRITTEN", 1000)
-    tree = {f"{i}": np.full(100, i) for i in range(10)}
-    save(tmp_path / "x", tree)
-    assert_same(restore(tmp_path / "x"), tree)
 
 
 def test_verify_reads_large_arrays_by_their_chunks(tmp_path, monkeypatch, mesh) -> None:
