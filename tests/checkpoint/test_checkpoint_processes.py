@@ -4,6 +4,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
@@ -46,16 +47,10 @@ def test_four_processes(check: str, four: launcher.Verdicts) -> None:
     four.assert_passed(check)
 
 
-def test_one_process_on_another_mesh(two: launcher.Verdicts, directory: Path) -> None:
-    plan = ts.plan(structs(), TENSOR, ts.make_mesh("data=2,tensor=4"), min_size=0)
-    again = restore(directory / "fsdp", plan)
+@pytest.mark.parametrize(("axes", "devices"), [("data=2,tensor=4", 8), ("data=1,tensor=1", 1)])
+def test_one_process(axes: str, devices: int, two: launcher.Verdicts, directory: Path) -> None:
+    mesh = ts.make_mesh(axes, devices=jax.devices()[:devices])
+    again = restore(directory / "fsdp", structs(), rules=TENSOR, mesh=mesh, min_size=0)
     assert_is_the_state(again)
-    assert again["w"].sharding.spec == P("tensor", "data")
-
-
-def test_one_process_with_one_device(two: launcher.Verdicts, directory: Path) -> None:
-    mesh = ts.make_mesh("data=1,tensor=1", devices=jax.devices()[:1])
-    again = restore(directory / "fsdp", structs(), rules=TENSOR, mesh=mesh)
-    assert_is_the_state(again)
-    assert again["half"].devices() == {jax.devices()[0]}
+    assert again["w"].sharding == NamedSharding(mesh, P("tensor", "data"))
     verify(directory / "fsdp")

@@ -67,28 +67,23 @@ def state_at(step: int, mesh: Any) -> dict[str, Any]:
     return placed | {"step": step}
 
 
-def delays(draw: random.Random, save: Callable[[int], None]) -> Iterator[tuple[int, float | None]]:
-    """Steps, and how long after the beginning of each the power is cut; `None`: after its end."""
+def cut(disk: Path, save: Callable[[int], None], check: Callable[[Path, int, bool], None]) -> None:
+    """Cuts the power at a random moment of every second save, and right after the others."""
+    draw = random.Random(disk.name)
     began = time.monotonic()
     save(1)
     took = time.monotonic() - began
     for step in range(2, TRIES + 2):
-        yield step, None if step % 2 else draw.uniform(0, took)
-
-
-def cut(disk: Path, save: Callable[[int], None], check: Callable[[Path, int, bool], None]) -> None:
-    for step, delay in delays(random.Random(disk.name), save):
-        if delay is None:
-            save(step)
-            with after_power_loss(disk) as later:
-                check(later, step, True)
-            continue
+        has_returned = step % 2 == 1
         thread = threading.Thread(target=save, args=[step])
         thread.start()
-        time.sleep(delay)
+        if has_returned:
+            thread.join()
+        else:
+            time.sleep(draw.uniform(0, took))
         with after_power_loss(disk) as later:
             thread.join()
-            check(later, step, False)
+            check(later, step, has_returned)
 
 
 @pytest.mark.parametrize("is_on", [False, True], ids=["alone", "with flushes elsewhere"])

@@ -40,7 +40,6 @@ ZEROS = np.zeros(3, np.float32)
 # What is on each device, and the spec.
 WAYS: dict[str, tuple[P, Callable[[int], np.ndarray]]] = {
     "one bit of one replica": (P(), lambda i: bit_of(HOST, i)),
-    "every replica": (P(), lambda i: HOST + i),
     "replicas that swap rows": (P(), lambda i: HOST[::-1] if i % 2 else HOST),
     "int4, sharded over one axis": (P("data"), lambda i: bit_of(INT4, i, 7)),
     "keys": (P(), lambda i: bit_of(KEYS, i)),

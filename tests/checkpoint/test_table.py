@@ -20,7 +20,7 @@ from treeshard.checkpoint._table import from_text, pack, to_text
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.sets(st.text("ab./%_~é\\ ", max_size=6) | st.text(max_size=300), max_size=8))
+@given(st.sets(st.text("ab./%_~é\\ \0", max_size=6), max_size=8))
 @example({"", "%", "a//b", "a/b", "a.b", "/", "//", "../../etc/passwd", "é\x00"})
 def test_store_keys_are_plain_and_unique(paths) -> None:
     assert store_key("layers/0/attn/q.w") == "layers.0.attn.q%2Ew"  # as it is on disk
