@@ -22,35 +22,26 @@ from treeshard._planning import lint
 from treeshard.communication._collectives import KINDS, RARE_KINDS
 from treeshard.communication._differences import WORDS
 
-PAGES = pages()
+PAGES = [str(page.relative_to(ROOT)) for page in pages()]
 
 
 @pytest.mark.parametrize(
     "page",
-    [
-        pytest.param(page, marks=OFFLOADS if page.stem == "optimizer-state" else (), id=name)
-        for page in PAGES
-        for name in [str(page.relative_to(ROOT))]
-    ],
+    [pytest.param(page, marks=OFFLOADS if "optimizer-state" in page else ()) for page in PAGES],
 )
 @pytest.mark.usefixtures("compile_cache", "quick_compiles")
-def test_a_page_prints_what_it_says(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_prints_what_it_says(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    ran = list(run(page))
-    for block, printed in ran:
+    for block, printed in list(run(ROOT / page)):
         assert as_printed(block, printed), f"{page}, line {block.line}, printed:\n{printed}"
 
 
 WRONG = """
 ```python
-import warnings
-import treeshard as ts
-warnings.warn("mind", ts.ShardingWarning)
 raise ValueError("no")
 ```
 
 ```text
-ShardingWarning: mind
 ValueError: no
 ```
 
@@ -65,10 +56,6 @@ print(1 / 3)
 ```python
 1 / 0
 ```
-
-```text
-Other: no
-```
 """
 
 
@@ -76,10 +63,8 @@ def test_what_a_page_says_wrongly_is_seen(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(WRONG)
     blocks_run = run(page)
-    block, printed = next(blocks_run)
-    assert as_printed(block, printed)
-    block, printed = next(blocks_run)
-    assert not as_printed(block, printed)
+    assert as_printed(*next(blocks_run))
+    assert not as_printed(*next(blocks_run))
     with pytest.raises(ZeroDivisionError):
         next(blocks_run)
 

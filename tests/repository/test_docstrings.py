@@ -31,31 +31,17 @@ PUBLIC = {
 PUBLIC |= {module.__name__: module for module in (ts.checkpoint, ts.communication)}
 
 
+# What examples may take for granted.
+MODULES = (ts.compat, ts.communication, ts.checkpoint, ts.interchange, ts.testing, ts.training)
+LIBRARIES = {"eqx": eqx, "jax": jax, "jnp": jnp, "nn": nn, "np": np, "optax": optax, "ts": ts}
+SHARDING = {"AbstractMesh": AbstractMesh, "AxisType": AxisType, "NamedSharding": NamedSharding}
+
+
 def names() -> dict[str, Any]:
-    """What examples may take for granted."""
-    return {
-        **{name: getattr(ts, name) for name in public_names(ts)},
-        **vars(ts.compat),
-        **vars(ts.communication),
-        **vars(ts.checkpoint),
-        **vars(ts.interchange),
-        **vars(ts.testing),
-        **vars(ts.training),
-        **vars(ts.manual),
-        "AbstractMesh": AbstractMesh,
-        "AxisType": AxisType,
-        "NamedSharding": NamedSharding,
-        "P": P,
-        "eqx": eqx,
-        "jax": jax,
-        "jnp": jnp,
-        "nn": nn,
-        "mesh": ts.make_mesh("data=2,fsdp=4"),
-        "np": np,
-        "optax": optax,
-        "tempfile": tempfile,
-        "ts": ts,
-    }
+    found = {name: getattr(ts, name) for name in public_names(ts)} | LIBRARIES | SHARDING
+    for module in (*MODULES, ts.manual):
+        found |= vars(module)
+    return found | {"P": P, "mesh": ts.make_mesh("data=2,fsdp=4"), "tempfile": tempfile}
 
 
 OF_MODULES = {name.rpartition(".")[0] for name in PUBLIC}

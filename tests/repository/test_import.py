@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from surface import SUBMODULES
 
+import treeshard as ts
+
 HEAVY = ["chex", "equinox", "flax", "matplotlib", "optax", "rich", "tensorstore", "tqdm"]
 # A new process imports ever more, and writes down what that has loaded.
 IMPORTS = f"""
@@ -49,15 +51,10 @@ def facts() -> dict[str, Any]:
     return json.loads(run(IMPORTS))
 
 
-def test_importing_treeshard_loads_nothing_heavy(facts) -> None:
+def test_importing_treeshard_loads_nothing_heavy_and_starts_no_backend(facts) -> None:
+    assert facts["an unknown name"] == [False, False]
     assert facts["treeshard"] == []
-
-
-def test_submodules_load_on_first_touch(facts) -> None:
     assert "equinox" in facts["a name of training"]
-
-
-def test_importing_treeshard_starts_no_backend(facts) -> None:
     assert facts["backends"] == [False, True]
 
 
@@ -75,13 +72,7 @@ def test_without_tensorstore_checkpoints_say_how_to_get_it(facts) -> None:
     assert facts["without tensorstore"] == f"{needs} {install}"
 
 
-def test_a_name_that_nobody_has_is_not_looked_for(facts) -> None:
-    assert facts["an unknown name"] == [False, False]
-
-
 def test_an_unknown_name_says_what_is_near() -> None:
-    import treeshard as ts
-
     with pytest.raises(AttributeError, match="no attribute 'trainin'. Did you mean 'training'"):
         ts.trainin  # noqa: B018  (touching it is the test)
     assert "training" in dir(ts)
@@ -112,8 +103,6 @@ ELSEWHERE = {
 
 
 def test_a_name_of_a_submodule_is_found_at_the_top() -> None:
-    import treeshard as ts
-
     for submodule, names in ELSEWHERE.items():
         for name in names.split():
             assert name not in dir(ts)
@@ -121,8 +110,6 @@ def test_a_name_of_a_submodule_is_found_at_the_top() -> None:
 
 
 def test_a_name_of_two_submodules_is_not_chosen_between() -> None:
-    import treeshard as ts
-
     homes = "'treeshard.training.value_and_grad' and 'treeshard.manual.value_and_grad'"
     with pytest.raises(AttributeError, match=f"no attribute 'value_and_grad'. There are {homes}"):
         ts.value_and_grad  # noqa: B018  (touching it is the test)
@@ -130,8 +117,6 @@ def test_a_name_of_two_submodules_is_not_chosen_between() -> None:
 
 
 def test_the_first_page_is_short_and_type_checkers_see_it() -> None:
-    import treeshard as ts
-
     tree = ast.parse(Path(ts.__file__).with_suffix(".pyi").read_text())
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     aliases = [alias for node in imports for alias in node.names]

@@ -46,29 +46,25 @@ def of_ours(function: ast.expr, page: str) -> Callable[..., Any] | None:
 
 def takes(function: Callable[..., Any], call: ast.Call) -> None:
     """Raises if the arguments of a call are not those of the function. `...` stands for any."""
-    if any(isinstance(arg, ast.Starred) for arg in call.args) or None in {
-        k.arg for k in call.keywords
-    }:
+    named = {keyword.arg: keyword.value for keyword in call.keywords}
+    if None in named or any(isinstance(arg, ast.Starred) for arg in call.args):
         return
     given = [arg for arg in call.args if not (isinstance(arg, ast.Constant) and arg.value is ...)]
     signature = inspect.signature(function)
     bind = signature.bind if len(given) == len(call.args) else signature.bind_partial
-    bind(*given, **{keyword.arg: keyword.value for keyword in call.keywords})
+    bind(*given, **named)
 
 
-def wrong_calls(text: str, page: str) -> list[str]:
-    wrong = []
+def wrong_calls(text: str, page: str) -> Iterator[str]:
     for code in inline(text):
         for call in calls(code):
-            if (function := of_ours(call.func, page)) is None:
-                continue
+            function = of_ours(call.func, page)
             try:
-                takes(function, call)
+                if function is not None:
+                    takes(function, call)
             except TypeError as error:
-                wrong.append(f"`{code}`: {error}")
-    return wrong
+                yield f"{page}: `{code}`: {error}"
 
 
 def test_inline_calls_have_arguments_that_their_functions_take() -> None:
-    wrong = {page: wrong_calls(text, page) for page, text in PAGES.items()}
-    assert {page: calls for page, calls in wrong.items() if calls} == {}
+    assert [wrong for page, text in PAGES.items() for wrong in wrong_calls(text, page)] == []

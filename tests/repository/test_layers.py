@@ -150,35 +150,9 @@ def _third_party(module: str, name: str, in_function: bool) -> Iterator[str]:
         yield f"{top} is optional, but imported at the head of {module}"
 
 
-def cycle(modules: Mapping[str, str]) -> list[str]:
-    """Modules that import each other in a circle; empty if there are none."""
-    edges = {
-        module: sorted({name for name, *_ in imports(source) if name in modules} - {module})
-        for module, source in modules.items()
-    }
-    done: set[str] = set()
-
-    def visit(module: str, path: list[str]) -> list[str]:
-        if module in path:
-            return [*path[path.index(module) :], module]
-        if module in done:
-            return []
-        for target in edges[module]:
-            if circle := visit(target, [*path, module]):
-                return circle
-        done.add(module)
-        return []
-
-    return next((circle for module in edges if (circle := visit(module, []))), [])
-
-
 def test_imports_follow_the_order_of_packages() -> None:
     found = {module: [*violations(module, source)] for module, source in MODULES.items()}
     assert {module: facts for module, facts in found.items() if facts} == {}
-
-
-def test_no_modules_import_each_other() -> None:
-    assert cycle(MODULES) == []
 
 
 def test_every_package_is_in_a_row() -> None:
@@ -201,9 +175,3 @@ def test_every_package_is_in_a_row() -> None:
 def test_a_wrong_import_is_seen(module: str, source: str, fact: str) -> None:
     [found] = violations(f"treeshard.{module}", source)
     assert fact in found
-
-
-def test_a_circle_of_imports_is_seen() -> None:
-    a, b, c = (f"treeshard._core.{name}" for name in "abc")
-    back = "def f():\n    from treeshard._core.a import x"
-    assert cycle({a: f"import {b}", b: f"import {c}", c: back}) == [a, b, c, a]

@@ -51,21 +51,9 @@ def test_the_page_of_pods_has_the_table_of_the_results() -> None:
     assert [llama_pods.Pod(*map(one.get, llama_pods.Pod._fields)) for one in PODS] == (
         llama_pods.PODS
     )
-
-
-def test_what_the_text_beside_the_table_of_pods_says() -> None:
-    found = {(one["size"], one["mesh"]): one for one in PODS}
     for one in PODS:
         assert one["need"] <= one["capacity"]
         assert one["gathers_found"] == one["gathers_planned"]
-    whole, halves = found["8b", "fsdp=256"], found["8b", "data=4,fsdp=64"]
-    for scattered in (whole, halves, found["70b", "fsdp=512"]):
-        assert scattered["sends"] <= 1.01 * scattered["sends_planned"]
-    assert found["8b", "fsdp=64,tensor=4"]["findings"] == ["all-reduce", "activation"]
-    assert halves["need"] > whole["need"]
-    used = PODS[0]["with"]
-    page = llama_pods.PAGE.read_text()
-    assert f"with JAX {used['jax']} and libtpu {used['libtpu']}:" in page
 
 
 # ------------------------------------------------------------------ beside plain JAX
@@ -83,46 +71,20 @@ def test_the_page_beside_plain_jax_has_the_table_of_the_results() -> None:
     assert len({json.dumps(result["with"]) for result in PLAIN.values()}) == 1
 
 
-def of(name: str, way: str) -> dict[str, Any]:
-    return PLAIN[name]["ways"][way]
-
-
 def sent(name: str, way: str) -> int:
-    return of(name, way)["sent"]
-
-
-def planned(name: str) -> int:
-    return of(name, plain_jax.OURS)["planned"]["sent"]
+    return PLAIN[name]["ways"][way]["sent"]
 
 
 def test_what_the_text_below_the_table_beside_plain_jax_says() -> None:
     alone, plain, ours = plain_jax.WAYS
-    pod = "FSDP 8B v5e:16x16"
-    assert "at least 27.99GiB" in of(pod, alone)["does not fit"]
+    pod, hybrid = "FSDP 8B v5e:16x16", "HSDP 8B v5e:16x16"
+    assert "at least 27.99GiB" in PLAIN[pod]["ways"][alone]["does not fit"]
     assert sent(pod, plain) > 1.4 * sent(pod, ours)
-    assert sent(pod, ours) < 1.001 * planned(pod)
-    assert of(pod, plain)["findings"] == ["all-reduce", "again"]
-    hybrid = "HSDP 8B v5e:16x16"
     assert 1.045 < sent(hybrid, plain) / sent(hybrid, ours) < 1.055
-    needed = [of(hybrid, way)["temporaries"] for way in (plain, ours)]
-    assert max(needed) < 1.001 * min(needed)
     for case in plain_jax.CASES:
-        if "ZeRO-1" not in case.strategy and case.topology != "v5e:16x16":
+        if "ZeRO-1" in case.strategy:
+            assert sent(case.name, ours) == sent(case.name, plain)
+        elif case.topology != "v5e:16x16":
             assert sent(case.name, alone) > max(sent(case.name, plain), sent(case.name, ours))
-            assert "Muon" in case.strategy or sent(case.name, plain) < planned(case.name)
-    whole = "FSDP 1B h100:8"
-    assert 6.5 < sent(whole, alone) / planned(whole) < 7.5
-    as_they_are = "FSDP, embedding and head as they are 1B h100:8"
-    assert sent(as_they_are, ours) == sent(whole, plain)
-    torus = "FSDP 8B, 4 layers v5e:4x4"
-    assert of(torus, plain)["kinds"]["collective-permute"] > 1000
-    assert of(torus, ours)["findings"] == []
-    for zero in ("ZeRO-1 0.1B v5e:2x4", "ZeRO-1 1B h100:8"):
-        assert sent(zero, ours) == sent(zero, plain) < planned(zero)
-        assert set(of(zero, ours)["findings"]) == {"activation", "not-moved"}
-    for case in plain_jax.CASES:
         if "Muon" in case.strategy:
             assert 2 * sent(case.name, ours) < sent(case.name, plain)
-        if "HSDP" in case.strategy and case.topology != "v5e:16x16":
-            assert sent(case.name, plain) < sent(case.name, ours)
-    assert "reduction-inside-loop" in of("HSDP 1B h100:8", plain)["findings"]
