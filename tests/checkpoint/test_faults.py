@@ -1,11 +1,8 @@
 """Disks that fail or are not shared, other runs, failing processes: all raise, nothing is lost."""
 
-import os
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -13,32 +10,19 @@ import pytest
 from tests.multiprocess import faults_checks, launcher, unshared_checks
 from tests.multiprocess.states import host_state
 from treeshard._disk.files import Lock
-from treeshard.checkpoint import Checkpoints, save
-
-
-def mounted(where: Path, options: str, held: ExitStack) -> bool:
-    """Mounts a file system in memory, which only root can do."""
-    where.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", options, "none", str(where)]
-    if subprocess.run(command, capture_output=True).returncode:
-        return False
-    held.callback(subprocess.run, ["umount", "--lazy", str(where)], check=True)
-    return True
+from treeshard.checkpoint import Checkpoints
 
 
 @pytest.fixture(scope="module")
-def disks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
-    """A small disk, and a read-only one that holds a checkpoint."""
-    where = tmp_path_factory.mktemp("disks")
-    with ExitStack() as held:
-        if not mounted(where / "small", "size=8m", held):
-            yield ["", ""]
-            return
-        mounted(where / "read-only", "size=8m", held)
-        save(where / "read-only" / "1", host_state(1))
-        command = ["mount", "-o", "remount,ro", str(where / "read-only")]
-        subprocess.run(command, check=True)
-        yield [str(where / "small"), str(where / "read-only")]
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A small disk in memory, which only root can mount."""
+    where = tmp_path_factory.mktemp("small")
+    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(where)]
+    if subprocess.run(command, capture_output=True).returncode:
+        yield ""
+        return
+    yield str(where)
+    subprocess.run(["umount", "--lazy", str(where)], check=True)
 
 
 # Runs a command that sees a disk in memory of its own in the place of a directory.
@@ -56,17 +40,8 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path | None:
 
 
 @pytest.fixture(scope="module")
-def memory() -> Iterator[str]:
-    if not os.access("/dev/shm", os.W_OK):
-        yield ""
-        return
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as where:
-        yield where
-
-
-@pytest.fixture(scope="module")
 def two(
-    tmp_path_factory: pytest.TempPathFactory, disks: list[str], own: Path | None, memory: str
+    tmp_path_factory: pytest.TempPathFactory, small: str, own: Path | None
 ) -> launcher.Verdicts:
     where = tmp_path_factory.mktemp("faults")
     prefixes = {1: ["unshare", "--mount", "sh", "-c", MOUNTED.format(own), "sh"]} if own else {}
@@ -78,15 +53,13 @@ def two(
                 [unshared_checks, faults_checks],
                 where / "two",
                 devices=2,
-                args=[*disks, str(where / "held"), memory, str(own or "")],
+                args=[small, str(where / "held"), str(own or "")],
                 prefixes=prefixes,
             )
 
 
 @pytest.mark.parametrize("check", launcher.checks_of(unshared_checks, faults_checks))
-def test_two_processes(
-    check: str, two: launcher.Verdicts, disks: list[str], own: Path | None
-) -> None:
-    if ("disk" in check and not all(disks)) or ("not_shared" in check and own is None):
-        pytest.skip("only root can make a disk that is full or read-only, or of one process")
+def test_two_processes(check: str, two: launcher.Verdicts, small: str, own: Path | None) -> None:
+    if ("disk" in check and not small) or ("not_shared" in check and own is None):
+        pytest.skip("only root can make a disk that is full, or of one process")
     two.assert_passed(check)

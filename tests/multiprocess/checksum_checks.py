@@ -5,13 +5,10 @@ from collections.abc import Iterator
 
 import jax
 import numpy as np
-import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.multiprocess.worker import Context
-from treeshard import ProcessError
-from treeshard.checkpoint import _checksums
 from treeshard.checkpoint._checksums import checksums
 
 DTYPES = ["float32", "bfloat16", "int4", "uint8", "bool", "complex64"]
@@ -67,33 +64,3 @@ def check_keys_and_what_each_process_has_alone_count_as_their_data(context: Cont
     split = jax.random.wrap_key_data(placed(data, mesh_of(jax.devices(), 8), P("a")))
     want = [zlib.crc32(x.tobytes()) for x in (host, np.float32(3), data)]
     assert checksums([host, single, split], "reading", 20).crcs == want
-
-
-def check_copies_and_replicas_that_differ_are_found(context: Context) -> None:
-    """Within a process, between processes, in one of several regions, by one bit."""
-    devices = np.array(jax.devices())
-    by_process = mesh_of(list(devices), 2, 4)
-    within = mesh_of(list(devices.reshape(2, 4).T.flat), 4, 2)
-    host = np.arange(64, dtype=np.float32).reshape(8, 8)
-    mine = host + (context.index == 1) * np.float32(2**-18)
-    arrays = [
-        placed(host, by_process, P(None, "b")),
-        placed(mine, by_process, P(None, "b")),
-        placed(mine, by_process, P("a")),  # of two processes, none has a replica of the other's
-        placed(mine, within, P("a")),
-        placed(mine, mesh_of(list(devices), 8), P()),
-        np.arange(3),
-        np.full(3, context.index),
-    ]
-    joint = checksums(arrays, "save", 20, replicas=True)
-    copies = _checksums.COPIES_DIFFER
-    differing = (1, 3, 4) if context.count == 2 else (1, 2, 3, 4)
-    assert joint.differing == dict.fromkeys(differing, _checksums.REPLICAS_DIFFER) | {6: copies}
-    assert joint.crcs[4] == joint.crcs[0] == zlib.crc32(host.tobytes())
-    assert joint.crcs[6] == zlib.crc32(np.zeros(3, int).tobytes())
-    assert checksums(arrays, "restore", 20).differing == {6: copies}
-
-
-def check_different_numbers_of_arrays_are_an_error(context: Context) -> None:
-    with pytest.raises(ProcessError, match="save: the processes have different numbers of arrays"):
-        checksums([np.zeros(3)] * (1 + (context.index == 1)), "save", 20)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from tests.multiprocess.worker import Context, arriving_last, error_of
-from treeshard._core.processes import agreeing, exchange
+from treeshard._core.processes import exchange
 
 HEADLINE = (
     ": the processes do not agree, and nothing was done. All of them must make the same call. The"
@@ -41,11 +41,10 @@ def assert_all_can_go_on() -> None:
 def check_other_specs_shapes_leaves_and_meshes(context: Context) -> None:
     spec = P() if context.index == 2 else P("data")
     told = error_of(lambda: ts.shard(tree(), spec, mesh()))
-    assert told.startswith(f"shard{HEADLINE}layers/0/b: ")
-    assert told.splitlines()[1:] == [
-        f"  layers/0/{name}: {x} as P('data',) on processes 0, 1; {x} as P() on process 2"
+    assert told == f"shard{HEADLINE}" + "\n  ".join(
+        f"layers/0/{name}: {x} as P('data',) on processes 0, 1; {x} as P() on process 2"
         for name, x in (("b", "float32[6]"), ("w", "float32[6,4]"))
-    ]
+    )
     x = np.ones((12 if context.index == 1 else 6), np.float32 if context.index else np.int32)
     more = {"v": np.ones(6, np.float32)} if context.index == 0 else {}
     assert error_of(lambda: ts.shard({"w": x} | more, P("data"), mesh())) == (
@@ -62,10 +61,6 @@ def check_other_specs_shapes_leaves_and_meshes(context: Context) -> None:
         f"shard{HEADLINE}the mesh: data=3, fsdp=2 on the devices {ids} on processes 0, 2; data=3,"
         f" fsdp=2 on the devices {reverse} on process 1"
     )
-    specs = {"a/b": P() if context.index == 0 else P("data"), "a": {"b": P("data")}}
-    both = {"a/b": np.ones(6, "f"), "a": {"b": np.ones(6, "f")}}  # leaves that share a path
-    told = error_of(lambda: ts.shard(both, specs, mesh()))
-    assert "a/b (again): float32[6] as P() on process 0" in told
     assert_all_can_go_on()
 
 
@@ -107,20 +102,12 @@ def check_other_inputs_of_an_initialiser(context: Context) -> None:
     ts.gather(call()[0])
 
 
-def check_other_receivers_and_orders_of_leaves(context: Context) -> None:
+def check_other_receivers(context: Context) -> None:
     placed = ts.shard(tree(), P("data"), mesh())
     for read in (ts.gather, ts.iter_gather):
         assert error_of(lambda read=read: read(placed, to=min(context.index, 1))) == (
             f"{read.__name__}{HEADLINE}the argument `to`: 0 on process 0; 1 on processes 1, 2"
         )
-    facts = {"a": "x", "b": "y"}
-    here = dict(reversed(facts.items())) if context.index == 0 else facts
-
-    def agree() -> None:
-        with agreeing("save") as told:
-            told |= here
-
-    assert error_of(agree) == f"save{HEADLINE}leaf 0: 'b' on process 0; 'a' on processes 1, 2"
 
 
 def check_an_error_on_one_process_is_raised_on_all(context: Context) -> None:
@@ -144,12 +131,10 @@ def check_an_error_on_one_process_is_raised_on_all(context: Context) -> None:
 
 
 def check_a_process_that_does_not_arrive_is_named(context: Context) -> None:
-    placed = ts.shard(tree(), P("data"), mesh())
     for what, call in {
         "shard": lambda: ts.shard(tree(), P("data"), mesh(), timeout=1.0),
-        "gather": lambda: ts.gather(placed, to=0, timeout=1.0),
         "from_process_local": lambda: ts.from_process_local(
-            np.ones(7, "f"), P("data"), mesh_of_rows(), timeout=1.0
+            np.ones(8, "f"), P("fsdp"), mesh_of(0, 1, 2), timeout=1.0
         ),
     }.items():
         exchange("ready", b"")
@@ -161,18 +146,14 @@ def check_a_process_that_does_not_arrive_is_named(context: Context) -> None:
             assert told.startswith(f"{what}: a process arrived more than 1 s after another")
 
 
-def mesh_of_rows() -> Mesh:
-    return ts.make_mesh("data=3", devices=[jax.local_devices(process_index=i)[0] for i in range(3)])
-
-
 def check_a_slow_read_is_waited_for(context: Context) -> None:
     def read(path: str, index: tuple[slice, ...]) -> np.ndarray:
-        time.sleep(2.5 if context.index == 2 else 0)
+        time.sleep(1.5 if context.index == 2 else 0)
         return np.ones(2, np.float32)
 
     exchange("ready", b"")
     struct = jax.ShapeDtypeStruct((6,), np.float32)
-    placed = ts.shard(struct, P("data"), mesh(), read=read, timeout=2)
+    placed = ts.shard(struct, P("data"), mesh(), read=read, timeout=1)
     np.testing.assert_array_equal(ts.gather(placed), np.ones(6))
 
 
@@ -213,23 +194,14 @@ def check_parts_that_cannot_be_joined(context: Context) -> None:
     placed = ts.shard(np.ones(6, np.float32), P("data"), mesh())
     parts, specs = {"a": np.ones((3, 2), "f"), "c": placed}, {"a": P(("data", "fsdp")), "c": P()}
     told = error_of(lambda: ts.from_process_local(parts, specs, mesh()), ts.SpecError)
-    assert told.splitlines() == [
-        "from_process_local: 2 leaves cannot be moved, and none was:",
-        "  a: float32[3,2] as P(('data', 'fsdp'),) on the mesh (data=3, fsdp=2): joined, the parts"
-        " have shape (9, 2). P(('data', 'fsdp'),) splits dim 0 of shape (9, 2) into 6 parts, and 9"
-        " is not divisible by 6. Pad it to 12, or use another dim or axis.",
-        "  c: float32[6]: it is already on devices of several processes. `reshard` moves it.",
-    ]
+    assert "2 leaves cannot be moved, and none was" in told
+    assert "joined, the parts have shape (9, 2). P(('data', 'fsdp'),) splits dim 0 of shape" in told
+    assert "c: float32[6]: it is already on devices of several processes. `reshard` moves" in told
     devices = np.array([jax.devices()[i] for i in (0, 1, 2, 4, 3, 5)]).reshape(3, 2)
     mixed = Mesh(devices, ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     told = error_of(lambda: ts.from_process_local(np.ones(6, "f"), P("data"), mixed), ts.SpecError)
-    assert told == (
-        "from_process_local: the array: float32[6] as P('data',) on the mesh (data=3, fsdp=2): the"
-        " processes hold"
-        " overlapping parts of dim 0, so it is undefined which part each of them passes. Order the"
-        " devices of the mesh so that each process has parts of its own, or pass the full array on"
-        " each, to `shard`."
-    )
+    assert "the processes hold overlapping parts of dim 0, so it is undefined which part" in told
+    assert "Order the devices of the mesh so that each process has parts of its own" in told
 
 
 def check_a_mesh_of_some_processes_needs_no_other(context: Context) -> None:
@@ -271,12 +243,8 @@ def check_a_third_process_may_watch_or_receive(context: Context) -> None:
 
 
 def check_only_process_0_shows_a_bar(context: Context) -> None:
-    steps = {
-        "shard": lambda: ts.shard(tree(), P("data"), mesh(), progress=True),
-        "gather": lambda: ts.gather(ts.shard(tree(), P("data"), mesh()), progress=True),
-    }
-    for name, step in steps.items():
-        with contextlib.redirect_stderr(io.StringIO()) as shown:
-            step()
-        assert (f"{name}: 100%" in shown.getvalue()) == (context.index == 0), name
-        assert context.index == 0 or shown.getvalue() == ""
+    with contextlib.redirect_stderr(io.StringIO()) as shown:
+        ts.gather(ts.shard(tree(), P("data"), mesh(), progress=True), progress=True)
+    bars = ("shard: 100%", "gather: 100%")
+    assert all(bar in shown.getvalue() for bar in bars) == (context.index == 0)
+    assert context.index == 0 or shown.getvalue() == ""

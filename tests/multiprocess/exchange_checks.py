@@ -104,3 +104,8 @@ def check_an_agreed_call_ends_although_another_one_failed(context: Context) -> N
     messages = exchange("saving", b"x", timeout=AS_LONG_AS_IT_TAKES, lane="save")
     assert messages == [b"x"] * context.count
     start_again()
+
+
+def check_that_fails_where_it_is_told_to(context: Context) -> None:
+    """The last one: it is for the test of what a failure shows."""
+    assert context.index != 1, "process 1 has something to complain about"

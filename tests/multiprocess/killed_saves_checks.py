@@ -104,7 +104,7 @@ def resume(context: Context, name: str, latest: int, axes: str, steps: int, **ho
 def check_a_process_that_is_left_alone_finishes_no_save(context: Context) -> None:
     """Process 0 could, but for the shards of the other; heartbeats tell JAX to end it."""
     body = partial(run_on, context.directory / "run-left", MESHES[0], None)
-    with Forked(body, context.directory / "run-left.log", heartbeat=10) as pair:
+    with Forked(body, context.directory / "run-left.log", heartbeat=5) as pair:
         kill_during_a_save(pair, 1, random.Random(0), 0)
         code = pair.wait()[0]
         assert code not in (0, None), f"it has {code}:\n{pair.printed()}"

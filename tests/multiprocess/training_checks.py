@@ -133,36 +133,6 @@ def check_batches_of_different_forms_raise_on_all(context: Context) -> None:
     assert np.isfinite(step(state, full)[1])
 
 
-def check_a_deleted_batch_raises_on_its_process_alone(context: Context) -> None:
-    state, plan = initialised()
-    step = jit_step(train_step, plan, donate=False)
-    batch = forms(context)["global"]
-    _, loss = step(state, batch)
-    deleted = ts.shard(batches()[0], P(("data", "fsdp")), plan.mesh)
-    if context.index:
-        deleted.delete()
-        with pytest.raises(ts.DeletedLeafError):
-            step(state, deleted)
-    assert step(state, batch)[1] == loss
-
-
-def check_a_new_form_on_one_process_names_the_absent(context: Context) -> None:
-    state, plan = initialised()
-    step = jit_step(train_step, plan, donate=False)
-    batch = forms(context)["full"]
-    _, loss = step(state, batch)
-    if context.index:
-        with mock.patch.object(_batch, "TIMEOUT", 1.0), pytest.raises(ts.ProcessError) as told:
-            step(state, batch[:8])
-        assert "jit_step: process 0 of 2 did not " in str(told.value)
-        meetings._broken.clear()  # so that it can join the program below
-    # Process 0 waits in the program for process 1, which joins it now.
-    assert step(state, batch)[1] == loss
-    if not context.index:  # comes too late to what process 1 gave up
-        with pytest.raises(ts.ProcessError, match="jit_step"):
-            step(state, batch[:8])
-
-
 def check_batches_of_known_shapes_that_differ_give_no_numbers(context: Context) -> None:
     """In the last step each process has seen all shapes before, and its arrays are in place."""
     state, plan = initialised()
