@@ -6,25 +6,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from helpers import arange, assert_same, bits
+from helpers import arange, assert_same
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from treeshard.errors import LeafError
-
-DTYPES = [
-    "float32",
-    "int32",
-    "uint8",
-    "bool",
-    "complex64",
-    "bfloat16",
-    "float8_e4m3fn",
-    "int4",
-    "uint2",
-]
-KEY_DATA = np.arange(64, dtype=np.uint32).reshape(16, 4)
 
 
 def pieces(x: jax.Array) -> list[tuple[int, ...]]:
@@ -46,7 +33,6 @@ def aligned(shape: tuple[int, ...]) -> np.ndarray:
     ("spec", "piece"),
     [
         pytest.param(P(), (16, 8), id="whole"),
-        pytest.param(P("data"), (8, 8), id="first dim"),
         pytest.param(P("fsdp", "data"), (4, 4), id="both dims"),
         pytest.param(P(("fsdp", "data")), (2, 8), id="two axes on a dim"),
         pytest.param(P("fsdp", None, None, None), (4, 8), id="Nones beyond the rank"),
@@ -78,66 +64,7 @@ def test_where_the_mesh_comes_from(mesh: Mesh, fsdp_mesh: Mesh) -> None:
         assert ts.shard(x, NamedSharding(fsdp_mesh, P("fsdp")), mesh).sharding == own
 
 
-def test_leaves_that_are_not_arrays_pass_through(mesh: Mesh) -> None:
-    tree = {
-        "call": jax.nn.relu,
-        "name": "mlp",
-        "objects": np.array(["a", None], dtype=object),
-        "step": 3,
-        "rate": 0.5,
-        "gone": None,
-        "kept": arange(4),
-        "moved": arange(4),
-    }
-    specs = dict.fromkeys(tree, P()) | {"gone": None, "kept": None}
-    placed = ts.shard(tree, specs, mesh)
-    assert [key for key in tree if placed[key] is not tree[key]] == ["moved"]
-    assert isinstance(placed["moved"], jax.Array)
-
-
-def test_64_bits_become_32_as_in_jnp_asarray(mesh: Mesh, compiles: list[str]) -> None:
-    tree = {
-        "float": np.array([1e300, -1e300, 0.1, np.nan] * 2),
-        "int": np.arange(8) + 2**40,
-        "complex": np.full(8, 1 + 2j),
-        "swapped": np.arange(8, dtype=">i4"),
-    }
-    placed = ts.gather(ts.shard(tree, P("fsdp"), mesh))
-    assert compiles == []
-    assert_same(
-        placed,
-        {
-            "float": np.array([np.inf, -np.inf, 0.1, np.nan] * 2, "float32"),
-            "int": arange(8, dtype="int32"),
-            "complex": np.full(8, 1 + 2j, "complex64"),
-            "swapped": arange(8, dtype="int32"),
-        },
-    )
-
-
 # ------------------------------------------------------------------ the round trip
-
-
-def of_every_kind() -> dict[str, Any]:
-    data = np.random.default_rng(0).integers(0, 2, (8, 8, 2), np.uint32)
-    leaves: dict[str, Any] = {dtype: data[..., 0].astype(dtype) for dtype in DTYPES}
-    leaves["keys"] = jax.random.wrap_key_data(data)
-    leaves["on a device"] = jax.device_put(data[..., 1], jax.devices()[5])
-    return leaves
-
-
-@pytest.mark.parametrize("spec", [P("data", "fsdp"), P(None, ("fsdp", "data")), P(), None], ids=str)
-def test_gather_undoes_shard_bit_for_bit(mesh: Mesh, spec: P | None) -> None:
-    leaves = of_every_kind()
-    tree = {
-        "square": leaves,
-        "empty": {name: x[:0] for name, x in leaves.items()},
-        "uneven": {name: x[:3, :1] for name, x in leaves.items()},
-        "scalar": {name: x[:1, :1].reshape(()) for name, x in leaves.items()},
-    }
-    specs = {"square": spec, "empty": spec, "uneven": P(), "scalar": P()}
-    back = ts.gather(ts.shard(tree, specs, mesh))
-    assert_same(back, tree)
 
 
 @pytest.mark.parametrize("skew", [0, 4, 16])
@@ -177,13 +104,10 @@ def test_the_result_can_be_donated(mesh: Mesh, spec: P) -> None:
 def test_a_hundred_shapes_from_host_or_one_device_compile_nothing(
     mesh: Mesh, compiles: list[str]
 ) -> None:
-    host = [*(arange(8, n + 1) for n in range(100)), jax.random.wrap_key_data(KEY_DATA, impl="rbg")]
-    compiles.clear()
-    placed = ts.shard(host, P("fsdp"), mesh)
+    host = [arange(8, n + 1) for n in range(100)]
+    ts.shard(host, P("fsdp"), mesh)
     ts.shard(jax.device_put(host, jax.devices()[0]), P("fsdp"), mesh)
     assert compiles == []
-    assert set(pieces(placed[-1])) == {(4,)}
-    assert bits(ts.gather(placed[-1])) == KEY_DATA.tobytes()
 
 
 @pytest.mark.parametrize("source", ["one device", "many devices"])
@@ -215,27 +139,6 @@ def test_leaves_already_in_place_are_returned_unchanged(mesh: Mesh, fsdp_mesh: M
     assert renamed.sharding.mesh == fsdp_mesh
     first = [x.addressable_shards[0].data.unsafe_buffer_pointer() for x in (whole, renamed)]
     assert first[0] == first[1]  # relabelled, not copied
-
-
-@pytest.mark.parametrize(
-    ("devices", "spec"),
-    [
-        pytest.param(slice(None), P(None, "fsdp"), id="other axes"),
-        pytest.param(slice(None, None, -1), P("fsdp"), id="devices in another order"),
-        pytest.param(slice(3, 5), P("fsdp"), id="fewer devices"),
-        pytest.param(slice(6, 7), P("fsdp"), id="one device"),
-    ],
-)
-def test_reshard_to(mesh: Mesh, devices: slice, spec: P) -> None:
-    target = Mesh(np.array(jax.devices()[devices]), "fsdp", axis_types=(AxisType.Auto,))
-    host = {"x": arange(16, 8), "key": np.array([[0, 1], [2, 3]] * 8, np.uint32)}
-    tree = {"x": host["x"], "key": jax.random.wrap_key_data(host["key"])}
-    source = ts.shard(tree, {"x": P("data", "fsdp"), "key": P("fsdp")}, mesh)
-    moved = ts.reshard(source, {"x": spec, "key": P()}, target)
-    assert moved["x"].sharding == NamedSharding(target, spec)
-    np.testing.assert_array_equal(ts.gather(moved)["x"], host["x"])
-    assert bits(ts.gather(moved)["key"]) == host["key"].tobytes()
-    assert source["x"]._npy_value is None  # no host copy stays behind
 
 
 @pytest.mark.parametrize("dtype", ["int2", "uint2", "float4_e2m1fn"])
@@ -284,68 +187,49 @@ def deleted() -> jax.Array:
     return x
 
 
-@pytest.mark.parametrize(
-    ("leaf", "spec", "error", "fact"),
-    [
-        pytest.param(
-            arange(8, 4),
-            P("fdsp"),
-            ts.UnknownAxisError,
-            "w/0: float32[8,4] as P('fdsp',) on the mesh (data=2, fsdp=4): the mesh has no axis"
-            " 'fdsp'. It has data=2, fsdp=4. Did you mean 'fsdp'?",
-            id="unknown axis",
-        ),
-        pytest.param(
-            arange(6, 4),
-            P("fsdp"),
-            ts.SpecError,
-            "w/0: float32[6,4] as P('fsdp',) on the mesh (data=2, fsdp=4): P('fsdp',) splits dim 0"
-            " of shape (6, 4) into 4 parts, and 6 is not divisible by 4. Pad it to 8, or use"
-            " another dim or"
-            " axis.",
-            id="indivisible",
-        ),
-        pytest.param(
-            arange(8),
-            P(P.UNCONSTRAINED),
-            ts.SpecError,
-            "dim 0 is UNCONSTRAINED, which has a meaning only inside jit. Write an axis, or None",
-            id="unconstrained",
-        ),
-        pytest.param(
-            deleted(),
-            P(),
-            ts.DeletedLeafError,
-            "w/0: float32[8]: its memory is gone: it was deleted, or donated to a compiled"
-            " function. A step that donates its state also deletes the arrays from which `shard`"
-            " made it without a copy. Use the result of that function, or do not donate the array.",
-            id="deleted",
-        ),
-        pytest.param(
-            jax.ShapeDtypeStruct((8,), "bfloat16"),
-            P(),
-            LeafError,
-            "w/0: bfloat16[8]: it is a ShapeDtypeStruct, which describes an array but holds no"
-            " values. Make the array first. (`Plan.structs` describes how arrays would be"
-            " sharded.)",
-            id="struct",
-        ),
-        pytest.param(
-            np.zeros(8, "i4,f4"),
-            P(),
-            LeafError,
-            "JAX does not support this dtype. Convert it with `.astype`",
-            id="record",
-        ),
-        pytest.param(
-            np.ma.ones(8),
-            P(),
-            LeafError,
-            "a masked array, which JAX does not",
-            id="masked",
-        ),
-    ],
-)
+ON_THE_MESH = "on the mesh (data=2, fsdp=4): "
+# A leaf, its spec, the error and a part of its message.
+BAD: dict[str, tuple[Any, P, type[Exception], str]] = {
+    "unknown axis": (
+        arange(8, 4),
+        P("fdsp"),
+        ts.UnknownAxisError,
+        f"w/0: float32[8,4] as P('fdsp',) {ON_THE_MESH}the mesh has no axis 'fdsp'. It has data=2,",
+    ),
+    "indivisible": (
+        arange(6, 4),
+        P("fsdp"),
+        ts.SpecError,
+        f"w/0: float32[6,4] as P('fsdp',) {ON_THE_MESH}P('fsdp',) splits dim 0 of shape (6, 4) into"
+        " 4 parts, and 6 is not divisible by 4. Pad it to 8, or use another dim or axis.",
+    ),
+    "unconstrained": (
+        arange(8),
+        P(P.UNCONSTRAINED),
+        ts.SpecError,
+        "dim 0 is UNCONSTRAINED, which has a meaning only inside jit. Write an axis, or None",
+    ),
+    "deleted": (
+        deleted(),
+        P(),
+        ts.DeletedLeafError,
+        "w/0: float32[8]: its memory is gone: it was deleted, or donated to a compiled function. A"
+        " step that donates its state also deletes the arrays from which `shard` made it without a"
+        " copy. Use the result of that function, or do not donate the array.",
+    ),
+    "struct": (
+        jax.ShapeDtypeStruct((8,), "bfloat16"),
+        P(),
+        LeafError,
+        "w/0: bfloat16[8]: it is a ShapeDtypeStruct, which describes an array but holds no values."
+        " Make the array first. (`Plan.structs` describes how arrays would be sharded.)",
+    ),
+    "record": (np.zeros(8, "i4,f4"), P(), LeafError, "JAX does not support this dtype. Convert it"),
+    "masked": (np.ma.ones(8), P(), LeafError, "a masked array, which JAX does not"),
+}
+
+
+@pytest.mark.parametrize(("leaf", "spec", "error", "fact"), BAD.values(), ids=BAD)
 def test_a_bad_leaf(mesh: Mesh, leaf: Any, spec: P, error: type[Exception], fact: str) -> None:
     with pytest.raises(error, match=re.escape(fact)):
         ts.shard({"w": [leaf], "fine": arange(8)}, {"w": [spec], "fine": P("fsdp")}, mesh)
@@ -392,10 +276,6 @@ def test_a_mesh_without_devices_is_an_error() -> None:
         )
 
 
-def test_a_tree_without_arrays_needs_no_mesh() -> None:
-    assert ts.shard({"f": len, "n": 1}, P()) == {"f": len, "n": 1}
-
-
 # ------------------------------------------------------------------ leaf by leaf
 
 
@@ -407,9 +287,10 @@ def apply(fns: Any, tree: Any) -> Any:
 def test_functions_do_what_shard_and_gather_do(
     mesh: Mesh, by_plan: bool, compiles: list[str]
 ) -> None:
-    tree = {"w": arange(16, 8), "layers": [{"b": arange(8)}], "kept": arange(4), "name": "mlp"}
-    by_name = NamedSharding(mesh, P("data"))
-    specs: Any = {"w": by_name, "layers": [{"b": P("fsdp")}], "kept": None, "name": P()}
+    tree = {"w": arange(16, 8), "layers": [{"b": arange(8)}], "kept": arange(4), "gone": None}
+    # A prefix: one function moves all layers.
+    specs: Any = {"w": NamedSharding(mesh, P("data")), "layers": P("fsdp")}
+    specs |= {"kept": None, "gone": None}
     if by_plan:
         rules = [("w", P("data")), ("b", P("fsdp")), (".*", None)]
         specs = ts.plan(tree, rules, mesh, min_size=0)
@@ -422,17 +303,6 @@ def test_functions_do_what_shard_and_gather_do(
     assert compiles == []
 
 
-def test_functions_of_none_and_of_a_prefix(mesh: Mesh) -> None:
-    tree = {"block": {"a": arange(8), "b": arange(4)}, "kept": {"c": arange(3)}, "gone": None}
-    specs = {"block": P("fsdp"), "kept": None, "gone": None}
-    shard_fns, gather_fns = ts.make_shard_and_gather_fns(specs, mesh)
-    placed = apply(shard_fns, tree)
-    assert pieces(placed["block"]["b"])[0] == (1,)
-    assert placed["kept"]["c"] is tree["kept"]["c"]
-    assert placed["gone"] is None
-    assert apply(gather_fns, placed)["kept"]["c"] is tree["kept"]["c"]
-
-
 def test_functions_name_the_path_of_their_leaf(mesh: Mesh) -> None:
     specs = {"layers": [{"b": P("fsdp")}], "block": P("data")}
     shard_fns, gather_fns = ts.make_shard_and_gather_fns(specs, mesh)
@@ -442,35 +312,18 @@ def test_functions_name_the_path_of_their_leaf(mesh: Mesh) -> None:
         shard_fns["block"]({"x": arange(3)})
     with pytest.raises(ts.DeletedLeafError, match=re.escape("layers/0/b: float32[8]: its memory")):
         gather_fns["layers"][0]["b"](deleted())
-
-
-def test_functions_need_specs_and_a_mesh_with_devices(mesh: Mesh) -> None:
     with pytest.raises(ts.SpecError, match=re.escape("w: 3 (int) is not a spec.")):
         ts.make_shard_and_gather_fns({"w": 3}, mesh)
-    with pytest.raises(ts.NoMeshError, match="No mesh is in force"):
-        ts.make_shard_and_gather_fns({"w": P()})
     with pytest.raises(ts.NoMeshError, match="make_shard_and_gather_fns: the mesh"):
         ts.make_shard_and_gather_fns({"w": P()}, mesh.abstract_mesh)
 
 
-def test_structs_of_local_parts_become_those_of_the_batch(mesh: Mesh) -> None:
-    part = {"x": np.ones((16, 3)), "ids": np.ones(8, np.int32), "name": "train"}
-    specs = {"x": P(("data", "fsdp")), "ids": P("data"), "name": None}
-    structs = {
-        name: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, np.ndarray) else x
-        for name, x in part.items()
-    }
-    made = ts.from_process_local(part, specs, mesh)
-    found = ts.from_process_local(structs, specs, mesh)
-    assert found["name"] == "train"
-    for name in ("x", "ids"):
-        x, array = found[name], made[name]
-        assert type(x) is jax.ShapeDtypeStruct
-        assert (x.shape, x.dtype, x.sharding) == (array.shape, array.dtype, array.sharding)
+def test_local_parts_that_are_structs_are_checked(mesh: Mesh) -> None:
+    struct = jax.ShapeDtypeStruct((3,), "int32")
     with pytest.raises(ts.SpecError, match="3 is not divisible by 8"):
-        ts.from_process_local(jax.ShapeDtypeStruct((3,), "int32"), P(("data", "fsdp")), mesh)
+        ts.from_process_local(struct, P(("data", "fsdp")), mesh)
     with pytest.raises(LeafError, match="holds no values"):
-        ts.from_process_local({"x": part["x"], "y": structs["x"]}, P("data"), mesh)
+        ts.from_process_local({"x": arange(8), "y": struct}, P("data"), mesh)
 
 
 # ------------------------------------------------------------------ logical names
@@ -488,14 +341,8 @@ def test_logical_names_are_resolved_where_specs_are_given(mesh: Mesh) -> None:
         shard_fns, _ = ts.make_shard_and_gather_fns(NAMES, mesh)
     for tree in (*placed, apply(shard_fns, NAMED)):  # outside the rules
         assert ts.get_partition_spec(tree) == specs
-
-
-def test_logical_names_without_rules(mesh: Mesh) -> None:
-    with pytest.raises(ts.SpecError) as raised:
+    with pytest.raises(ts.SpecError, match="x: .'batch', 'embed'. is a tuple of logical names"):
         ts.shard(NAMED, NAMES, mesh)
-    message = str(raised.value)
-    assert message.startswith("2 entries of the specs are not specs:")
-    assert "x: ('batch', 'embed') is a tuple of logical names, and no rules are in" in message
 
 
 def test_logical_names_of_a_batch(mesh: Mesh) -> None:

@@ -412,6 +412,8 @@ def test_what_devices_narrow_is_planned_as_they_hold_it() -> None:
     plan = ts.plan(tree, [("w", ts.fsdp("fsdp")), (".*", None)], "fsdp=8")
     placed = ts.shard(tree, ts.plan(tree, plan.rules, ts.make_mesh("fsdp=8")))
     assert [leaf.dtype for leaf in plan.leaves] == [x.dtype for x in jax.tree.leaves(placed)]
+    np.testing.assert_array_equal(placed["ids"], np.arange(1024))
+    np.testing.assert_array_equal(placed["swapped"], np.ones(8))
     of_each = [x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(placed)]
     assert plan.bytes_per_device() == sum(of_each)
     assert [str(finding) for finding in plan.findings] == [
