@@ -14,6 +14,7 @@ READ: list[tuple[str, Any]] = [
     ("fsdp(('data',), skip=[0])", fsdp("data", skip=(0,))),
     ("follow('weight', blocks=True)", follow("weight", blocks=True)),
     ("fsdp('data', min_size=100)", fsdp("data", min_size=100)),
+    ("replicate(memory='pinned_host')", replicate(memory="pinned_host")),
     ("shard_dim('model', 0, True)", shard_dim("model", 0, True)),
     ("shard_dim(dim=1, axis='m', ignore_ndim_error=True)", shard_dim("m", 1, True)),
     ("logical_partitioning([('a', 'data')])", logical_partitioning([("a", "data")])),

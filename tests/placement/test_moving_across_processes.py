@@ -18,7 +18,6 @@ from tests.multiprocess import (
 )
 from tests.multiprocess.worker import Context
 from treeshard._core.arrays import lengths
-from treeshard._core.processes import _differences
 from treeshard._placement.transport import CHUNK_BYTES, _pieces
 
 MOVING = launcher.checks_of(moving_checks)
@@ -39,38 +38,8 @@ three, test_three_processes_that_disagree = launcher.tests_of(
 )
 
 
-# ------------------------------------------------------------------ what needs no processes
-
-
-@pytest.mark.parametrize(
-    ("who", "text"),
-    [
-        ([0, 1], "processes 0, 1"),
-        ([0, 1, 2, 3], "processes 0 to 3"),
-        ([0, 2, 3], "processes 0, 2, 3"),
-    ],
-)
-def test_processes_are_named_shortly(who, text) -> None:
-    said = {i: {"w": "P()"} for i in who} | {9: {"w": "P('fsdp')"}}
-    assert _differences(said) == [f"w: P() on {text}; P('fsdp') on process 9"]
-
-
-@pytest.mark.parametrize(
-    "part",
-    [
-        (),
-        ((3, 5),),
-        ((2, 5), (0, 3), (7, CHUNK_BYTES)),
-        ((0, 100_000), (0, 1000)),
-    ],
-    ids=str,
-)
-def test_pieces_cover_a_part_once_and_fit_a_chunk(part) -> None:
-    pieces = _pieces(part, 4)
-    sizes = [4 * math.prod(lengths(piece)) for piece in pieces]
+def test_large_parts_go_in_pieces_that_fit_a_chunk() -> None:
+    part = ((2, 5), (0, 3), (7, CHUNK_BYTES))
+    sizes = [4 * math.prod(lengths(piece)) for piece in _pieces(part, 4)]
     assert max(sizes) <= CHUNK_BYTES
     assert sum(sizes) == 4 * math.prod(lengths(part))
-    assert len(set(pieces)) == len(pieces)
-    for piece in pieces:
-        ends = zip(part, piece, strict=True)
-        assert all(start <= first and last <= stop for (start, stop), (first, last) in ends)

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from treeshard import checkpoint, compat, manual
+from treeshard import checkpoint, compat
 
 W = np.arange(32, dtype="float32").reshape(8, 4)
 TREE = {"a": {"w": W}, "b": W + 1}
@@ -102,21 +102,6 @@ def test_nor_is_an_array_restored_by_one(tmp_path: Any) -> None:
         checkpoint.restore(tmp_path / "tree", like)
 
 
-def test_nor_by_functions_made_of_specs() -> None:
-    spec = typed("unreduced")
-    shard_fns, _ = ts.make_shard_and_gather_fns({"b": spec}, EXPLICIT)
-    with pytest.raises(ts.SpecError, match="b: .*`unreduced` axes are part of a type"):
-        shard_fns["b"](W)
-    gather = jax.shard_map(
-        lambda tree: manual.gather_params(tree, "fsdp", spec),
-        mesh=MESHES["auto"],
-        in_specs=P("fsdp"),
-        out_specs=P(),
-    )
-    with pytest.raises(ts.SpecError, match="gather_params: 2 specs do not fit:.*\n.*`unreduced`"):
-        jax.jit(gather)(TREE)
-
-
 # ------------------------------------------------------------------ in a trace
 
 
@@ -153,14 +138,6 @@ def test_a_constraint_types_values_on_explicit_axes(kind: str) -> None:
 def test_without_a_mesh_it_does_nothing() -> None:
     assert ts.with_sharding_constraint(W, P(reduced={"data"})) is W
     assert jax.jit(lambda x: ts.with_sharding_constraint(x, P(reduced={"data"})))(W).shape == (8, 4)
-
-
-def test_axes_that_the_mesh_lacks_are_dropped() -> None:
-    def constrained(tree: Any) -> Any:
-        spec = P("fsdp", reduced={"data", "model"})
-        return ts.with_sharding_constraint(tree, spec)["b"]
-
-    assert jax.typeof(traced(constrained, EXPLICIT)).sharding.spec.reduced == {"data"}
 
 
 # ------------------------------------------------------------------ arrays of such a type

@@ -104,10 +104,13 @@ def test_the_result_can_be_donated(mesh: Mesh, spec: P) -> None:
 def test_a_hundred_shapes_from_host_or_one_device_compile_nothing(
     mesh: Mesh, compiles: list[str]
 ) -> None:
+    keys = jax.random.split(jax.random.key(0, impl="rbg"), 8)
     host = [arange(8, n + 1) for n in range(100)]
-    ts.shard(host, P("fsdp"), mesh)
+    compiles.clear()
+    placed = ts.shard([*host, keys], P("fsdp"), mesh)
     ts.shard(jax.device_put(host, jax.devices()[0]), P("fsdp"), mesh)
     assert compiles == []
+    assert_same(ts.gather(placed[-1]), keys)
 
 
 @pytest.mark.parametrize("source", ["one device", "many devices"])
