@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from flax import nnx
 from helpers import assert_same
 from jax.sharding import PartitionSpec as P
 
@@ -57,7 +56,6 @@ def loss_of(params: Any, x: Any) -> Any:
 contrib = optax.contrib
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "prodigy": contrib.prodigy,  # copies of the parameters, and scalars
-    "mechanic": lambda: contrib.mechanize(optax.sgd(0.1, momentum=0.9)),  # around another
     "muon": lambda: contrib.muon(0.1),  # another for matrices than for vectors
     "lbfgs": lambda: optax.lbfgs(memory_size=8),  # stacks of updates, which the axes divide
 }
@@ -148,24 +146,3 @@ def test_a_stack_that_is_not_a_memory_has_its_own_rule() -> None:
     }
     plan = ts.plan(tree, [("w", P("fsdp"))], "fsdp=4", min_size=0)
     assert {leaf.given for leaf in plan.leaves} == {P("fsdp")}
-
-
-def test_the_state_of_an_nnx_optimizer(tmp_path: Any) -> None:
-    class Model(nnx.Module):
-        def __init__(self) -> None:
-            self.q = nnx.Linear(8, 16, rngs=nnx.Rngs(0))
-
-    def init() -> Any:
-        model = Model()
-        return nnx.state((model, nnx.Optimizer(model, contrib.prodigy(), wrt=nnx.Param)))
-
-    rules = [("kernel", P("data", "expert")), (".*", None)]
-    mesh = ts.make_mesh("data=2,expert=4")
-    state, plan = init_sharded(init, rules=rules, mesh=mesh, min_size=0)
-    params = ts.plan(nnx.state(Model(), nnx.Param), rules, mesh, min_size=0)
-    follows = params.follow(plan.structs[1])
-    assert follows.specs == plan.specs[1]
-    kernels = [leaf.given for leaf in follows.leaves if leaf.path.endswith("kernel")]
-    assert kernels == 4 * [P("data", "expert")]
-    save(tmp_path / "state", state)
-    assert_same(restore(tmp_path / "state", plan.on(ts.make_mesh("expert=8"))), state)

@@ -260,16 +260,6 @@ def minibatches_by_hand(reduce_once: bool) -> Any:
     return train
 
 
-SHARED = {"w": struct(WIDTH, WIDTH)}
-
-
-def shared(p: Any, x: Any, plan: ts.Plan) -> jax.Array:
-    """A loss whose layers have one weight."""
-    p = ts.unshard(p, plan.specs, "fsdp")
-    layer = lambda h, _: (jnp.tanh(h @ p["w"]), None)  # noqa: E731
-    return jnp.mean(lax.scan(layer, x, None, length=4)[0] ** 2)
-
-
 STATE = {"model": TREE, "opt": {"mu": TREE}}
 
 LARGE = {"down": struct(4 * HIDDEN, WIDTH), "up": struct(WIDTH, 4 * HIDDEN)}
@@ -341,12 +331,6 @@ CASES = {
         {"train": minibatches_by_hand(reduce_once=True)},
         {"make": ts.shard_map_step, "batch": P("fsdp"), "x": struct(4 * ROWS, WIDTH)},
     ),
-    "gradient of a shared weight reduced in the layer loop": Case(
-        FSDP,
-        "Compilers for TPUs and GPUs may do that by themselves.",
-        {"loss": shared, "tree": SHARED, "rules": [("w", P("fsdp"))]},
-        both={"batch": P("fsdp")},
-    ),
 }
 
 
@@ -375,8 +359,6 @@ def report_on(backend: str, name: str, side: str) -> Report:
 ONLY = {
     "device_put to a device": ("cpu",),  # told before there is a program
     "gradients by jax alone": TARGETS,  # CPUs all-reduce whatever one writes
-    # Compilers for TPUs and GPUs move this reduction behind the loop.
-    "gradient of a shared weight reduced in the layer loop": ("cpu",),
     # Compilers for TPUs gather float32 weights as bfloat16 for products in bfloat16.
     "f32 gathered, bf16 meant": ("cpu", "h100:8"),
     # JAX lowers callbacks to GPUs only where there is one.
