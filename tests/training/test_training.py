@@ -68,20 +68,32 @@ def step(initialised):
     return jit_step(train_step, initialised[1], batch=P("fsdp"), donate=False)
 
 
-def arrays(tree):
-    return jax.tree.leaves(eqx.filter(tree, eqx.is_array))
+def assert_as_planned(state, plan) -> None:
+    leaves = jax.tree.leaves(eqx.filter(state, eqx.is_array))
+    for x, leaf in zip(leaves, plan.leaves, strict=True):
+        assert x.sharding.is_equivalent_to(NamedSharding(plan.mesh, leaf.given), x.ndim)
+        assert not jax.typeof(x).weak_type
 
 
-def test_initialised_as_planned(initialised, fsdp_mesh) -> None:
+def test_initialised_as_planned_and_stepped_with_one_compile(
+    initialised, fsdp_mesh, compiles
+) -> None:
     state, plan = initialised
     assert plan.mesh == fsdp_mesh
     assert state.model.layers[1].weight.sharding.spec == P(None, "fsdp")
     assert state.opt_state[0].mu.layers[1].weight.sharding.spec == P(None, "fsdp")
     assert state.model.layers[1].bias.sharding.is_fully_replicated
-    for x, leaf in zip(arrays(state), plan.leaves, strict=True):
-        assert x.sharding == NamedSharding(fsdp_mesh, leaf.given)
-        assert not jax.typeof(x).weak_type
     assert state.model.activation is jax.nn.relu
+    assert_as_planned(state, plan)
+    step = jit_step(train_step, plan, batch=P("fsdp"), donate=False)
+    state, _ = step(state, make_batch(0))
+    compiles.clear()
+    with jax.set_mesh(fsdp_mesh):
+        state, _ = step(state, make_batch(1))
+    state, _ = step(state, make_batch(2))
+    assert compiles == []
+    assert int(state.step) == 3
+    assert_as_planned(state, plan)
 
 
 @pytest.mark.usefixtures("full_compiles")  # optimizations are what might change bits
@@ -123,19 +135,11 @@ def test_misfits_raise_before_anything_is_allocated(fsdp_mesh, compiles) -> None
 
     rules = [("a", P("fsdp")), ("b", P("fdsp"))]
     compiles.clear()
-    with pytest.raises(ts.ShardingRuleError) as error:
+    with pytest.raises(ts.ShardingRuleError, match=r"a: (.|\n)*b: (.|\n)*c: "):
         init_sharded(make, rules=rules, mesh=fsdp_mesh, min_size=0)
-    message = str(error.value)
-    for part in ("a: ", "b: ", "c: ", "(9, 2)", "Did you mean 'fsdp'", "fsdp=8"):
-        assert part in message
     assert compiles == []
-    tree, plan = init_sharded(make, rules=rules, mesh=fsdp_mesh, min_size=0, strict=False)
+    tree, _ = init_sharded(make, rules=rules, mesh=fsdp_mesh, min_size=0, strict=False)
     assert all(x.sharding.is_fully_replicated for x in tree.values())
-    assert {a.kind for leaf in plan.leaves for a in leaf.adjustments} == {
-        "indivisible",
-        "axis-not-in-mesh",
-        "unmatched",
-    }
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -148,25 +152,8 @@ def test_an_abstract_mesh_cannot_hold_arrays(initialised) -> None:
         jit_step(train_step, plan, batch=P("fsdp"))
 
 
-def test_one_compile_wherever_it_is_called(initialised, fsdp_mesh, compiles) -> None:
-    state, plan = initialised
-    step = jit_step(train_step, plan, batch=P("fsdp"), donate=False)
-    state, _ = step(state, make_batch(0))
-    compiles.clear()
-    with jax.set_mesh(fsdp_mesh):
-        state, _ = step(state, make_batch(1))
-    state, _ = step(state, make_batch(2))
-    assert compiles == []
-    assert int(state.step) == 3
-    for x, leaf in zip(arrays(state), plan.leaves, strict=True):
-        assert x.sharding == NamedSharding(fsdp_mesh, leaf.given)
-
-
-SGD = optax.sgd(0.1)
-
-
 def sgd_step(state: Any, batch: Any, differentiate: Any = None) -> Any:
-    return train_step(state, batch, SGD, differentiate)
+    return train_step(state, batch, optax.sgd(0.1), differentiate)
 
 
 def by_hand(plan: ts.Plan, batch: Any) -> Any:
@@ -176,53 +163,27 @@ def by_hand(plan: ts.Plan, batch: Any) -> Any:
         assert state.model.layers[1].weight.shape == (32, 32 // plan.mesh.shape["fsdp"])
         return sgd_step(state, batch, grad)
 
-    return shard_map_step(step, plan, batch=batch)
+    return shard_map_step(step, plan, batch=batch, donate=False)
 
 
-def by_jit(plan: ts.Plan, batch: Any) -> Any:
-    return jit_step(sgd_step, plan, batch=batch)
-
-
-# Explicit axes need every product of two sharded arrays spelled out by the model, so parameters
-# stay whole there; it is the batch that is split.
-@pytest.mark.parametrize(
-    ("make", "axes", "kind", "rules"),
-    [
-        (by_jit, "data=2,fsdp=4", "auto", RULES),
-        (by_jit, "data=4,fsdp=2", "explicit", [(".*", None)]),
-        (by_hand, "data=2,fsdp=4", "auto", RULES),
-    ],
-)
-def test_equal_to_one_device_with_sgd(make, axes, kind, rules) -> None:
+def test_steps_by_jit_and_by_hand_equal_one_device(mesh) -> None:
     def start(key: Any) -> Any:
-        return init(key, SGD)
+        return init(key, optax.sgd(0.1))
 
-    mesh = ts.make_mesh(axes, axis_types=kind)
-    state, plan = init_sharded(start, jax.random.key(1), rules=rules, mesh=mesh)
-    step = make(plan, P(mesh.axis_names))
+    placed, plan = init_sharded(start, jax.random.key(1), rules=RULES, mesh=mesh)
+    rows = P(mesh.axis_names)
+    steps = [jit_step(sgd_step, plan, batch=rows, donate=False), by_hand(plan, rows)]
+    states = [placed, placed]
     alone, on_one_device = eqx.filter_jit(start)(jax.random.key(1)), eqx.filter_jit(sgd_step)
     for i in range(3):
-        state, loss = step(state, make_batch(i))
         alone, expected = on_one_device(alone, make_batch(i))
-        np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    assert_close(eqx.filter(state.model, eqx.is_array), eqx.filter(alone.model, eqx.is_array))
-    assert int(state.step) == 3
-    for x, leaf in zip(arrays(state), plan.leaves, strict=True):
-        assert x.sharding.is_equivalent_to(NamedSharding(mesh, leaf.given), x.ndim)
-
-
-def test_the_state_is_donated(initialised, fsdp_mesh) -> None:
-    state = ts.shard(ts.gather(initialised[0]), initialised[1])
-    step = jit_step(train_step, initialised[1])
-    after, _ = step(state, make_batch())
-    assert state.model.layers[0].weight.is_deleted()
-    with pytest.raises(ts.DeletedLeafError) as error:
-        step(state, make_batch())
-    message = str(error.value)
-    assert "leaves of the state are deleted" in message
-    assert "model/layers/0/weight: deleted, or donated to an earlier step" in message
-    assert "the state that the step returned" in message
-    step(after, make_batch())  # nothing is broken
+        for way, step in enumerate(steps):
+            states[way], loss = step(states[way], make_batch(i))
+            np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    for state in states:
+        assert_close(eqx.filter(state.model, eqx.is_array), eqx.filter(alone.model, eqx.is_array))
+        assert int(state.step) == 3
+        assert_as_planned(state, plan)
 
 
 def test_batches_of_every_kind(initialised, step, fsdp_mesh) -> None:
@@ -237,28 +198,24 @@ def test_batches_of_every_kind(initialised, step, fsdp_mesh) -> None:
         np.testing.assert_array_equal(step(state, {**batch, "scale": scale})[1], expected)
 
 
-def test_batch_specs_as_a_tree(initialised) -> None:
-    specs = {"x": P("fsdp"), "y": P()}
-    step = jit_step(train_step, initialised[1], batch=specs, donate=False)
-    step(initialised[0], make_batch())
-    with pytest.raises(ts.SpecError, match="the batch specs lack 'z'"):
-        step(initialised[0], {**make_batch(), "z": 0})
-    with pytest.raises(ts.UnknownAxisError, match="batch: the mesh has no axis 'fdsp'.*Did you"):
-        jit_step(train_step, initialised[1], batch=P("fdsp"))
-
-
-def test_a_batch_that_is_not_divisible(initialised, step) -> None:
+def test_batches_that_do_not_fit_their_specs(initialised, step) -> None:
     with pytest.raises(ts.SpecError) as error:
         step(initialised[0], make_batch(size=12))
     for part in ("x: ", "y: ", "(12, 16)", "12 is not divisible", "fsdp=8", "Pad it to 16"):
         assert part in str(error.value)
+    specs = {"x": P("fsdp"), "y": P()}
+    by_name = jit_step(train_step, initialised[1], batch=specs, donate=False)
+    by_name(initialised[0], make_batch())
+    with pytest.raises(ts.SpecError, match="the batch specs lack 'z'"):
+        by_name(initialised[0], {**make_batch(), "z": 0})
+    with pytest.raises(ts.UnknownAxisError, match="batch: the mesh has no axis 'fdsp'.*Did you"):
+        jit_step(train_step, initialised[1], batch=P("fdsp"))
 
 
 @pytest.mark.parametrize(
     ("shape", "rules", "spec"),
     [
         ("data=2,fsdp=4", RULES, P(("data", "fsdp"))),
-        ("data=2,shard=4", [(".*", ts.fsdp("shard", min_size=0))], P(("data", "shard"))),
         ("data=2,tensor=4", [("layers/0/weight", P("tensor")), (".*", None)], P("data")),
         ("dp=2,fsdp=2,mp=2", [("weight", P("fsdp", "mp")), (".*", None)], P(("dp", "fsdp"))),
         ("dcn_data=2,ici_fsdp=4", [(".*", None)], P(("dcn_data", "ici_fsdp"))),
@@ -273,44 +230,38 @@ def test_a_batch_is_split_over_the_data_and_fsdp_axes_by_default(shape, rules, s
         assert make(train_step, plan).batch_specs == spec
 
 
-GATHERED = "parameters are sharded over {!r}, and gathered along it for use, but the batch is not"
-UNCLEAR = "no `batch=` is given, and the name {!r} does not say whether it splits the batch"
+GATHERED = (
+    "parameters are sharded over 'fsdp', and gathered along it for use, but the batch is not split"
+    " over it (batch=P('data',)), so all devices along it do the same work. Split the batch too:"
+    " batch=P(('data', 'fsdp'))."
+)
+SEQUENCE = (
+    "no `batch=` is given, and 'sp' splits sequences by its name: the batch is not split over it"
+    " (batch=P(('data', 'fsdp'),)). If dim 1 of the batch is a sequence, pass"
+    " batch=P(('data', 'fsdp'), 'sp'). To split activations alone, pass batch=P(('data', 'fsdp'),)."
+)
+UNCLEAR = (
+    "no `batch=` is given, and the name 'shard' does not say whether it splits the batch, which is"
+    " not split over it (batch=P('data',)). If parameters are gathered along it for use, as in"
+    " FSDP, pass batch=P(('data', 'shard')): without that, all devices along it do the same work."
+    " Otherwise, as in tensor parallelism, pass batch=P('data',)."
+)
 
 
 @pytest.mark.parametrize(
     ("shape", "spec", "batch", "message"),
     [
-        # A spec and a tactic are told apart by nothing but the names of axes.
-        ("data=2,fsdp=4", P("fsdp"), P("data"), GATHERED.format("fsdp")),
-        ("data=2,fsdp=4", ts.fsdp("fsdp"), P("data"), GATHERED.format("fsdp")),
-        ("fsdp=8", P("fsdp"), P(), GATHERED.format("fsdp")),
+        ("data=2,fsdp=4", P("fsdp"), P("data"), GATHERED),
         ("data=2,fsdp=4", P("fsdp"), None, None),
         ("data=2,fsdp=4", P("fsdp"), P("fsdp"), "'data' shards neither the state nor the batch"),
         ("fsdp=8", P(), P(), None),
         ("data=2,tensor=4", P("tensor"), None, None),
         ("tensor=8", P(), None, "'tensor' shards neither the state nor the batch"),
-        ("devices=8", P("devices"), None, UNCLEAR.format("devices")),
+        ("data=2,shard=4", P("shard"), None, UNCLEAR),
         ("devices=8", P("devices"), P(), None),
         ("devices=8", ts.fsdp("devices"), None, None),
         ("data=2,fsdp=1,sp=4", P("fsdp"), P("data", "sp"), None),
-        (
-            "data=2,fsdp=2,sp=2",
-            P(("fsdp", "sp")),
-            None,
-            "no `batch=` is given, and 'sp' splits sequences by its name: the batch is not split"
-            " over it (batch=P(('data', 'fsdp'),)). If dim 1 of the batch is a sequence, pass"
-            " batch=P(('data', 'fsdp'), 'sp'). To split activations alone, pass"
-            " batch=P(('data', 'fsdp'),).",
-        ),
-        (
-            "data=2,shard=4",
-            P("shard"),
-            None,
-            "no `batch=` is given, and the name 'shard' does not say whether it splits the batch,"
-            " which is not split over it (batch=P('data',)). If parameters are gathered along it"
-            " for use, as in FSDP, pass batch=P(('data', 'shard')): without that, all devices along"
-            " it do the same work. Otherwise, as in tensor parallelism, pass batch=P('data',).",
-        ),
+        ("data=2,fsdp=2,sp=2", P(("fsdp", "sp")), None, SEQUENCE),
     ],
 )
 def test_an_axis_that_does_not_split_the_batch(shape, spec, batch, message, recwarn) -> None:
@@ -319,8 +270,6 @@ def test_an_axis_that_does_not_split_the_batch(shape, spec, batch, message, recw
     told = [str(one.message) for one in recwarn]
     assert len(told) == (message is not None)
     assert all(text.startswith(f"jit_step: {message}") for text in told)
-    if message == GATHERED.format("fsdp") and batch == P("data"):
-        assert "batch=P(('data', 'fsdp')" in told[0]
 
 
 def test_device_put_to_one_device_inside_the_step() -> None:
@@ -333,19 +282,13 @@ def test_device_put_to_one_device_inside_the_step() -> None:
         total, _ = jax.lax.scan(body, jnp.zeros(16), batch)
         return {"w": state["w"] + total}, total.sum()
 
-    state, batch = {"w": np.ones(16, "float32")}, np.ones((4, 16), "float32")
-    calls = (
-        lambda run: run.lower(plan.structs, batch),
-        lambda run: run(ts.shard(state, plan), batch),
-    )
-    for call in calls:
-        run = jit_step(step, plan, batch=P(None, "fsdp"))
-        with pytest.warns(ts.ShardingWarning) as told:
-            call(run)
-        [line] = [line for line in str(told[0].message).splitlines() if "`device_put` of" in line]
-        assert line.startswith("  `device_put` of float32[16] to cpu:1 at ")
-        assert "test_training.py:" in line
-        call(run)  # which says it once
+    run, batch = jit_step(step, plan, batch=P(None, "fsdp")), np.ones((4, 16), "float32")
+    with pytest.warns(ts.ShardingWarning) as told:
+        state, _ = run(ts.shard({"w": np.ones(16, "float32")}, plan), batch)
+    [line] = [line for line in str(told[0].message).splitlines() if "`device_put` of" in line]
+    assert line.startswith("  `device_put` of float32[16] to cpu:1 at ")
+    assert "test_training.py:" in line
+    run(state, batch)  # which says it once
 
 
 def test_a_state_that_comes_from_the_host_in_each_step(recwarn) -> None:
@@ -363,14 +306,13 @@ def test_a_state_that_comes_from_the_host_in_each_step(recwarn) -> None:
 
 
 def test_as_a_decorator(initialised) -> None:
-    @jit_step(plan=initialised[1], donate=False)
+    @jit_step(plan=initialised[1])
     def my_step(state, batch):
         """Steps."""
-        return train_step(state, batch)
+        return state, batch
 
     assert (my_step.__name__, my_step.__doc__) == ("my_step", "Steps.")
     assert my_step.plan is initialised[1]
-    assert np.isfinite(my_step(initialised[0], make_batch())[1])
     with pytest.raises(ts.StateError, match="jit_step needs the plan of the state"):
         jit_step(train_step, batch=P("fsdp"))
 
@@ -408,10 +350,6 @@ CHANGES = {
     "a python counter": (
         lambda s: {**s, "count": s["count"] + 1},
         r"count: the step turns the int 0 into the int 1.*`jnp\.int32\(0\)`",
-    ),
-    "a counter that becomes an array": (
-        lambda s: {**s, "count": jnp.int32(1)},
-        r"count: the step turns the int 0 into int32\[\]\..*`jnp\.int32\(0\)`",
     ),
     "a function": (lambda s: {**s, "act": jnp.cos}, "act: .*Keep it out of the state"),
     "an array that becomes a number": (
@@ -466,26 +404,18 @@ def test_a_batch_of_one_row_has_a_spec_that_it_can_be_stepped_with(fsdp_mesh) ->
     assert step(ts.shard(state, plan), jnp.ones((1, 3)))[1] == 3
 
 
-def test_a_state_of_another_kind(initialised, step) -> None:
-    with pytest.raises(ts.SpecError) as error:
-        step({"model": initialised[0].model}, make_batch())
-    assert "The state does not match the plan" in str(error.value)
+def test_a_state_that_does_not_match_the_plan(initialised, step, fsdp_mesh) -> None:
+    state = initialised[0]
+    with pytest.raises(ts.SpecError, match="The state does not match the plan") as error:
+        step({"model": state.model}, make_batch())
     assert "opt_state/0/count: the state has no such array." in str(error.value)
-    wide = eqx.tree_at(lambda s: s.model.layers[0].bias, initialised[0], jnp.zeros(64))
+    wide = eqx.tree_at(lambda s: s.model.layers[0].bias, state, jnp.zeros(64))
     with pytest.raises(ts.StateError, match=r"model/layers/0/bias: enters the step as float32\[64"):
         step(wide, make_batch())
-
-
-def test_a_state_that_is_sharded_otherwise(initialised, step, fsdp_mesh) -> None:
-    replicated = NamedSharding(fsdp_mesh, P())
-    moved = eqx.tree_at(
-        lambda s: s.model.layers[1].weight,
-        initialised[0],
-        replace_fn=lambda x: jax.device_put(x, replicated),
-    )
-    with pytest.raises(ts.SpecError) as error:
+    whole = jax.device_put(state.model.layers[1].weight, NamedSharding(fsdp_mesh, P()))
+    moved = eqx.tree_at(lambda s: s.model.layers[1].weight, state, whole)
+    with pytest.raises(ts.SpecError, match="model/layers/1/weight: sharded as Named") as error:
         step(moved, make_batch())
-    assert "model/layers/1/weight: sharded as NamedSharding" in str(error.value)
     assert "planned as P(None, 'fsdp')" in str(error.value)
     assert "`treeshard.shard(state, plan)`" in str(error.value)
 
@@ -514,16 +444,10 @@ def test_results_that_differ_from_device_to_device(mesh) -> None:
     )
     with pytest.raises(ts.StateError) as error:
         step(ts.shard(state, plan), np.ones(8, np.float32))
-    message = str(error.value)
     for part in (
         "3 results differ between devices",
         "w: the result differs along 'data', but the plan shards it as P('fsdp',). Average its",
         "b: the result differs along 'data', 'fsdp', but the plan shards it as P()",
         "aux/loss: it differs along 'data', 'fsdp'. Reduce it: `Metrics.reduce`",
     ):
-        assert part in message
-    with pytest.raises(ts.StateError, match="shard_map_step needs the plan"):
-        shard_map_step(train_step, batch=P("fsdp"))
-    plan = ts.plan(state, [("", ts.fsdp("fsdp", min_size=0))], mesh)
-    with pytest.warns(ts.ShardingWarning, match="shard_map_step: parameters are sharded over 'f"):
-        shard_map_step(train_step, plan, batch=P("data"))
+        assert part in str(error.value)
