@@ -179,13 +179,19 @@ def plan_of_model(kinds: Any = None) -> ts.Plan:
     return ts.plan(model(), [("embed", P("fsdp")), (".*", P(None, "fsdp"))], mesh, min_size=0)
 
 
-def message(loss: Any, batch: Any, kinds: Any = None) -> str:
+def raised_in_a_step(of: Any, batch: Any, kinds: Any = None) -> Exception:
     plan = plan_of_model(kinds)
-    step = ts.jit_step(lambda s, x: (s, value_and_grad(loss)(s, x)[0]), plan, batch=P(ROWS))
-    with pytest.raises(ts.errors.ShardingTypeError) as raised:
+    step = ts.jit_step(lambda s, x: (s, of(s, x)), plan, batch=P(ROWS))
+    with pytest.raises(Exception) as raised:  # noqa: PT011
         step(ts.shard(model(), plan), batch)
-    assert type(raised.value.__cause__).__module__.startswith("jax")
-    return str(raised.value)
+    return raised.value
+
+
+def message(loss: Any, batch: Any, kinds: Any = None) -> str:
+    error = raised_in_a_step(value_and_grad(loss), batch, kinds)
+    assert isinstance(error, ts.errors.ShardingTypeError)
+    assert type(error.__cause__).__module__.startswith("jax")
+    return str(error)
 
 
 IDS = np.arange(16, dtype="int32")
@@ -223,31 +229,17 @@ def test_leaves_of_one_type_are_told_with_their_rule() -> None:
     assert "  x @ ts.unshard(w)  # in place of x @ w" in lines
 
 
-def test_a_statement_that_adds_in_place() -> None:
+def test_a_statement_that_adds_in_place_on_a_mesh_whose_last_axis_is_explicit() -> None:
     def loss(model: Any, x: Any) -> Any:
         row = model.layers[0]["weight"][:1]
         x += row
         return x.mean()
 
-    lines = message(loss, X).splitlines()
+    kinds = (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
+    first, *lines = message(loss, X, kinds).splitlines()
+    assert first.endswith("is split over the Explicit axes fsdp=4.")
     assert "  row: float32[1,8@fsdp]" in lines
     assert "  x + ts.unshard(b)  # in place of x + b" in lines
-
-
-def test_a_mesh_whose_last_axis_is_explicit() -> None:
-    kinds = (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
-    text = message(lambda model, x: (x @ model.layers[1]["weight"]).mean(), X, kinds)
-    assert "is split over the Explicit axes fsdp=4." in text
-    assert "model.layers[1]['weight']: float32[8,8@fsdp], as layers/{0..1}/weight" in text
-
-
-def test_in_a_jit_of_ones_own() -> None:
-    plan = plan_of_model()
-    run = jax.jit(value_and_grad(lambda model, ids: model(ids).mean(), plan))
-    ids = ts.shard(IDS, P(ROWS), plan.mesh)
-    with jax.set_mesh(plan.mesh), pytest.raises(ts.errors.ShardingTypeError) as raised:
-        run(ts.shard(model(), plan), ids)
-    assert "as embed/weight by rule 0 'embed'" in str(raised.value)
 
 
 def test_in_a_check_of_gradients() -> None:
@@ -259,16 +251,7 @@ def test_in_a_check_of_gradients() -> None:
 def test_code_whose_source_is_elsewhere() -> None:
     names: dict[str, Any] = {}
     exec("def loss(model, x): return (x @ model.layers[0]['weight']).mean()", names)
-    text = message(names["loss"], X)
-    assert "x @ ts.unshard(w)  # in place of x @ w" in text
-
-
-def raised_in_a_step(loss: Any) -> Exception:
-    plan = ts.plan(model(), [], jax.make_mesh((2, 4), ("data", "fsdp")), min_size=0)
-    step = ts.jit_step(lambda s, x: (s, loss(s, x)), plan, batch=P(ROWS))
-    with pytest.raises(Exception) as raised:  # noqa: PT011
-        step(ts.shard(model(), plan), X)
-    return raised.value
+    assert "x @ ts.unshard(w)  # in place of x @ w" in message(names["loss"], X)
 
 
 def test_an_error_that_is_not_about_types_is_raised_as_it_is() -> None:
@@ -276,7 +259,7 @@ def test_an_error_that_is_not_about_types_is_raised_as_it_is() -> None:
         raise error
 
     error = TypeError("mine")
-    assert raised_in_a_step(loss) is error
+    assert raised_in_a_step(loss, X) is error
 
 
 def loop(start: Any) -> Any:
@@ -293,6 +276,6 @@ def loop(start: Any) -> Any:
     ids=["shapes", "shapes of a loop", "dtypes of a loop"],
 )
 def test_shapes_and_dtypes_that_differ_are_not_about_types(loss: Any) -> None:
-    error = raised_in_a_step(loss)
+    error = raised_in_a_step(loss, X)
     assert isinstance(error, TypeError)
     assert not isinstance(error, ts.errors.ShardingTypeError)
