@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
@@ -35,7 +35,7 @@ class Reduced(NamedTuple):
 class Case(NamedTuple):
     """A mean over rows of stacked layers, and what is right to reduce its gradients.
 
-    `passes` are the axes for `accumulate_gradients`, or `None` for one pass.
+    `passes` are the axes for `accumulate_gradients` on Auto axes, or `None` for one pass.
     """
 
     loss: Callable[[Any, Any], Any]
@@ -163,7 +163,9 @@ def gradient_step(
 def step_of(case: Case, mesh: Mesh, width: int) -> tuple[Any, ts.Plan, np.ndarray]:
     differentiate = value_and_grad
     if case.passes is not None:
-        differentiate = lambda loss: in_passes(loss, case.passes)  # noqa: E731
+        # On Explicit axes types say what is to be summed after the loop.
+        axes = () if AxisType.Explicit in mesh.axis_types else case.passes
+        differentiate = lambda loss: in_passes(loss, axes)  # noqa: E731
     return gradient_step(case.loss, mesh, case.spec, width, differentiate)
 
 

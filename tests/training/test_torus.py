@@ -16,8 +16,7 @@ from jax.sharding import PartitionSpec as P
 import treeshard as ts
 from tests.training.gradient_programs import (
     CASES,
-    FSDP,
-    gradient_step,
+    Case,
     returning_gradients,
     state,
     step_of,
@@ -68,28 +67,21 @@ def mean(params: Any, x: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    ("case", "kind", "expected"),
     [
-        ("fsdp x tp", OF_4),
-        ("vmap", OF_4),
-        ("fsdp in passes", OF_8),
+        (CASES["fsdp x tp"], "explicit", OF_4),
+        (CASES["fsdp in passes"], "explicit", OF_8),
+        (CASES["fsdp in passes"]._replace(passes=("fsdp",)), "auto", OF_8),
+        (CASES["fsdp"]._replace(loss=prefetched), "explicit", OF_8),
     ],
+    ids=["fsdp x tp", "in passes", "in passes over fsdp", "gathered early"],
 )
-def test_numbers_are_those_of_one_device(name: str, expected: Any) -> None:
-    case = CASES[name]
-    step, plan, x = step_of(case, ts.make_mesh(case.axes, axis_types="explicit"), WIDTH)
+def test_numbers_are_those_of_one_device(case: Case, kind: str, expected: Any) -> None:
+    step, plan, x = step_of(case, ts.make_mesh(case.axes, axis_types=kind), WIDTH)
     found = parts(step.compile(plan.structs, x).compiled)
     grads, value = step(ts.shard(state(WIDTH), plan), x)
-    assert_close((value, grads), one_device(case.loss, state(WIDTH), x))
-    assert {part for part in found if part[0] != "all-reduce"} == expected
-
-
-def test_layers_that_are_gathered_early_too() -> None:
-    of = training.value_and_grad
-    step, plan, x = gradient_step(prefetched, on_explicit(), FSDP, WIDTH, of)
-    assert parts(step.compile(plan.structs, x).compiled) == OF_8
-    grads, value = step(ts.shard(state(WIDTH), plan), x)
     assert_close((value, grads), one_device(CASES["fsdp"].loss, state(WIDTH), x))
+    assert {part for part in found if part[0] != "all-reduce"} == expected
 
 
 @pytest.mark.parametrize("check", [False, True])
@@ -149,15 +141,6 @@ def test_small_gathers_go_over_one_dim_after_the_other(monkeypatch: pytest.Monke
 
 def _cubes(shard: Any) -> Any:
     return jnp.sum(manual.gather_array_with_mean_grads(shard, 0, "fsdp") ** 3)
-
-
-def test_what_accumulates_over_the_axis_scatters_dim_by_dim() -> None:
-    case = CASES["fsdp in passes"]._replace(passes=("fsdp",))
-    step, plan, x = step_of(case, ts.make_mesh("fsdp=8"), WIDTH)
-    found = parts(step.compile(plan.structs, x).compiled)
-    grads, value = step(ts.shard(state(WIDTH), plan), x)
-    assert_close((value, grads), one_device(case.loss, state(WIDTH), x))
-    assert {("reduce-scatter", (4, 2)), ("reduce-scatter", (2, 1))} <= found
 
 
 def test_a_step_by_dims_is_as_planned() -> None:

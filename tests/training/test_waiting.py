@@ -19,9 +19,7 @@ from tests.training.gradient_programs import (
     CASES,
     FSDP,
     HSDP,
-    LAYERS,
     NAMES_AND_KINDS,
-    SHARDS_OVER_DATA,
     assert_reduced,
     by_all_reduce,
     gradient_step,
@@ -59,20 +57,6 @@ def test_each_gradient_is_summed_once_over_the_axes_that_do_not_split_it(
     assert_reduced(compiled, expected, WIDTH)
     grads, value = step(ts.shard(state(WIDTH), plan), x)
     assert_close((value, grads), jax.jit(jax.value_and_grad(case.loss))(state(WIDTH), x))
-
-
-def test_minibatches_need_no_names_of_axes(explicit: Any) -> None:
-    step, plan, x = gradient_step(layered, explicit, FSDP, WIDTH, lambda f: in_passes(f, None))
-    compiled = step.compile(plan.structs, x).compiled
-    assert_reduced(compiled, CASES["hsdp in passes"].reduced, WIDTH)
-
-
-def test_without_value_and_grad_shards_are_summed_in_each_layer(explicit: Any) -> None:
-    step, plan, x = gradient_step(layered, explicit, FSDP, WIDTH, jax.value_and_grad)
-    in_each_layer = SHARDS_OVER_DATA._replace(runs=LAYERS, depth=1)
-    _, scattered = CASES["hsdp"].reduced
-    compiled = step.compile(plan.structs, x).compiled
-    assert_reduced(compiled, [in_each_layer, scattered], WIDTH)
 
 
 def test_what_has_no_type_that_waits_is_reduced_where_it_is_used(explicit: Any) -> None:
@@ -148,12 +132,12 @@ def test_other_uses_of_a_weight_have_right_gradients(use: Any, explicit: Any) ->
 
 # ------------------------------------------------------------------ how often a loss is traced
 
-KINDS = [f"{a}{b}" for a in "pqrst" for b in "abcdefghij"]
+KINDS = [f"{a}{b}" for a in "pqrst" for b in "abcd"]
 
 
 def many_kinds(added: list[str], use: Any = ts.unshard) -> tuple[dict[str, Any], Any, list[str]]:
-    """50 weights that are used in products, but for those that are added; and its traces."""
-    drawn = np.random.default_rng(0).standard_normal((50, 16, 16)) / 8
+    """20 weights that are used in products, but for those that are added; and its traces."""
+    drawn = np.random.default_rng(0).standard_normal((20, 16, 16)) / 8
     traces: list[str] = []
 
     def loss(params: Any, x: Any) -> Any:
@@ -167,7 +151,7 @@ def many_kinds(added: list[str], use: Any = ts.unshard) -> tuple[dict[str, Any],
 
 @pytest.mark.parametrize(
     ("added", "sharded", "most"),
-    [([], True, 1), ([], False, 1), (KINDS[::5], False, 3), (KINDS[17:18], True, 5)],
+    [([], True, 1), (KINDS[::5], False, 3), (KINDS[17:18], True, 5)],
 )
 def test_a_loss_is_traced_a_few_times(
     added: list[str], sharded: bool, most: int, explicit: Any
@@ -176,10 +160,6 @@ def test_a_loss_is_traced_a_few_times(
     plan = ts.plan(params, [(".*", P("fsdp") if sharded else None)], explicit, min_size=0)
     run = returning_gradients(plan, value_and_grad(loss))
     x = X[:16, :16]
-    if not added:
-        run.lower(plan.structs, x)
-        assert len(traces) == most
-        return
     grads, _ = run(ts.shard(params, plan), x)
     assert len(traces) == most
     assert_close(grads, jax.jit(jax.grad(loss))(params, x))
