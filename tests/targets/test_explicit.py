@@ -29,7 +29,7 @@ TARGETS = ["v5e:2x4", "h100:8"]
 # All models on one strategy, and one on the others.
 MADE = [("hsdp", name) for name in MODELS]
 MADE += [(strategy, "layers") for strategy in STRATEGIES if strategy != "hsdp"]
-COMPILED = [("hsdp", "experts"), *((strategy, "layers") for strategy in STRATEGIES)]
+COMPILED = [("hsdp", "language"), *((strategy, "layers") for strategy in STRATEGIES)]
 
 
 @pytest.fixture(scope="module", autouse=True)
