@@ -178,15 +178,6 @@ def test_rules_and_plans_shard_the_restored_arrays(trained) -> None:
         restore(path, like, rules=RULES, mesh="data=3")
 
 
-def test_arrays_are_restored_to_one_device_and_to_the_host(trained) -> None:
-    path, state = trained
-    again = restore(path, structs(state))
-    assert_same(again, state)
-    assert again["model"].layers[0].weight.devices() == {jax.devices()[0]}
-    like = {**structs(state), "step": np.int32(0)}
-    assert type(restore(path, like)["step"]) is np.int32
-
-
 def test_a_resumed_run_has_the_same_losses(tmp_path: Path) -> None:
     mesh = ts.make_mesh("fsdp=8")
     rules = [(".*", ts.fsdp("fsdp", min_size=0))]
@@ -416,12 +407,6 @@ def test_the_error_says_what_is_at_the_path_instead(small, tmp_path: Path) -> No
     )
     assert refused(small[0].with_name("step7")) == (
         f"There is no checkpoint at {small[0].parent}/step7. Did you mean 'step_7'?"
-    )
-    (steps / "notes").write_text("")
-    assert refused(steps / "notes") == f"{steps}/notes is a file; a checkpoint is a directory."
-    (tmp_path / "empty").mkdir()
-    assert refused(tmp_path / "empty") == (
-        f"{tmp_path}/empty is not a checkpoint: it has no table of leaves."
     )
     ocp.save(tmp_path / "orbax", {"x": jnp.ones(3)})
     assert refused(tmp_path / "orbax") == (

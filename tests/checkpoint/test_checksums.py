@@ -10,60 +10,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from treeshard.checkpoint import _checksums
 from treeshard.checkpoint._checksums import _of_runs, checksum, checksums
-
-DTYPES = ["float32", "bfloat16", "float16", "int8", "uint16", "bool", "complex64"]
-DTYPES += ["int2", "uint2", "int4", "uint4", "float4_e2m1fn", "float8_e4m3fn", "float8_e8m0fnu"]
 
 
 def zlibs(x: Any) -> int:
     return zlib.crc32(np.asarray(x).tobytes())
 
 
-def some(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
+def some(shape: tuple[int, ...], dtype: str) -> np.ndarray:
     """Random bits, except for the unused bits of numbers smaller than a byte."""
-    bits = np.random.default_rng(seed).integers(0, 256, (*shape, jnp.dtype(dtype).itemsize))
-    if dtype == "bool":
-        bits %= 2
-    elif dtype[-1] in "24" or dtype == "float4_e2m1fn":
-        bits %= 4 if dtype.endswith("2") else 16
+    bits = np.random.default_rng(0).integers(0, 256, (*shape, jnp.dtype(dtype).itemsize))
+    if dtype in ("int2", "int4", "uint4", "float4_e2m1fn"):
+        bits %= 4 if dtype == "int2" else 16
     return bits.astype(np.uint8).view(jnp.dtype(dtype))[..., 0]
-
-
-@st.composite
-def layouts(draw: st.DrawFn) -> tuple[np.ndarray, NamedSharding]:
-    """An array and a sharding: meshes of one to three axes, devices in any order."""
-    sizes = draw(st.sampled_from([(8,), (2, 4), (4, 2), (2, 2, 2)]))
-    devices = np.array(draw(st.permutations(jax.devices()))).reshape(sizes)
-    axes = "abc"[: len(sizes)]
-    mesh = Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
-    rank = draw(st.integers(0, 4))
-    dims: list[list[str]] = [[] for _ in range(rank)]
-    for axis in draw(st.permutations(axes)):
-        if (dim := draw(st.integers(-1, rank - 1))) >= 0:
-            dims[dim].append(axis)
-    spec = P(*[tuple(entry) or None for entry in dims])
-    parts = [int(np.prod([mesh.shape[axis] for axis in entry])) for entry in dims]
-    factors = draw(st.lists(st.sampled_from([0, 1, 2, 3, 7, 16]), min_size=rank, max_size=rank))
-    shape = tuple(part * factor for part, factor in zip(parts, factors, strict=True))
-    dtype = draw(st.sampled_from(DTYPES))
-    return some(shape, dtype, draw(st.integers(0, 99))), NamedSharding(mesh, spec)
-
-
-@settings(max_examples=100, deadline=None)
-@given(layouts())
-def test_checksums_do_not_depend_on_the_sharding(layout: tuple[np.ndarray, NamedSharding]) -> None:
-    host, sharding = layout
-    placed = jax.device_put(host, sharding)
-    assert checksums([placed, host], "reading").crcs == [zlibs(host)] * 2
-    assert zlibs(placed) == checksum(host) == zlibs(host)
-    assert checksums([host.T], "reading").crcs == [checksum(host.T)] == [zlibs(host.T)]
 
 
 # Runs about the length from which each takes a call of its own.
@@ -81,6 +44,7 @@ def test_checksums_do_not_depend_on_run_length_or_block_size(
     placed = jax.block_until_ready(jax.device_put(hosts, shardings))
     compiles.clear()
     assert checksums(placed, "reading").crcs == list(map(zlibs, hosts))
+    assert checksums([hosts[0].T], "reading").crcs == [checksum(hosts[0].T)] == [zlibs(hosts[0].T)]
     assert not compiles
     assert all(x._npy_value is None for x in placed), "there is a copy on the host"
 

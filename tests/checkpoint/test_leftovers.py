@@ -17,14 +17,14 @@ from treeshard.interchange import save_safetensors
 TREE = {"w": np.ones((512, 256), np.float32)}  # 512 KiB
 # Writes all of three things, and gives none of them its name.
 WRITER = """
-import sys, threading, time
+import os, sys, threading, time
 import numpy as np
 from treeshard._disk import files
 from treeshard.checkpoint import Checkpoints, _save, save
 from treeshard.interchange import save_safetensors
 
 def stop(*args, **options):
-    print("written", flush=True)
+    os.write(1, b"written\\n")  # at once, as two threads may be here
     time.sleep(600)
 
 _save.merge = files._rename = stop

@@ -83,7 +83,6 @@ def test_a_run_goes_on_after_the_error(mesh, tmp_path: Path) -> None:
         pytest.warns(ts.ShardingWarning, match="w: its replicas"),
     ):
         run.save(4, {"w": placed(P(), lambda i: HOST + i, mesh)})
-    assert (restore(tmp_path / "run" / "4")["w"] == HOST).all()
 
 
 def test_an_unknown_choice_is_an_error(tmp_path: Path) -> None:
