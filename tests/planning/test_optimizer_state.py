@@ -7,7 +7,6 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from flax import nnx
 from helpers import mesh_of, struct
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -104,27 +103,6 @@ def test_static_fields_whose_comparison_raises() -> None:
     state = {"mu": odd(8, 16), "v_row": odd(8)}
     state_specs = state_specs_of(state, params, P("data", "fsdp"))
     assert jax.tree.leaves(state_specs) == [P("data", "fsdp"), P("data")]
-
-
-def test_nnx_states_and_optimizers() -> None:
-    class Model(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs):
-            self.q = nnx.Linear(8, 16, rngs=rngs)
-
-    model = nnx.eval_shape(lambda: Model(nnx.Rngs(0)))
-    params = nnx.state(model, nnx.Param)
-    specs = ts.match_partition_rules(
-        [("kernel", P("data", "fsdp")), ("bias", P("fsdp"))], params, min_size=0
-    )
-    state_specs = specs_of(optax.adam(0.1), params, specs)
-    assert state_specs["0/mu/q/kernel"] == P("data", "fsdp")
-    assert state_specs["0/nu/q/bias"] == P("fsdp")
-    own = nnx.eval_shape(lambda: nnx.Optimizer(Model(nnx.Rngs(0)), optax.adam(0.1), wrt=nnx.Param))
-    state = nnx.state(own)
-    state_specs = by_path(state, state_specs_of(state, params, specs))
-    kernels = {path: spec for path, spec in state_specs.items() if path.endswith("kernel")}
-    assert len(kernels) == 2
-    assert set(kernels.values()) == {P("data", "fsdp")}
 
 
 def test_haiku_dicts_with_slashes_in_keys() -> None:
@@ -224,16 +202,6 @@ EXTRA: dict[str, tuple[Any, P, tuple[int, ...], P]] = {
 def test_the_dim_that_gets_the_extra_axis(axis, spec, shape, right) -> None:
     params = {"w": struct(*shape)}
     assert planned(params, spec).follow({"mu": params}, extra_axis=axis).specs["mu"] == {"w": right}
-
-
-def test_small_leaves_get_no_extra_axis() -> None:
-    params = {"large": struct(128, 128), "small": struct(8, 8)}
-    state = jax.eval_shape(optax.adam(0.1).init, params)
-    further = planned(params, P(), min_size=65).follow(state, extra_axis="data").specs[0]
-    assert further.mu == {"large": P(None, "data"), "small": P()}
-    assert further.count == P()
-    further = planned(params, P(), min_size=64).follow(state, extra_axis="data").specs[0]
-    assert further.mu["small"] == P(None, "data")
 
 
 def test_another_mesh_keeps_the_extra_axis() -> None:

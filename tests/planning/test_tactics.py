@@ -146,8 +146,9 @@ IN_BOXES: dict[str, tuple[Any, P]] = {
 def test_names_in_boxes_are_resolved(box, spec) -> None:
     with ts.logical_axis_rules(RULES):
         assert logical_partitioning().refine(P(), MESH, "w", box, 0) == (spec, ())
-    with linen.logical_axis_rules(RULES):  # Flax's own context
-        assert logical_partitioning().refine(P(), MESH, "w", box, 0) == (spec, ())
+    for context_of_flax in (linen.logical_axis_rules, nnx.logical_axis_rules):
+        with context_of_flax(RULES):
+            assert logical_partitioning().refine(P(), MESH, "w", box, 0) == (spec, ())
 
 
 def test_rules_of_the_tactic_come_before_those_in_force() -> None:
