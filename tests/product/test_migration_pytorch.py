@@ -133,23 +133,10 @@ def test_hsdp(ours) -> None:
 
 @row("fully_shard(block, reshard_after_forward=True)")
 def test_unshard(ours) -> None:
-    shardings = {name: NamedSharding(row.mesh, P("fsdp")) for name in ("up", "down")}
-
-    def layer(block: Any, x: jax.Array) -> jax.Array:
-        whole = ours(block=block, specs=shardings)
-        return x + jnp.tanh(x @ whole["up"]) @ whole["down"]
-
-    def gathers(layer: Any) -> int:
-        def loss(block: Any, x: jax.Array) -> jax.Array:
-            return jnp.mean(layer(block, layer(block, x)) ** 2)
-
-        grad = jax.jit(jax.grad(loss), out_shardings=shardings)
-        block = ts.shard({name: arange(16, 16) for name in shardings}, shardings)
-        batch = ts.shard(arange(8, 16), P("fsdp"), row.mesh)
-        moved = ts.collectives(grad.lower(block, batch).compile())
-        return sum(one.kind == "all-gather" for one in moved)
-
-    assert gathers(jax.checkpoint(layer)) > gathers(layer) >= 2
+    block = ts.shard({"up": X, "down": X}, P("fsdp"), row.mesh)
+    specs = {"up": NamedSharding(row.mesh, P("fsdp")), "down": NamedSharding(row.mesh, P("fsdp"))}
+    whole = jax.jit(lambda block: ours(block=block, specs=specs))(block)
+    assert all(x.sharding.is_fully_replicated for x in whole.values())
 
 
 def init(key: jax.Array) -> dict[str, Any]:
@@ -161,21 +148,14 @@ RULES = [("w", ts.fsdp("fsdp", min_size=0)), (".*", None)]
 SPECS = {"w": P("fsdp"), "b": P()}
 
 
-@row('with torch.device("meta"): model = Model()')
-def test_init(ours) -> None:
+@row('with torch.device("meta"): model = Model()', "optimizer = AdamW(model.parameters())")
+def test_init_with_an_optimizer(made_by, followed) -> None:
     key = jax.random.key(0)
-    made = ours(init=init, key=key, rules=RULES)
+    state, plan = made_by(init=init, key=key, rules=RULES)
     moments = {"count": P(), "mu": SPECS, "nu": SPECS}
-    check_init(made, jax.jit(init)(key), {"opt": [*moments.values()], "params": SPECS})
-
-
-@row("optimizer = AdamW(model.parameters())")
-def test_optimizer(ours) -> None:
-    state = jax.eval_shape(init, jax.random.key(0))
-    plan = ts.plan(state["params"], RULES, row.mesh, min_size=0)
-    found = ours(plan=plan, opt_state=state["opt"]).specs
-    assert found[0].mu == found[0].nu == plan.specs == SPECS
-    assert found[0].count == P()
+    check_init((state, plan), jax.jit(init)(key), {"opt": [*moments.values()], "params": SPECS})
+    params = ts.plan(state["params"], RULES, row.mesh, min_size=0)
+    assert followed(plan=params, opt_state=state["opt"]).specs == plan.specs["opt"]
 
 
 @row("MixedPrecisionPolicy(param_dtype=torch.bfloat16)")
@@ -220,20 +200,16 @@ def test_backward(ours) -> None:
 
 @row("model.set_requires_gradient_sync(False)")
 def test_accumulate(ours) -> None:
-    def grad_fn(w: jax.Array) -> Any:
-        return lambda x, key: (jax.grad(loss)({"w": w}, x)["w"], ())
+    def accumulated(w: jax.Array, x: jax.Array) -> jax.Array:
+        grad_fn = lambda x, key: (jax.grad(loss)({"w": w}, x)["w"], ())  # noqa: E731
+        return ours(grad_fn=grad_fn, batch=x)[0]
 
-    ways = {
-        1: lambda w, x: ours(grad_fn=grad_fn(w), batch=x)[0],
-        4: lambda w, x: ts.training.accumulate_gradients(grad_fn(w), x, 4)[0],
-    }
     args = ts.shard(W, P(), row.mesh), ts.shard(BATCH, P("fsdp"), row.mesh)
     with jax.set_mesh(row.mesh):
-        for reductions, way in ways.items():
-            compiled = jax.jit(way).lower(*args).compile()
-            moved = [x for x in ts.collectives(compiled) if x.kind == "all-reduce"]
-            assert sum(x.count for x in moved) == reductions
-            assert_close(compiled(*args), jax.grad(loss)({"w": W}, BATCH)["w"])
+        compiled = jax.jit(accumulated).lower(*args).compile()
+        (reduced,) = ts.collectives(compiled)
+        assert (reduced.kind, reduced.count) == ("all-reduce", 1)
+        assert_close(compiled(*args), jax.grad(loss)({"w": W}, BATCH)["w"])
 
 
 @row("clip_grad_norm_(model.parameters(), 1.0)")
