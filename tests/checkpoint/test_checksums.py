@@ -38,8 +38,8 @@ def test_checksums_do_not_depend_on_run_length_or_block_size(
     length, dtype, mesh, compiles, monkeypatch
 ) -> None:
     monkeypatch.setattr(_checksums, "BLOCK", 2 * _checksums.SHORT)
-    hosts = [some(shape, dtype) for shape in [(5, 6, 4 * length), (8, 2 * length), (0, 4)]]
-    specs = [P(None, "data", "fsdp"), P("fsdp", "data"), P("fsdp")]
+    hosts = [some(shape, dtype) for shape in [(2, 3, 6, 4 * length), (8, 2 * length), (0, 4)]]
+    specs = [P(None, None, "data", "fsdp"), P("fsdp", "data"), P("fsdp")]
     shardings = [NamedSharding(mesh, spec) for spec in specs]
     placed = jax.block_until_ready(jax.device_put(hosts, shardings))
     compiles.clear()
