@@ -1,12 +1,7 @@
 """`treeshard plan`: its output, exit codes and errors."""
 
 import json
-import os
-import signal
 import struct
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -68,7 +63,7 @@ def test_plan_is_printed(run) -> None:
     ]
 
 
-def test_plan_as_json(run) -> None:
+def test_plan_as_json_and_what_fits(run) -> None:
     code, out, _ = run(SHAPES, RULES, "fsdp=3", "--json", "--memory=1MB")
     assert code == 1
     report = json.loads(out)
@@ -77,34 +72,21 @@ def test_plan_as_json(run) -> None:
     assert report["findings"][0]["paths"] == ["layers/0/q", "layers/1/q"]
     decided = ts.Plan.from_json(json.dumps(report["plan"]))
     assert decided.bytes_per_device() == 8448
-
-
-@pytest.mark.parametrize(
-    ("memory", "code", "line"),
-    [
-        ("80GB", 0, "It fits: 2.2 KiB of 74.5 GiB on a device."),
-        ("1kB", 1, "It does NOT fit: 2.2 KiB of 1000 B on a device."),
-    ],
-)
-def test_memory_is_compared_with_the_plan(run, memory, code, line) -> None:
-    exit_code, out, _ = run(SHAPES, RULES, "data=8,fsdp=4", f"--memory={memory}")
-    assert (exit_code, out.splitlines()[-1]) == (code, line)
+    code, out, _ = run(SHAPES, RULES, "data=8,fsdp=4", "--memory=80GB")
+    assert (code, out.splitlines()[-1]) == (0, "It fits: 2.2 KiB of 74.5 GiB on a device.")
+    code, out, _ = run(SHAPES, RULES, "data=8,fsdp=4", "--memory=1kB")
+    assert (code, out.splitlines()[-1]) == (1, "It does NOT fit: 2.2 KiB of 1000 B on a device.")
 
 
 def test_every_kind_of_action_is_read(run) -> None:
     rules = """
     min_size = 0
-    [[rules]]
-    pattern = "norm"
-    action = "('embed',)"
-    [[rules]]
-    pattern = "0"
-    action = "shard_dim('data', -1)"
-    [[rules]]
-    pattern = "1"
-    action = "fsdp(('data', 'fsdp'), min_size=0)"
-    [logical]
-    embed = "fsdp"
+    rules = [
+        {pattern = "norm", action = "('embed',)"},
+        {pattern = "0", action = "shard_dim('data', -1)"},
+        {pattern = "1", action = "fsdp(('data', 'fsdp'), min_size=0)"},
+    ]
+    logical = {embed = "fsdp"}
     """
     code, out, err = run(SHAPES, rules, "data=8,fsdp=4")
     assert (code, err) == (0, "")
@@ -128,9 +110,14 @@ def test_shapes_from_a_safetensors_header(run) -> None:
     assert "float8_e4m3fn[64]" in out
     # A header alone is enough.
     assert run(data[:-4160], RULES, "fsdp=4", name="model.safetensors") == (code, out, err)
-    code, _, err = run(data[:-4161], RULES, "fsdp=4", name="model.safetensors")
-    assert code == 2
-    assert "model.safetensors is not a safetensors file:" in err
+    for wrong, said in {
+        b"": "is not a safetensors file:",
+        data[:-4161]: "is not a safetensors file:",
+        data + b"x": "is cut short or too long:",
+    }.items():
+        code, _, err = run(wrong, RULES, "fsdp=4", name="model.safetensors")
+        assert code == 2
+        assert f"model.safetensors {said}" in err
 
 
 # ------------------------------------------------------------------ bad input
@@ -157,20 +144,6 @@ def test_invalid_shapes_are_rejected(run, shapes, text) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "text"),
-    [
-        (b"", "model.safetensors is not a safetensors file:"),
-        (struct.pack("<Q", 2) + b"{}x", "model.safetensors is cut short or too long:"),
-    ],
-    ids=["empty", "too-long"],
-)
-def test_invalid_safetensors_are_rejected(run, data, text) -> None:
-    code, _, err = run(data, name="model.safetensors")
-    assert code == 2
-    assert text in err
-
-
-@pytest.mark.parametrize(
     ("rules", "text"),
     [
         ("[[rules]\n", "rules.toml: Expected ']]' at the end of an array declaration (at line 1,"),
@@ -179,10 +152,7 @@ def test_invalid_safetensors_are_rejected(run, data, text) -> None:
         ("rules = [1]", "rules[0] is 1 (int), not a table."),
         ("[[rules]]\npatern = 'a'", "rules[0] has an unknown key 'patern'. Did you mean 'pattern'"),
         ("[[rules]]\npattern = 'a'\naction = ['x']", "rules[0].action is ['x'] (list), not"),
-        (
-            "[[rules]]\npattern = 'a'\naction = 'P(x)'",
-            "rules[0].action: 'P(x)': 'x' is not a literal",
-        ),
+        ("[[rules]]\npattern = 'a'\naction = 'P(x)'", "rules[0].action: 'P(x)': 'x' is not a"),
         ("[[rules]]\npattern = 'a'\naction = \"fdsp('x')\"", "Did you mean 'fsdp'?"),
         ("[[rules]]\npattern = 'a'\naction = \"__import__('os')\"", "__import__ is not a tactic"),
         ("[[rules]]\npattern = '('\naction = 'None'", "rule 0: the pattern '(' does not compile"),
@@ -221,43 +191,3 @@ def test_usage_and_help(capsys) -> None:
         main(["plan", "--help"])
     assert stopped.value.code == 0
     assert "exit code: 0, or 1 if the plan has errors" in capsys.readouterr().out
-
-
-CODE = """
-import signal, sys
-from treeshard._cli import main
-from jax._src import xla_bridge
-signal.signal(signal.SIGINT, signal.default_int_handler)  # shells disable it for background jobs
-argv = ["plan", "--rules=r.toml", "--mesh=fsdp=65536", "--json", "--shapes"]
-print(main([*argv, "s.json"]), xla_bridge.backends_are_initialized())
-sys.exit(main([*argv, "slow.json"]))
-"""
-
-
-def test_plan_starts_no_backend_and_ctrl_c_prints_nothing(tmp_path) -> None:
-    (tmp_path / "s.json").write_text(json.dumps(SHAPES | {"key": [[], "key<fry>"]}))
-    (tmp_path / "r.toml").write_text(RULES)
-    os.mkfifo(tmp_path / "slow.json")
-    # The interrupt may come just after the file was opened.
-    options = ["-W", "error", "-W", "ignore::ResourceWarning"]
-    process = start([sys.executable, *options, "-c", CODE], tmp_path)
-    with (tmp_path / "slow.json").open("wb"):  # returns when the process opens the other end
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=120)
-    report, said = out.splitlines()
-    assert (process.returncode, said, err) == (130, "1 False", "")
-    assert json.loads(report)["plan"]["mesh"][0]["size"] == 65536
-
-
-def test_it_runs_as_a_module_and_a_reader_may_stop_early(tmp_path) -> None:
-    (tmp_path / "s.json").write_text(json.dumps({f"w{i}x": [[i], "int8"] for i in range(3000)}))
-    (tmp_path / "r.toml").write_text("rules = [{pattern = '', action = 'None'}]")
-    command = f"{sys.executable} -m treeshard plan --shapes=s.json --rules=r.toml --mesh=a=1"
-    out, err = start(["sh", "-c", f"{command} | head -1"], tmp_path).communicate(timeout=120)
-    assert (out.startswith("path "), err) == (True, "")
-
-
-def start(command: list[str], directory: Path) -> subprocess.Popen:
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=directory, env=env, **pipes)

@@ -37,9 +37,6 @@ def make(mesh, hint=True):
 def activations(mesh):
     return make(mesh, hint=False)
 
-def dictionary(mesh):
-    return {"step": 1}
-
 def swapped(mesh):
     step, state, batch = make(mesh)
     return state, step, batch
@@ -109,14 +106,13 @@ def test_the_report_has_plan_communication_and_memory(run) -> None:
     assert err == "compiling steps:make for 8 x cpu (fsdp=8) ...\n"
 
 
-def test_a_step_that_moves_other_than_planned_is_exit_code_3(run) -> None:
+def test_the_exit_code_is_3_for_what_is_not_planned_and_1_for_what_does_not_fit(
+    run, monkeypatch
+) -> None:
     code, out, _ = run("steps:activations", "--types")
     assert code == 3
     assert "It moves what was not planned: activation" in out
     assert "values of a step on fsdp=8, in the compiled program" in out.split("\n\n")[3]
-
-
-def test_what_does_not_fit_is_exit_code_1_whatever_it_moves(run, monkeypatch) -> None:
     # The memory of CPUs is not known: their steps are compared with that of a device here.
     monkeypatch.setattr("treeshard.programs._memory._capacity", lambda device: 1000)
     code, out, _ = run("steps:activations")
@@ -157,9 +153,8 @@ def test_json_has_the_same_facts(run) -> None:
 @pytest.mark.parametrize(
     ("function", "options", "message"),
     [
-        ("steps:dictionary", "", "steps:dictionary returned dict. It gets the mesh, and must"),
         ("steps:swapped", "", "swapped returned a tuple of dict, Step, ShapeDtypeStruct. It gets"),
-        ("steps:fails", "", "steps:fails failed at HERE/steps.py:38: KeyError: 'tensor'"),
+        ("steps:fails", "", "steps:fails failed at HERE/steps.py:35: KeyError: 'tensor'"),
         ("steps:other_batch", "", "steps:other_batch failed at HERE/steps.py:14: TypeError: "),
         ("steps:make", "--topology=v5e-3", "no slice of v5e has this shape. The nearest are"),
         ("steps:make", "--mesh=tensor=8", "the mesh has no axis 'fsdp'"),
