@@ -269,7 +269,7 @@ def test_a_backend_that_widens_a_dtype_is_reported() -> None:
         return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
 
     run = shard_map_step(step, plan, batch=P("fsdp"))
-    program = run.lower(plan.structs, struct(8, 16)).compile()
+    program = run.compile(plan.structs, struct(8, 16)).compiled
     assert ts.compare_communication(plan, program).unplanned == ()
     compared = ts.compare_communication(plan, program, dtype="bfloat16")
     assert (compared.platform, compared.unplanned) == ("cpu", ())

@@ -56,15 +56,10 @@ def test_compiling_places_no_batch(fsdp_mesh, monkeypatch) -> None:
     step.lower(plan.structs, BATCH)
 
 
-@pytest.fixture(scope="module")
-def mlp_compiled(fsdp_mesh) -> ts.programs.CompiledStep:
+def test_memory_is_that_of_the_compiler_and_what_is_live_at_its_peak(fsdp_mesh) -> None:
     plan, step = _mlp(fsdp_mesh)
-    return step.compile(plan.structs, BATCH)
-
-
-def test_memory_is_that_of_the_compiler_by_kind(mlp_compiled) -> None:
-    memory = mlp_compiled.memory()
-    analysis = mlp_compiled.compiled.memory_analysis()
+    compiled = step.compile(plan.structs, BATCH)
+    memory, analysis = compiled.memory(), compiled.compiled.memory_analysis()
     assert memory.kinds == {"parameters": 4 * 32 * 256 * 4, "other state": 0, "batch": 64 * 256 * 4}
     assert memory.arguments == sum(memory.kinds.values()) == analysis.argument_size_in_bytes
     assert memory.temporaries == analysis.temp_size_in_bytes
@@ -76,10 +71,6 @@ def test_memory_is_that_of_the_compiler_by_kind(mlp_compiled) -> None:
         + analysis.temp_size_in_bytes
         + analysis.generated_code_size_in_bytes
     )
-
-
-def test_what_is_live_at_the_peak_explains_the_temporaries(mlp_compiled) -> None:
-    memory = mlp_compiled.memory()
     live = sum(buffer.bytes for buffer in memory.at_peak)
     assert 0.95 * memory.temporaries <= live <= 1.05 * memory.temporaries
     assert "test_compiled_step.py:" in str(memory.at_peak[0].source)
@@ -109,35 +100,30 @@ def test_what_does_not_fit_or_cannot_be_known_is_an_error() -> None:
     dataclasses.replace(memory, capacity=2**31).assert_fits()
 
 
-GPU = Memory({}, 60 * 2**30, 0, 0, 0, None, "NVIDIA H100 80GB HBM3", ())
+def on_h100() -> Memory:
+    """That of a step of 60 GiB, where the environment says how much JAX allocates."""
+    h100 = ts.programs.CHIPS["h100"]
+    memory = Memory({}, 60 * 2**30, 0, 0, 0, None, "NVIDIA H100 80GB HBM3", ())
+    return dataclasses.replace(memory, capacity=usable_memory(h100), device_memory=h100.memory)
 
 
 @pytest.mark.parametrize(
-    ("variables", "gib", "fits"),
+    ("variable", "value", "gib"),
     [
-        ({}, 59.4, False),
-        ({"XLA_CLIENT_MEM_FRACTION": "0.9"}, 71.2, True),
-        ({"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, 79.1, True),
+        ("XLA_CLIENT_MEM_FRACTION", "0.9", 71.2),
+        ("XLA_PYTHON_CLIENT_ALLOCATOR", "platform", 79.1),
     ],
 )
-def test_on_gpus_what_jax_allocates_decides(variables, gib, fits, monkeypatch) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    h100 = ts.programs.CHIPS["h100"]
-    memory = dataclasses.replace(GPU, capacity=usable_memory(h100), device_memory=h100.memory)
-    assert round(memory.capacity / 2**30, 1) == gib
-    assert memory.fits == fits
-    said = f"of {gib} GiB on NVIDIA H100 80GB HBM3"
-    if memory.capacity < h100.memory:
-        said += ", of whose 79.1 GiB JAX allocates no more"
-    assert said in str(memory).split("\n")
+def test_on_gpus_what_jax_allocates_decides(variable, value, gib, monkeypatch) -> None:
+    monkeypatch.setenv(variable, value)
+    assert on_h100().fits
+    assert f"of {gib} GiB on NVIDIA H100 80GB HBM3" in str(on_h100())
 
 
 def test_what_does_not_fit_by_default_is_told_what_decides() -> None:
-    h100 = ts.programs.CHIPS["h100"]
-    memory = dataclasses.replace(GPU, capacity=usable_memory(h100), device_memory=h100.memory)
+    assert ", of whose 79.1 GiB JAX allocates no more" in str(on_h100())
     with pytest.raises(ts.errors.DoesNotFitError) as caught:
-        memory.assert_fits()
+        on_h100().assert_fits()
     assert str(caught.value).startswith(
         "The step needs 60.0 GiB per device, and JAX allocates 59.4 GiB of the 79.1 GiB of NVIDIA"
         " H100 80GB HBM3. XLA_CLIENT_MEM_FRACTION in the environment says which part it"
@@ -169,43 +155,21 @@ def test_a_program_that_the_compiler_refuses_does_not_fit(fsdp_mesh, monkeypatch
     assert (caught.value.need, caught.value.capacity) == (64 * 2**30, 31.25 * 2**30)
 
 
-def test_a_program_by_hand_is_compiled_too(fsdp_mesh) -> None:
-    grad = ts.manual.value_and_grad(lambda w, x: jnp.mean(x @ w), "fsdp", P("fsdp"))
-    plan = ts.plan(jax.ShapeDtypeStruct((256, 256), "float32"), [("", P("fsdp"))], fsdp_mesh)
-
-    @ts.shard_map_step(plan=plan, batch=P("fsdp"))
-    def step(state, batch):
-        loss, grads = grad(state, batch)
-        return state - grads, loss
-
-    compiled = step.compile(plan.structs, BATCH)
-    assert compiled.communication().unplanned == ()
-    assert compiled.memory().kinds["parameters"] == 32 * 256 * 4
-    state, _ = step(ts.shard(np.ones((256, 256), "float32"), plan), BATCH)
-    assert state.sharding.spec == P("fsdp")
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("f32[1024,8]{1,0:T(8,128)}", ("f32[1024,8]", 1024 * 128 * 4, 0)),
         ("bf16[512,1024]{1,0:T(8,128)(2,1)S(1)}", ("bf16[512,1024]", 2**20, 1)),
         ("s4[9]{0}", ("s4[9]", 5, 0)),
-        ("f32[]", ("f32[]", 4, 0)),
+        (
+            "((f32[8]{0}), /*index=1*/u32[]{:S(2)}, (), token[])",
+            [[("f32[8]", 32, 0)], ("u32[]", 4, 2), [], ("token[]", 0, 0)],
+        ),
     ],
+    ids=["tiles", "another memory", "half bytes", "tuples"],
 )
 def test_types_have_the_bytes_of_their_layout(text, expected) -> None:
     assert read_type(text) == expected
-
-
-def test_types_of_tuples_are_nested() -> None:
-    nested = "((f32[8]{0}), /*index=1*/u32[]{:S(2)}, (), token[])"
-    assert read_type(nested) == [
-        [("f32[8]", 32, 0)],
-        ("u32[]", 4, 2),
-        [],
-        ("token[]", 0, 0),
-    ]
 
 
 @pytest.mark.parametrize(
@@ -247,17 +211,6 @@ def test_types_of_tuples_are_nested() -> None:
             4 + 8 + 16,
         ),
         (
-            """
-            %token = token[] after-all()
-            %start = (f32[1024]{0}, u32[], token[]) recv(%token), channel_id=1
-            %done = (f32[1024]{0}, token[]) recv-done(%start), channel_id=1
-            %big = f32[4096]{0} pad(%p, %zero), padding=0_3072
-            %sum = f32[] reduce(%big, %zero), dimensions={0}, to_apply=%add
-            %again = f32[1024]{0} get-tuple-element(%done), index=0
-            """,
-            4 + 16,
-        ),
-        (
             # One element of the result is the operand itself, and the other is new.
             """
             %a = f32[1024]{0} negate(%p)
@@ -267,7 +220,7 @@ def test_types_of_tuples_are_nested() -> None:
             4 + 4,
         ),
     ],
-    ids=["element", "tpu", "several reduced at once", "received", "called"],
+    ids=["element", "tpu", "several reduced at once", "called"],
 )
 def test_buffers_are_live_as_long_as_compilers_keep_them(lines: str, kibibytes: int) -> None:
     program = HloProgram(f"""HloModule step, is_scheduled=true
