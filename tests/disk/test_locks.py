@@ -1,5 +1,6 @@
 """Locks: one writer at a time, and no lock outlives its process."""
 
+import fcntl
 import os
 import platform
 import signal
@@ -92,3 +93,17 @@ def test_a_lock_whose_name_cannot_be_written_is_released(tmp_path: Path) -> None
     assert list((tmp_path / "run").iterdir()) == []
     save(tmp_path / "run" / "c", {"w": np.ones(3)})
     assert restore(tmp_path / "run" / "c")["w"].tolist() == [1, 1, 1]
+
+
+def test_a_lock_whose_file_its_holder_has_just_removed_is_taken_anew(tmp_path, monkeypatch) -> None:
+    file = tmp_path / "lock"
+    flock = fcntl.flock
+
+    def after_a_release(handle: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        file.unlink()
+        flock(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", after_a_release)
+    with Lock(file, "it") as lock:
+        lock.check()  # it is the file that others find

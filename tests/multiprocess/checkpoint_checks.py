@@ -82,9 +82,8 @@ def check_a_run(context: Context) -> None:
     if context.index == 0:  # process 0 removes older ones
         assert files_in(context.directory / "run") == ["2", "3"]
     other = context.directory / "other"
-    told = error_of(lambda: Checkpoints(other, keep=2 + context.index, every=10, timeout=20))
+    told = error_of(lambda: Checkpoints(other, keep=2 + context.index, every=1 + context.index))
     assert "keep: 2 on process 0; 3 on process 1" in told
-    told = error_of(lambda: Checkpoints(other, every=1 + context.index, timeout=20))
     assert "every: 1 on process 0; 2 on process 1" in told
 
 
@@ -153,7 +152,6 @@ def check_an_error_on_one_process_is_an_error_on_all(context: Context) -> None:
 
 def check_a_full_disk_on_one_process_is_an_error_on_all(context: Context) -> None:
     state = saved_state()
-    began = time.monotonic()
     with Checkpoints(context.directory / "full", background=False) as checkpoints:
         checkpoints.save(1, state)
         for who in (1, 0):
@@ -171,7 +169,6 @@ def check_a_full_disk_on_one_process_is_an_error_on_all(context: Context) -> Non
         assert_is_the_state(found[1])
         if context.index == 0:
             assert files_in(context.directory / "full") == [".treeshard-lock", "1", "2"]
-    assert time.monotonic() - began < 60  # no process waits for the failed one
 
 
 def check_damage_is_an_error_on_all(context: Context) -> None:

@@ -1,7 +1,5 @@
 """Calls that differ between processes raise on all of them, before anything can hang."""
 
-import contextlib
-import io
 import time
 from typing import Any
 
@@ -160,7 +158,7 @@ def check_a_slow_read_is_waited_for(context: Context) -> None:
 def check_a_process_that_stops_iterating_is_named(context: Context) -> None:
     leaves = {f"{i}": np.ones((6, 2**20), np.float32) for i in range(3)}  # more than a chunk each
     placed = ts.shard(leaves, P("data"), mesh())
-    read = ts.iter_gather(placed, to=0, timeout=3)
+    read = ts.iter_gather(placed, to=0, timeout=2)
     assert next(read)[0] == "0"
     exchange("ready", b"")
     if context.index == 1:
@@ -172,7 +170,7 @@ def check_a_process_that_stops_iterating_is_named(context: Context) -> None:
         else:
             told = error_of(lambda: list(read))
             assert told.startswith("iter_gather, at 1 (call ")
-            assert "process 1 of 3 did not arrive within 3 s" in told
+            assert "process 1 of 3 did not arrive within 2 s" in told
     assert [path for path, _ in ts.iter_gather(placed, to=0, timeout=20)] == ["0", "1", "2"]
     assert_all_can_go_on()
 
@@ -240,11 +238,3 @@ def check_a_third_process_may_watch_or_receive(context: Context) -> None:
     placed = ts.shard(tree["x"][:6], P("fsdp"), mesh_of(0))  # which process 0 has alone
     moved = ts.reshard(placed, P("data"), mesh())
     np.testing.assert_array_equal(ts.gather(moved), tree["x"][:6])
-
-
-def check_only_process_0_shows_a_bar(context: Context) -> None:
-    with contextlib.redirect_stderr(io.StringIO()) as shown:
-        ts.gather(ts.shard(tree(), P("data"), mesh(), progress=True), progress=True)
-    bars = ("shard: 100%", "gather: 100%")
-    assert all(bar in shown.getvalue() for bar in bars) == (context.index == 0)
-    assert context.index == 0 or shown.getvalue() == ""

@@ -96,8 +96,6 @@ def check_each_process_writes_its_own_bytes_of_the_file_that_the_package_writes(
     written = transferred("wchar") - before
     slack = 20_000  # the header, and messages between processes
     assert own_bytes(spread()) <= written <= own_bytes(spread()) + slack
-    counts = exchange("test counting", str(own_bytes(spread())).encode(), timeout=30)
-    assert sum(map(int, counts)) == sum(x.nbytes for x in on_host().values())
     assert file_of(context).read_bytes() == package_bytes(context, on_host())
 
 
@@ -106,30 +104,24 @@ def check_leaves_that_every_process_holds_are_written_once(context: Context) -> 
     mine = {
         "spread": spread()["rows"],
         "numpy": np.full(5, context.index, np.int32),
-        "device": jax.numpy.full(5, context.index),
         "last": ts.shard(np.arange(6, dtype=np.int32), P("x"), last),
     }
     save_safetensors(file_of(context), mine)
     found = load_safetensors(file_of(context))
     assert (found["numpy"] == 0).all()
-    assert (found["device"] == 0).all()
     assert (found["last"] == np.arange(6)).all()
 
 
 def check_several_files_have_the_bytes_of_the_package(context: Context) -> None:
-    save_safetensors(file_of(context), spread(), max_file_size=20_000, rename=str.upper)
+    save_safetensors(file_of(context), spread(), max_file_size=20_000)
     meet(context, "saved")
     index = json.loads((context.directory / "model.safetensors.index.json").read_text())
-    files = sorted(set(index["weight_map"].values()))
-    assert len(files) >= 3
-    for name in files:
-        part = {
-            k.upper(): x for k, x in on_host().items() if index["weight_map"][k.upper()] == name
-        }
+    holders = index["weight_map"]
+    assert len(set(holders.values())) >= 3
+    for name in set(holders.values()):
+        part = {path: x for path, x in on_host().items() if holders[path] == name}
         assert (context.directory / name).read_bytes() == package_bytes(context, part)
     assert not file_of(context).exists()
-    found = load_safetensors(file_of(context), on_host(), rename=str.upper)
-    assert all(found[path].tobytes() == x.tobytes() for path, x in on_host().items())
 
 
 # ------------------------------------------------------------------ load

@@ -5,17 +5,14 @@ args: how many of two processes are killed, and how many that run alone.
 
 import random
 import time
-from contextlib import ExitStack
 from functools import partial
-from itertools import count
 from pathlib import Path
 
 import treeshard as ts
-from tests.helpers import files_in
 from tests.multiprocess.forked import Forked, Say
-from tests.multiprocess.states import RULES, differing, host_state, like, state_at
+from tests.multiprocess.states import RULES, differing, like, state_at
 from tests.multiprocess.worker import Context
-from treeshard.checkpoint import Checkpoints, restore, save
+from treeshard.checkpoint import Checkpoints
 
 TEMPORARY = ".orbax-checkpoint-tmp"
 KEPT = 3
@@ -110,56 +107,3 @@ def check_a_process_that_is_left_alone_finishes_no_save(context: Context) -> Non
         assert code not in (0, None), f"it has {code}:\n{pair.printed()}"
     latest = latest_of(context.directory / "run-left")
     resume(context, "run-left", latest, MESHES[1], KEPT, processes=2, devices=2)
-
-
-# ------------------------------------------------------------------ several writers
-
-WRITERS, PATHS = 4, 10
-# How soon a process runs again is the system's choice: more paths follow until two writers met.
-AT_MOST = 30 * PATHS
-
-
-def save_each(where: Path, who: int, index: int, say: Say) -> None:
-    """Saves to each path as soon as the lock is free, in competition with other writers."""
-    state = host_state(who)
-    say("ready")
-    for i in count():
-        while not (where / f"go-{i}").exists():
-            if (where / "end").exists():
-                return
-            time.sleep(0.0005)
-        try:
-            save(where / f"step_{i}", state)
-            say("saved")
-        except ts.CheckpointError as error:
-            say(f"refused: {error}")
-
-
-def check_one_of_several_writers_saves(context: Context) -> None:
-    where = context.directory / "at-once"
-    where.mkdir()
-    log = context.directory / "at-once.log"
-    paths = met = 0
-    with ExitStack() as held:
-        writers = [
-            held.enter_context(Forked(partial(save_each, where, who), log, processes=1))
-            for who in range(WRITERS)
-        ]
-        for writer in writers:
-            writer.hear("0 ready")
-        while paths < PATHS or (not met and paths < AT_MOST):
-            (where / f"go-{paths}").touch()
-            heard = [writer.hear("0") for writer in writers]
-            winner = heard.index("saved")
-            assert not differing(restore(where / f"step_{paths}"), winner)
-            there = f"There is already a checkpoint at {where}/step_{paths}"
-            for said in heard[:winner] + heard[winner + 1 :]:
-                at_work = "another run is writing here: " in said
-                assert at_work or there in said, said
-                met += at_work
-            paths += 1
-        (where / "end").touch()
-        assert [writer.wait() for writer in writers] == [[0]] * WRITERS
-    assert met
-    made = [f"{name}{i}" for i in range(paths) for name in ("go-", "step_")]
-    assert files_in(where) == sorted([*made, "end"])

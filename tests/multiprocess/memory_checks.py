@@ -12,19 +12,33 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from benchmarks._harness import peak_of
+from tests.helpers import arange, assert_same
 from tests.multiprocess.worker import Context
+from treeshard._placement import transport
 from treeshard.checkpoint import restore, save
 from treeshard.interchange import load_safetensors, save_safetensors
 
 LEAF, TREE = 16, 128  # MiB
 # What is in flight (chunks, packets, buffers of files), and what the allocator keeps of it.
 IN_FLIGHT = 24
+SIDE = 2048
 SPECS = {f"{i:02}": P("fsdp") if i % 2 else P(None, "fsdp") for i in range(TREE // LEAF)}
-STRUCTS = {name: jax.ShapeDtypeStruct((2048, 2048), "float32") for name in SPECS}
+STRUCTS = {name: jax.ShapeDtypeStruct((SIDE, SIDE), "float32") for name in SPECS}
+packets: list[int] = []
+_permute = transport._permute
+
+
+def counting(packet: Any, devices: Any, pairs: Any) -> Any:
+    packets.extend(packet.size for sender, _ in pairs if sender == jax.process_index())
+    return _permute(packet, devices, pairs)
+
+
+transport._permute = counting
 
 
 def read(path: str, index: tuple[slice, ...]) -> np.ndarray:
-    return np.full([i.stop - i.start for i in index], int(path), np.float32)
+    rows, columns = (np.arange(i.start, i.stop, dtype=np.float32) for i in index)
+    return rows[:, None] * SIDE + columns
 
 
 def placed() -> dict[str, jax.Array]:
@@ -51,14 +65,49 @@ def check_gather_takes_the_receiver_one_tree_and_iter_gather_one_leaf(context: C
     peak = mib_of(lambda: ts.gather(tree, to=0))
     assert peak <= (1.05 * TREE + LEAF if context.index == 0 else 0) + IN_FLIGHT, peak
     assert peak > 0.9 * TREE or context.index != 0, peak
+    gathered = ts.gather(tree, to=0)
+    if context.index == 0:
+        assert_same(gathered, dict.fromkeys(SPECS, arange(SIDE, SIDE)))
+    del gathered
     peak = mib_of(go_through)
     assert peak <= (LEAF if context.index == 0 else 0) + IN_FLIGHT, peak
     assert peak > 0.9 * LEAF or context.index != 0, peak
 
 
+def check_between_meshes_every_byte_is_sent_once(context: Context) -> None:
+    """From the devices of a trainer to those of a sampler."""
+    devices, half = jax.devices(), len(jax.devices()) // 2
+    trainer = ts.make_mesh("fsdp=-1", devices=devices[:half])
+    sampler = ts.make_mesh("tensor=-1", devices=devices[half:])
+    before = ts.plan(STRUCTS, [(".*", P("fsdp"))], trainer, min_size=0)
+    rules = [("[02468]$", P("tensor")), (".*", P(None, "tensor"))]
+    after = ts.plan(STRUCTS, rules, sampler, min_size=0)
+    tree = jax.block_until_ready(ts.shard(STRUCTS, before, read=read))
+    diff = before.diff(after)
+    packets.clear()
+    moved = ts.reshard(tree, after)
+    total = sum(x.nbytes for x in jax.tree.leaves(tree))
+    training = {d.process_index for d in trainer.devices.flat}
+    assert diff.sent == total  # no process has a part of what it samples from
+    assert diff.bytes == total // sampler.size
+    mine = total // len(training) if context.index in training else 0
+    assert sum(packets) == mine, (sum(packets), mine)
+    for x in jax.tree.leaves(moved):
+        for shard in x.addressable_shards:
+            np.testing.assert_array_equal(shard.data, arange(SIDE, SIDE)[shard.index])
+    del moved
+    part = sum(d.process_index == context.index for d in sampler.devices.flat) / sampler.size
+    peak = mib_of(lambda: jax.block_until_ready(ts.reshard(tree, after)))
+    assert peak <= part * TREE + 2 * part * LEAF + IN_FLIGHT, (peak, part)
+    replicas = ts.shard(arange(16, 8), P("fsdp"), ts.make_mesh({"data": context.count, "fsdp": -1}))
+    packets.clear()
+    assert_same(ts.gather(replicas), arange(16, 8))
+    assert not packets  # each process has all of it
+
+
 def check_placing_and_reading_take_the_own_shards(context: Context) -> None:
     mesh = ts.make_mesh("fsdp=8")
-    tree = {name: np.full((2048, 2048), int(name), np.float32) for name in SPECS}
+    tree = {name: arange(SIDE, SIDE) for name in SPECS}
     peak = mib_of(lambda: ts.shard(tree, SPECS, mesh))
     assert peak <= 1.05 * TREE / context.count + IN_FLIGHT, peak
     peak = mib_of(placed)

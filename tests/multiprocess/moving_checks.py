@@ -13,7 +13,6 @@ import treeshard as ts
 from tests.helpers import arange, assert_same, bits
 from tests.multiprocess.worker import Context
 from treeshard._core.arrays import region_of
-from treeshard._placement.transport import CHUNK_BYTES
 
 compiles: list[str] = []
 
@@ -107,24 +106,6 @@ def check_one_process_receives_and_the_others_get_structs(context: Context) -> N
         pairs = dict(ts.iter_gather(placed, to=to))
         arrays = {name: x for name, x in tree.items() if hasattr(x, "dtype")}
         (assert_same if context.index == to else assert_structs)(pairs, arrays)
-
-
-def check_large_leaves_go_in_pieces(context: Context) -> None:
-    """Leaves of several chunks, with rows longer than a chunk, and small leaves between."""
-    tree = {
-        "long": arange(8, CHUNK_BYTES // 16),
-        "small": arange(24),
-        "wide": arange(4, CHUNK_BYTES // 4 + 3),
-    }
-    specs = {
-        "long": P(("data", "fsdp")),
-        "small": P("fsdp"),
-        "wide": P("fsdp"),
-    }
-    placed = ts.shard(tree, specs, mesh_across())
-    for to in ("all", 0, context.count - 1):
-        got = ts.gather(placed, to=to)
-        (assert_same if to in ("all", context.index) else assert_structs)(got, tree)
 
 
 def check_a_constraint_places_arrays_and_waits_for_nobody_on_own_devices(context: Context) -> None:

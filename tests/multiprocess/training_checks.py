@@ -104,9 +104,6 @@ def check_processes_exchange_something_only_before_the_first_step(context: Conte
             # A global batch that is in place has been agreed on when it was made.
             expected = 0 if name == "global" else 1
             assert exchanges() == expected, name
-            for _ in range(3):
-                assert step(state, batch)[1] == loss
-            assert exchanges() == expected, name
     # A form is known whatever came in between, and on whichever side its arrays are.
     with counted() as exchanges:
         for batch in (*given.values(), jnp.asarray(given["full"])):
@@ -139,8 +136,8 @@ def check_batches_of_known_shapes_that_differ_give_no_numbers(context: Context) 
     step = jit_step(train_step, plan, donate=False)
     full, specs = batches()[0], P(("data", "fsdp"))
 
-    def part(rows: int, dtype: str = "float32") -> jax.Array:
-        return ts.from_process_local(full[:rows].astype(dtype), specs, plan.mesh)
+    def part(rows: int) -> jax.Array:
+        return ts.from_process_local(full[:rows], specs, plan.mesh)
 
     rows = [8 // context.count * n for n in (1, 2, 4)]
     losses = {n: step(state, part(n))[1] for n in rows}
@@ -164,12 +161,6 @@ def check_batches_of_known_shapes_that_differ_give_no_numbers(context: Context) 
     assert text.startswith("jit_step: the processes have passed batches of other shapes"), text
     assert f"float32[{rows[2]},16] on process 0" in text, text
     assert f"float32[{rows[0]},16] on process 1" in text, text
-    for dtype in ("bfloat16", "float32"):  # which both are known, too
-        step(state, part(rows[2], dtype))
-    step(state, part(rows[0]))
-    text = error_of(lambda: step(state, part(rows[2], "bfloat16" if context.index else "float32")))
-    assert f"float32[{rows[2]},16] on process 0" in text, text
-    assert f"bfloat16[{rows[2]},16] on process 1" in text, text
 
 
 def check_another_step_on_one_process_is_told_before_its_state_is_read(context: Context) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from tests.multiprocess import (
     disagreeing_checks,
-    disjoint_checks,
     launcher,
     memory_checks,
     moving_checks,
@@ -28,8 +27,8 @@ def test_one_process(check, tmp_path) -> None:
     getattr(moving_checks, check)(Context(0, 1, tmp_path, []))
 
 
-# Those that measure memory come first.
-ON_LINUX = [memory_checks, disjoint_checks] if sys.platform == "linux" else []
+# What measures memory comes first.
+ON_LINUX = [memory_checks] if sys.platform == "linux" else []
 four, test_four_processes = launcher.tests_of(
     *ON_LINUX, moving_checks, processes=4, devices=2, env=launcher.EXACT_MEMORY
 )
