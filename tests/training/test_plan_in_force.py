@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_close, struct
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from tests.helpers import struct
 from tests.training import gradient_programs
-from treeshard._planning.plan_in_force import PlanInForce, current_plan
+from treeshard._planning.plan_in_force import current_plan
 from treeshard.manual import value_and_grad
 
 HSDP = "data=2,fsdp=4"
@@ -36,10 +36,13 @@ MLP = {"down": struct(64, 16), "up": struct(16, 64)}
 STACK = {"w": struct(4, 16, 32), "norm": struct(4, 16)}
 
 
+def plan_of(tree: Any, rules: Any) -> ts.Plan:
+    return ts.plan(tree, rules, ts.make_mesh(HSDP), min_size=0)
+
+
 def specs_found(tree: Any, of: Any, rules: Any) -> Any:
     """The specs that the plan in force has for `of(state)`."""
-    plan = ts.plan(tree, rules, ts.make_mesh(HSDP), min_size=0)
-    return ask(plan, of, lambda x: current_plan().specs_of(x))
+    return ask(plan_of(tree, rules), of, lambda x: current_plan().specs_of(x))
 
 
 def test_a_subtree_has_its_specs() -> None:
@@ -59,10 +62,8 @@ def test_a_slice_of_stacked_layers_has_the_specs_of_one_layer() -> None:
     rules = [("w", P(None, None, "fsdp")), ("norm", None)]
     one = lambda s: jax.tree.map(lambda x: x[0], s)  # noqa: E731
     assert specs_found(STACK, one, rules) == {"norm": P(), "w": P(None, "fsdp")}
-    rules = [("w", P("fsdp")), (".*", None)]
-    plan = ts.plan(STACK, rules, ts.make_mesh(HSDP), min_size=0)
     with pytest.raises(ts.SpecError, match=r"unshard: w: P\('fsdp',\) shards dim 0, on which"):
-        ask(plan, one)
+        ask(plan_of(STACK, [("w", P("fsdp")), (".*", None)]), one)
 
 
 def test_modules_with_static_leaves_are_found_whole_and_as_arrays() -> None:
@@ -77,19 +78,22 @@ def test_modules_with_static_leaves_are_found_whole_and_as_arrays() -> None:
 def test_several_subtrees_with_equal_specs_are_one_answer_and_others_an_error() -> None:
     tree = {"a": MLP, "b": MLP}
     assert specs_found(tree, lambda s: s["b"], [(".*", P("fsdp"))])["up"] == P("fsdp")
-    plan = ts.plan(tree, [("a/up", None), (".*", P("fsdp"))], ts.make_mesh(HSDP), min_size=0)
     message = r"several subtrees .* a/down, a/up as .*; b/down, b/up as .* Pass its specs: `unshard"
     with pytest.raises(ts.SpecError, match=message):
-        ask(plan, lambda s: s["b"])
+        ask(plan_of(tree, [("a/up", None), (".*", P("fsdp"))]), lambda s: s["b"])
 
 
 def test_a_tree_that_the_plan_lacks_is_an_error_with_the_way_out() -> None:
-    plan = ts.plan(MLP, [(".*", P("fsdp"))], ts.make_mesh(HSDP), min_size=0)
-    message = (
-        r"unshard: the plan has no subtree of this structure with leaves of shape \(16, 32\)\. "
-    )
-    with pytest.raises(ts.SpecError, match=message + "Pass its specs: `unshard"):
+    plan = plan_of(MLP, [(".*", P("fsdp"))])
+    lacking = r"the plan has no subtree of this structure with leaves of shape \(16, 32\)\. Pass "
+    with pytest.raises(ts.SpecError, match=f"unshard: {lacking}its specs: `unshard"):
         ask(plan, lambda s: s["up"][:, :32])
+
+    gradient = value_and_grad(lambda p, x: jnp.mean(x) * p.sum(), ("data", "fsdp"))
+    step = ts.shard_map_step(lambda s, x: (s, gradient(s["up"][:1], x)[0]), plan)
+    message = "value_and_grad: the plan has no subtree .* Pass the specs of the parameters: `value_"
+    with pytest.raises(ts.SpecError, match=message):
+        step.lower(plan.structs, struct(16))
 
 
 def test_the_axes_of_the_batch_are_gathered_and_those_of_tensor_parallelism_stay() -> None:
@@ -106,31 +110,24 @@ def test_the_axes_of_the_batch_are_gathered_and_those_of_tensor_parallelism_stay
     assert "[{}, {}]" in lowered(axis=("fsdp", "tensor"))
 
 
-X = np.linspace(-1, 1, 256, dtype="float32").reshape(16, 16)
-W = np.arange(128, dtype="float32").reshape(8, 16) / 100
+@pytest.mark.parametrize("gather", [True, False])
+def test_full_arrays_and_shards_inside_shard_map(gather: bool) -> None:
+    w = np.arange(128, dtype="float32").reshape(8, 16) / 100
+    x = np.linspace(-1, 1, 256, dtype="float32").reshape(16, 16)
+    state = {"params": {"w": w}}
+    plan = plan_of(state, [("w", P("fsdp"))])
 
-
-def by_hand(p: Any, x: Any) -> Any:
-    return jnp.mean((x @ ts.unshard(p)["w"].T) ** 2)
-
-
-# Gathered by `unshard` from specs that are given, and as the plan in force says.
-@pytest.mark.parametrize(("mesh", "options"), [("fsdp=8", {"gather": False}), (HSDP, None)])
-def test_full_arrays_and_shards_inside_shard_map(mesh: str, options: Any) -> None:
-    state = {"params": {"w": W}}
-    plan = ts.plan(state, [("w", P("fsdp"))], ts.make_mesh(mesh), min_size=0)
-    axes = plan.mesh.axis_names
-    given = {} if options is None else {"specs": plan.specs["params"], **options}
+    def loss(p: Any, x: Any) -> Any:
+        return jnp.mean((x @ ts.unshard(p)["w"].T) ** 2)
 
     def step(state: Any, x: Any) -> Any:
-        value, grads = value_and_grad(by_hand, axes, **given)(state["params"], x)
+        gradient = value_and_grad(loss, plan.mesh.axis_names, gather=gather)
+        value, grads = gradient(state["params"], x)
         return {"params": grads}, value
 
-    run = ts.shard_map_step(step, plan, batch=P(axes), donate=False)
-    grads, value = run(ts.shard(state, plan), X)
-    expected = jax.value_and_grad(lambda w, x: jnp.mean((x @ w.T) ** 2))(W, X)
-    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
-    np.testing.assert_allclose(ts.gather(grads)["params"]["w"], expected[1], rtol=1e-5)
+    run = ts.shard_map_step(step, plan, donate=False)
+    grads, value = run(ts.shard(state, plan), x)
+    assert_close((value, grads["params"]), jax.value_and_grad(loss)({"w": w}, x))
 
 
 def test_without_a_plan_or_a_mesh_nothing_is_gathered() -> None:
@@ -217,29 +214,3 @@ def test_weights_that_are_gathered_and_few_activations_are_not_reported() -> Non
     case = gradient_programs.CASES["fsdp in passes"]
     step, plan, x = gradient_programs.step_of(case, ts.make_mesh(case.axes), 256)
     step.compile(plan.structs, x)
-
-
-def test_by_hand_parameters_that_the_plan_lacks_are_an_error_with_the_way_out() -> None:
-    plan = ts.plan({"w": struct(8, 16)}, [("w", P("fsdp"))], ts.make_mesh(HSDP), min_size=0)
-
-    def step(state: Any, x: Any) -> Any:
-        value, _ = value_and_grad(lambda p, x: jnp.mean(x) * p.sum(), ("data", "fsdp"))(
-            state["w"][:1], x
-        )
-        return state, value
-
-    message = "value_and_grad: the plan has no subtree .* Pass the specs of the parameters: `value_"
-    with pytest.raises(ts.SpecError, match=message):
-        ts.shard_map_step(step, plan).lower(plan.structs, struct(16))
-
-
-def test_moments_that_are_sharded_in_two_ways_do_not_say_how_gradients_are_needed() -> None:
-    state = {"params": MLP, "opt": {"mu": MLP, "nu": MLP}}
-    alike = [("opt", P("data")), (".*", None)]
-    unlike = [("mu", P("data")), ("nu", P(None, "data")), (".*", None)]
-    mesh = ts.make_mesh("data=8")
-    found = [
-        PlanInForce(ts.plan(state, rules, mesh, min_size=0), ("data",)).specs_of_state(MLP)
-        for rules in (alike, unlike, [(".*", P("data"))])
-    ]
-    assert found == [{"down": P("data"), "up": P("data")}, None, None]
