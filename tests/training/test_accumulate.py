@@ -1,4 +1,6 @@
-"""A batch in several passes gives the same gradients, without more communication."""
+"""A batch in several passes gives the same gradients and metrics, without more communication."""
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import treeshard as ts
 from treeshard.errors import LeafError
 from treeshard.manual import gather_params, sync_gradients, vary
-from treeshard.training import Metrics, accumulate_gradients
+from treeshard.training import Metrics, accumulate_gradients, print_metrics
 
 RNG = np.random.default_rng(0)
 PARAMS = {
@@ -208,7 +210,6 @@ def metrics_of(rows, key):
     pair = rows.sum(), len(rows)
     metrics = {
         "mean": rows.mean(),
-        "each": jnp.stack([rows.mean(), -rows.mean()]),
         "pair": pair,
         "nested": [{"metrics": Metrics({"rows": pair}), "none": None}],
         "constant": 1.5,
@@ -234,7 +235,6 @@ def in_a_program(mesh, axis_names):
     ("way", "kind", "axis_names"),
     [
         (in_a_program, "auto", None),
-        (in_a_program, "auto", "data"),
         (in_a_program, "explicit", ("data", "fsdp")),
         (by_hand, "auto", ("data", "fsdp")),
         (lambda mesh, axis_names: in_a_program(mesh, axis_names).__wrapped__, "auto", "fsdp"),
@@ -246,39 +246,46 @@ def test_numbers_come_back_as_means_and_pairs_as_sums(way, kind, axis_names) -> 
     with jax.set_mesh(mesh):
         _, metrics = way(mesh, axis_names)(ts.shard(ROWS, P(("data", "fsdp")), mesh))
     assert metrics["mean"] == ROWS.mean()
-    np.testing.assert_array_equal(metrics["each"], [ROWS.mean(), -ROWS.mean()])
     assert metrics["pair"] == (ROWS.sum(), 64)
     assert metrics["nested"][0]["metrics"].pairs == {"rows": (ROWS.sum(), 64)}
     assert metrics["constant"] == 1.5
 
 
-def test_inside_shard_map_without_axes_metrics_are_of_each_device(fsdp_mesh) -> None:
-    def accumulated(x):
-        _, metrics = accumulate_gradients(metrics_of, x, 2)
-        return metrics["mean"][None], metrics["pair"][1]
-
-    mapped = jax.shard_map(
-        accumulated, mesh=fsdp_mesh, in_specs=P("fsdp"), out_specs=(P("fsdp"), P())
-    )
-    means, count = jax.jit(mapped)(ROWS)
-    np.testing.assert_array_equal(means, ROWS.reshape(8, 8).mean(1))
-    assert count == 8
-
-
 @pytest.mark.parametrize(
     ("metrics", "facts"),
     [
-        (3, "metrics: the int 3 has no mean. Return it as a floating-point number to av"),
         ((jnp.float32(1), jnp.int32(2)), "metrics/1: int32[] has no mean"),
         (
             {"a": [jnp.zeros(3, int)], "b": "warm"},
             "  metrics/a/0: int32[3] has no mean.\n  metrics/b: the str 'warm' has no mean",
         ),
     ],
-    ids=["number", "pair that is no value", "several"],
+    ids=["pair that is no value", "several"],
 )
 def test_what_is_neither_a_mean_nor_a_pair_is_an_error(metrics, facts) -> None:
     with pytest.raises(LeafError) as error:
         accumulate_gradients(lambda rows, key: (rows[0], metrics), jnp.zeros(8), 2)
     assert facts in str(error.value)
     assert "`training.Metrics({name: (sum, count)})` to add it up" in str(error.value)
+
+
+ONE = Metrics({"loss": (jnp.float32(6), jnp.int32(2)), "hits": (jnp.int32(1), jnp.int32(2))})
+TWO = Metrics({"loss": (jnp.float32(3), jnp.int32(1)), "hits": (jnp.int32(1), jnp.int32(1))})
+
+
+def test_sums_and_counts_add_up() -> None:
+    both = ONE + TWO
+    assert both.means() == {"loss": 3.0, "hits": 2 / 3}
+    assert sum([ONE, TWO], None).means() == both.means()  # a first step without metrics
+    assert (ONE + None).means() == ONE.means()
+    assert math.isnan(Metrics({"x": (jnp.float32(0), jnp.int32(0))}).means()["x"])
+    with pytest.raises(ValueError, match=r"metrics \['hits', 'other'\] are on one side only"):
+        ONE + Metrics({"loss": ONE.pairs["loss"], "other": ONE.pairs["hits"]})
+    with pytest.raises(TypeError):
+        ONE + 1
+
+
+def test_metrics_are_printed(capsys) -> None:
+    print_metrics(ONE, "step 1")
+    print_metrics({"loss": (3.0, 2)})
+    assert capsys.readouterr().out == "step 1\n  loss  3.0000\n  hits  0.5000\n  loss  1.5000\n"
