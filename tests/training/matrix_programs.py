@@ -1,4 +1,4 @@
-"""A model whose matrices Muon or Shampoo updates, and what their update may move."""
+"""A model whose matrices Muon updates, and what their update may move."""
 
 import math
 from typing import Any, NamedTuple
@@ -52,44 +52,6 @@ def muon(**options: Any) -> Any:
         return jax.tree.map(lambda x: numbers(x) if x.ndim > 1 else None, params)
 
     return optax.contrib.muon(0.1, muon_weight_dimension_numbers=dims, **options)
-
-
-def _turned(x: Any) -> Any:
-    return x.swapaxes(-1, -2)
-
-
-def shampoo() -> Any:
-    """Shampoo, with inverse roots by eigenvectors: it keeps two factors of each matrix, and a
-    scalar."""
-
-    def init_kept(x: Any) -> dict[str, Any]:
-        if x.ndim < 2:
-            return {}
-        eye = lambda n: jnp.broadcast_to(jnp.eye(n), (*x.shape[:-2], n, n))  # noqa: E731
-        return {"left": eye(x.shape[-2]), "right": eye(x.shape[-1]), "norm": x[..., 0, 0] * 0}
-
-    def root(x: Any) -> Any:
-        eigenvalues, vectors = jnp.linalg.eigh(x)
-        return (vectors * eigenvalues[..., None, :] ** -0.25) @ _turned(vectors)
-
-    def updated(g: Any, kept: dict[str, Any]) -> tuple[Any, Any]:
-        if g.ndim < 2:
-            return -g, kept
-        left, right = kept["left"] + g @ _turned(g), kept["right"] + _turned(g) @ g
-        norm = kept["norm"] + (g**2).sum((-1, -2))
-        return -root(left) @ g @ root(right), {"left": left, "right": right, "norm": norm}
-
-    def init(params: Any) -> Any:
-        return {"count": jnp.int32(0), "of": jax.tree.map(init_kept, params)}
-
-    def update(grads: Any, state: Any, _params: Any = None) -> Any:
-        leaves, treedef = jax.tree.flatten(grads)
-        new = list(map(updated, leaves, treedef.flatten_up_to(state["of"])))
-        of = treedef.unflatten([kept for _, kept in new])
-        updates = treedef.unflatten([x for x, _ in new])
-        return updates, {"count": state["count"] + 1, "of": of}
-
-    return optax.GradientTransformation(init, update)
 
 
 class Setup(NamedTuple):
