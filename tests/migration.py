@@ -185,9 +185,10 @@ def check_init(made: tuple[Any, ts.Plan], expected: Any, specs: Any) -> None:
 
 def check_step(step: Any, plan: ts.Plan, train: Any, state: Any, batch: Any) -> None:
     """Two steps give the numbers of one device, donate the state, and keep its specs."""
+    alone = jax.jit(train)
     first = placed = ts.shard(state, plan)
     for _ in range(2):
-        state, expected = train(state, jnp.asarray(batch))
+        state, expected = alone(state, batch)
         placed, aux = step(placed, batch)
         assert_close(ts.gather((placed, aux)), (state, expected))
     assert all(x.is_deleted() for x in jax.tree.leaves(first))
