@@ -7,7 +7,7 @@ patterns.
 import collections
 import random
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -39,11 +39,6 @@ def message_of(rules: Any, tree: Any, mesh: Any = None, **options: Any) -> str:
     return str(raised.value)
 
 
-class Pair(NamedTuple):
-    b: Any
-    a: Any
-
-
 class Sly:
     """Raises when compared, as arrays do."""
 
@@ -70,30 +65,13 @@ class Linear(eqx.Module):
         pytest.param((["q", P("data")],), P("data"), id="lists-and-tuples"),
         pytest.param([("q", lambda path, leaf: P(None, path[-1]))], P(None, "q"), id="function"),
         pytest.param([("q", lambda path, leaf: None)], P(), id="function-none"),
-        pytest.param([("q", P(P.UNCONSTRAINED, "data"))], P(P.UNCONSTRAINED, "data"), id="uncon"),
         pytest.param([("q", P("data", None, None))], P("data"), id="trailing-nones-vanish"),
-        pytest.param([("q", P("data", None))], P("data", None), id="nones-within-rank-stay"),
     ],
 )
 def test_which_rule_decides(rules, spec) -> None:
     for mesh in (None, AbstractMesh((2, 2, 2), ("data", "fsdp", "q"))):
         found = match(rules, {"layers": [{"attn": {"q": struct(8, 8)}}]}, mesh)
         assert found == {"layers": [{"attn": {"q": spec}}]}
-
-
-def test_every_kind_of_container() -> None:
-    tree = {
-        "module": Linear(struct(8), None),
-        "pair": Pair(struct(8), [struct(8)]),
-        "ordered": collections.OrderedDict(z=struct(8), a=struct(8)),
-        "default": collections.defaultdict(list, x=struct(8)),
-        "none": None,
-        "empty": ({}, [], ()),
-        "a/b": {"": struct(8)},
-    }
-    specs = match([("", lambda path, leaf: P(f"[{path}]"))], tree)
-    assert jax.tree.structure(specs) == jax.tree.structure(tree)
-    assert jax.tree.leaves(specs) == [P(f"[{path}]") for path in leaf_paths(tree)]
 
 
 def test_scalars_and_leaves_without_a_shape_need_no_rule() -> None:
@@ -224,14 +202,6 @@ def test_all_bad_leaves_at_once() -> None:
     assert "  ... and 15 more" in text
 
 
-def test_a_named_entry_beyond_the_rank_is_an_error_without_a_mesh() -> None:
-    text = message_of([("bias", P(None, "fsdp")), ("", None)], TREE)
-    assert text == (
-        "attn/bias: shape (6,), P(None, 'fsdp') by rule 0, 'bias': P(None, 'fsdp') has 2 entries,"
-        " but shape (6,) has 1 dim. Drop the last entry. No mesh was given."
-    )
-
-
 def test_not_strict_replicates_leaves_drops_entries_and_warns_of_those_beyond_the_rank() -> None:
     rules = [("q", P("data", "fsdp")), ("bias", P("fdsp"))]
     specs = match(rules, TREE, MESH, strict=False)
@@ -248,28 +218,23 @@ def test_all_malformed_rules_are_listed(unchecked) -> None:
     rules = [
         "attn",
         ("a(b", None),
-        ("a{99999999999}", None),
         (3, None),
         (re.compile(b"a"), None),
         (("(q|k)", "kernel"), None),
-        (("bias|scale",), None),
         ("a", "fsdp('x')"),
         ("b", (None,)),
         ("right", None),
     ]
     starts = [
-        "9 rules are malformed:",
+        "7 rules are malformed:",
         "  rule 0 is not a pair: 'attn'. A rule is a pair (pattern, action), such as",
         "  rule 1: the pattern 'a(b' does not compile: missing ), unterminated subpattern at",
-        "  rule 2: the pattern 'a{99999999999}' does not compile: the",
-        "  rule 3: the pattern 3 does not compile: first argument must be string",
-        "  rule 4: the pattern re.compile(b'a') is bytes.",
-        "  rule 5: ('(q|k)', 'kernel') has a pattern for each key, as rules of t5x have."
+        "  rule 2: the pattern 3 does not compile: first argument must be string",
+        "  rule 3: the pattern re.compile(b'a') is bytes.",
+        "  rule 4: ('(q|k)', 'kernel') has a pattern for each key, as rules of t5x have."
         ' Join them to one that matches the path: "(^|/)(q|k)/kernel(/|$)".',
-        "  rule 6: ('bias|scale',) has a pattern for each key, as rules of t5x have."
-        ' Join them to one that matches the path: "(^|/)(bias|scale)(/|$)".',
-        "  rule 7, 'a': the action is \"fsdp('x')\" (str). An action is a PartitionSpec, a",
-        "  rule 8, 'b': the action is (None,) (tuple).",
+        "  rule 5, 'a': the action is \"fsdp('x')\" (str). An action is a PartitionSpec, a",
+        "  rule 6, 'b': the action is (None,) (tuple).",
     ]
     for line, start in zip(message_of(rules, {}).splitlines(), starts, strict=True):
         assert line.startswith(start)
@@ -298,42 +263,36 @@ def test_log_sharding_move_warns_of_trimmed_specs_and_small_leaves(monkeypatch, 
         lambda: match(rules, TREE, MESH, min_size=7, strict=False),
         lambda: ts.plan(TREE, rules, MESH, min_size=7),
     ):
-        with pytest.warns(ts.ShardingWarning) as warned:
+        message = "2 leaves are not sharded as their rules say:\n  attn/bias: .* 6 elements, fewer"
+        with pytest.warns(ts.ShardingWarning, match=message):
             call()
-        [text] = [str(each.message) for each in warned]
-        assert text.startswith("2 leaves are not sharded as their rules say:")
-        assert "attn/bias: shape (6,), P() by rule 1, '': 6 elements, fewer than" in text
-        assert "attn/q: shape (8, 6), P('data', 'fsdp') by rule 0, 'q': P('data', 'fsdp')" in text
 
 
 # ------------------------------------------------------------------ specs of small leaves
 
-SMALL = {"layers": [{"b": struct(8), "w": struct(8, 16)}] * 2}
-
-
-def ways_to_check(rules: Any) -> Any:
-    init = lambda: jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), SMALL)  # noqa: E731
-    mesh = ts.make_mesh("data=2,fsdp=4")
-    yield lambda: match(rules, SMALL, MESH, min_size=9)
-    yield ts.plan(SMALL, rules, MESH, min_size=9).check
-    yield lambda: ts.init_sharded(init, rules=rules, mesh=mesh, min_size=9)
-
 
 def test_a_spec_that_min_size_leaves_unused_warns_once() -> None:
-    for check in ways_to_check([(".*", P("fsdp"))]):
+    tree = {"layers": [{"b": np.zeros(8), "w": np.zeros((8, 16))}] * 2}
+    rules = [(".*", P("fsdp"))]
+    plan = ts.plan(tree, rules, MESH, min_size=9)
+    assert "2 leaves are replicated.\n2 of them have a spec that `min_size` leaves un" in str(plan)
+    for check in (
+        lambda: match(rules, tree, MESH, min_size=9),
+        plan.check,
+        lambda: ts.init_sharded(lambda: tree, rules=rules, mesh="data=2,fsdp=4", min_size=9),
+    ):
         with pytest.warns(ts.ShardingWarning) as warned:
             check()
-        [text] = [str(one.message) for one in warned]
         fact = "shape (8,), P('fsdp',) by rule 0, '.*': 8 elements, fewer than min_size=9."
-        assert text.splitlines() == [
-            "2 leaves are not sharded as their rules say:",
-            f"  layers/0/b: {fact}",
-            f"  layers/1/b: {fact}",
-            "To shard small leaves by such a spec, pass `min_size=0`. To replicate them, give them"
-            " a rule with None.",
+        assert [str(one.message).splitlines() for one in warned] == [
+            [
+                "2 leaves are not sharded as their rules say:",
+                f"  layers/0/b: {fact}",
+                f"  layers/1/b: {fact}",
+                "To shard small leaves by such a spec, pass `min_size=0`. To replicate them, give"
+                " them a rule with None.",
+            ]
         ]
-    text = str(ts.plan(SMALL, [(".*", P("fsdp"))], MESH, min_size=9))
-    assert "2 leaves are replicated.\n2 of them have a spec that `min_size` leaves unused." in text
 
 
 def test_other_actions_leave_small_leaves_replicated_silently() -> None:
@@ -348,9 +307,6 @@ def test_specs_of_small_leaves_on_a_mesh_that_they_do_not_split() -> None:
     assert match([("b", P("data"))], {"b": struct(1)}, mesh, min_size=9) == {"b": P()}
     with pytest.warns(ts.ShardingWarning, match="fewer than min_size=9. the mesh has no axis 'x'"):
         match([("b", P("x"))], tree, mesh, min_size=9)
-    message = "b: shape .8,., P..data.,. by rule 0"
-    with pytest.warns(ts.ShardingWarning, match=message), ts.logical_axis_rules([("mlp", "data")]):
-        match([("b", ("mlp",))], tree, mesh, min_size=9)
 
 
 # ------------------------------------------------------------------ the plain loop
