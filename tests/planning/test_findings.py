@@ -56,14 +56,6 @@ NORM_OF_ALL = {  # as in OLMo 2
 }
 
 
-def boxed(*names: str) -> Any:
-    return {"w": nn.LogicallyPartitioned(struct(512, 512), names)}
-
-
-def by_names(*rules: tuple[str, Any]) -> Any:
-    return [(".*", ts.logical_partitioning(rules))]
-
-
 MAXTEXT = [
     ("mlp", ("fsdp_transpose", "tensor", "tensor_sequence")),
     ("embed", ("fsdp", "fsdp_transpose", "expert")),
@@ -112,11 +104,6 @@ PLANTED = {
         "warning dead-rule: rule 0 'embd' matches no leaf. Did you mean 'embed'?"
         " Correct the pattern, or remove the rule.",
     ),
-    "dead, of scalars": (
-        {"step": struct(), "w": struct(8)},
-        [("step", None), ("w", ROWS)],
-        "dead-rule: step: rule 0 'step' matches only scalars, which need no rule. Remove it.",
-    ),
     "shadowed": (
         layers(80),
         [("norm", ROWS), ("up", ROWS), ("mlp/up$", P("data")), ("x", None)],
@@ -146,12 +133,6 @@ PLANTED = {
         [("w", ts.fsdp("fsdp", min_size=999))],
         "rule 0 'w', 128 elements, fewer than min_size=999. Lower `min_size`.",
     ),
-    "left whole, names without an axis": (
-        boxed("embed", "heads"),
-        by_names(("embed", "fdsp"), ("heads", None)),
-        "rule 0 '.*': 'embed' has 'fdsp', which the mesh lacks. Did you mean 'fsdp'? Give a name"
-        " another axis, in the logical rules.",
-    ),
     "idle beside fsdp": (
         BLOCK,
         [(".*", ts.fsdp("fsdp"))],
@@ -159,15 +140,9 @@ PLANTED = {
         " device, 8x an even split, 1.8 MiB more: rule 0 '.*', fsdp('fsdp').",
         "fsdp=4,tensor=8",
     ),
-    "idle beside a spec": (
-        {"w": struct(512, 512)},
-        [("w", ROWS)],
-        "384.0 KiB more: rule 0 'w', P('fsdp',). Split another dim over 'tensor'",
-        TP,
-    ),
     "idle, a name that loses to another": (
-        boxed("embed", "mlp"),
-        by_names(*MAXTEXT),
+        {"w": nn.LogicallyPartitioned(struct(512, 512), ("embed", "mlp"))},
+        [(".*", ts.logical_partitioning(MAXTEXT))],
         "'embed' loses 'fsdp_transpose' to 'mlp', and with it 'fsdp'. Give a name another axis",
         "fsdp=8,tensor=2",
     ),
@@ -340,11 +315,9 @@ def test_fsdp_that_splits_nothing_is_told_once() -> None:
 
 
 def test_replicated_leaves_are_ordered_by_what_they_waste() -> None:
-    tree = {"a": struct(8, 8), "b": struct(64, 8), "c": [struct(8, 16)] * 2, "w": struct(512, 8)}
-    rules = [("w", P(("data", "fsdp"))), ("", None)]
-    replicated = ts.plan(tree, rules, "data=2,fsdp=4", min_size=0).findings
-    assert [finding.paths for finding in replicated] == [("b",), ("c/0", "c/1"), ("a",)]
-    assert [x.wasted for x in replicated] == [2048 * 7 // 8, 1024 * 7 // 8, 256 * 7 // 8]
+    tree = {"a": struct(8, 8), "b": struct(64, 8), "w": struct(512, 8)}
+    found = ts.plan(tree, [("w", ROWS), ("", None)], "fsdp=4", min_size=0).findings
+    assert [(x.paths, x.wasted) for x in found] == [(("b",), 2048 * 3 // 4), (("a",), 256 * 3 // 4)]
 
 
 def test_small_leaves_and_small_savings_are_not_findings() -> None:
@@ -426,10 +399,8 @@ def test_what_devices_narrow_is_planned_as_they_hold_it() -> None:
             ("z", "complex128", "complex64"),
         ]
     ]
-    assert plan.on("fsdp=4").findings == plan.findings
     moments = plan.follow({"mu": tree})
-    assert moments.on("fsdp=4").bytes_per_device() == plan.on("fsdp=4").bytes_per_device()
-    assert [x.code for x in moments.findings] == ["narrowed"] * 3
+    assert [x.code for x in moments.on("fsdp=4").findings] == ["narrowed"] * 3
     with jax.enable_x64(True):
         wide = ts.plan(tree, plan.rules, "fsdp=8")
     assert wide.findings == ()

@@ -120,7 +120,6 @@ def made_by(optimizer: Any, params: Any) -> Any:
 
 MATRIX, LISTS = struct(8, 8), [struct(8), struct(8, 6)]
 PART = {"dense": {"w": struct(8, 4)}, "x": {"dense": {"w": struct(8, 4)}}}
-FACTORED_1 = optax.scale_by_factored_rms(min_dim_size_to_factor=1)
 TRACE = optax.trace(0.9)
 D, F = P("data"), P("fsdp")
 # A state, the parameters, their specs, and the specs of the state; what is left out is replicated.
@@ -136,12 +135,6 @@ STATES: dict[str, tuple[Any, Any, Any, dict[str, P]]] = {
         LISTS,
         [D, P("fsdp", "data")],
         {"0/mu/0/0": D, "0/mu/1/0": F, "0/mu/1/1": D, "0/nu/0": D, "0/nu/1": P("fsdp", "data")},
-    ),
-    "dims of length 1": (
-        made_by(FACTORED_1, {"w": struct(1, 8)}),
-        {"w": struct(1, 8)},
-        P(None, "fsdp"),
-        {"v_col/w": F},
     ),
     "None where the parameters have functions": (
         made_by(optax.scale_by_sm3(), [LISTS[0], None, LISTS[1]]),

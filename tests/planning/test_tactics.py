@@ -31,14 +31,11 @@ SHARDED: dict[str, tuple[Tactic, tuple[int, ...], P, P]] = {
     "largest free one": (fsdp("fsdp"), (8, 16), P(None, "data"), P("fsdp", "data")),
     "unconstrained is not free": (fsdp("fsdp"), (8, 16), P(None, U), P("fsdp", U)),
     "two axes": (fsdp(BOTH), (8, 12), P(), P(BOTH)),
-    "an axis of size 1": (fsdp("one"), (3, 5), P(), P(None, "one")),
     "skip from the back": (fsdp("fsdp", skip=(-1,)), (8, 16), P(), P("fsdp")),
     "never a dim of length 0": (fsdp("fsdp"), (0, 4), P(), P(None, "fsdp")),
     "replicate": (replicate(), (8, 16), P(), P()),
-    "a dim": (shard_dim("data", 0), (8, 16), P(), P("data")),
     "the first dim from the back": (shard_dim("data", -2), (8, 16), P(), P("data")),
     "a dim beside another": (shard_dim("data", 1), (8, 16), P("fsdp"), P("fsdp", "data")),
-    "no such dim, from the back": (shard_dim("data", -3, True), (8, 16), P("fsdp"), P("fsdp")),
     "left to right": (fsdp("fsdp") | fsdp("data"), (8, 16), P(), P("data", "fsdp")),
 }
 
@@ -78,12 +75,6 @@ TOLD: dict[str, tuple[Tactic, tuple[int, ...], P, list[str]]] = {
         P(),
         ["rank"],
     ),
-    "splits dim 0 of shape (6, 8) into 4 parts, and 6 is not divisible by 4. Pad it to 8": (
-        shard_dim("fsdp", 0),
-        (6, 8),
-        P(),
-        ["indivisible"],
-    ),
 }
 
 
@@ -114,11 +105,6 @@ def test_an_adjustment_names_its_step_among_several() -> None:
 )
 def test_the_threshold_of_the_step_or_else_of_the_call(tactic, size, floor, given, kinds) -> None:
     assert refined(tactic, (size,), floor=floor) == (given, kinds)
-
-
-def test_tactics_that_differ_are_not_equal() -> None:
-    different = [fsdp("a"), fsdp("b"), fsdp("a", min_size=0), fsdp("a", skip=(0,)), replicate()]
-    assert len({*different, fsdp("a") | replicate(), replicate() | fsdp("a")}) == 7
 
 
 RULES = [("embed", "fsdp"), ("mlp", ("data", "absent")), ("vocab", "fsdp")]
@@ -215,12 +201,9 @@ def test_the_threshold_of_a_call_or_else_of_the_environment(monkeypatch) -> None
     monkeypatch.setenv("MIN_SHARDING_SIZE", " 7 ")
     assert min_size_in_force(None) == 7
     assert min_size_in_force(0) == 0
-
-
-@pytest.mark.parametrize("text", ["4k", "-1"])
-def test_a_bad_threshold_in_the_environment(monkeypatch, text) -> None:
-    monkeypatch.setenv("MIN_SHARDING_SIZE", text)
-    with pytest.raises(ts.ShardingRuleError) as raised:
+    monkeypatch.setenv("MIN_SHARDING_SIZE", "4k")
+    message = (
+        "MIN_SHARDING_SIZE is '4k' in .* number of elements, such as 16384, or pass `min_size=`"
+    )
+    with pytest.raises(ts.ShardingRuleError, match=message):
         min_size_in_force(None)
-    assert f"MIN_SHARDING_SIZE is '{text}' in the environment" in str(raised.value)
-    assert "whole number of elements, such as 16384, or pass `min_size=`" in str(raised.value)
