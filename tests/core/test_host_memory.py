@@ -16,13 +16,11 @@ GIB = 2**30
 GROUPS = {
     "none": ("", {}, 8 * GIB),
     "version 2": ("0::/app\n", {"app": (900, 500, 0)}, 400),
-    "version 2, in a container": ("0::/\n", {".": (900, 500, 0)}, 400),
     "version 2, the outer limit is lower": (
         "0::/slice/app\n",
         {"slice/app": (900, 100, 0), "slice": (700, 600, 0)},
         100,
     ),
-    "version 2, beyond the limit": ("0::/app\n", {"app": (500, 600, 0)}, -100),
     "version 2, outside the namespace": ("0::/../app\n", {".": (900, 500, 0)}, 400),
     "version 1, the outer limit is lower": (
         "4:cpu,memory:/docker/1f3\n",

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import legacy
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from helpers import legacy, mesh_of
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
@@ -25,11 +25,6 @@ def test_make_mesh_has_the_sizes_and_all_devices(axes, shape) -> None:
     assert dict(mesh.shape) == shape
     assert mesh.axis_types == (AxisType.Auto,) * len(shape)
     assert set(mesh.devices.flat) == set(jax.devices())
-
-
-def test_make_mesh_on_some_devices() -> None:
-    mesh = ts.make_mesh("a=-1", devices=jax.devices()[:3])
-    assert list(mesh.devices.flat) == jax.devices()[:3]
 
 
 def test_make_mesh_sets_axis_types() -> None:
@@ -111,29 +106,6 @@ def test_the_inner_context_wins(mesh, fsdp_mesh) -> None:
         assert shape_in_force() == {"fsdp": 8}
 
 
-def test_inside_shard_map_the_mesh_has_manual_axes(mesh) -> None:
-    seen = []
-
-    def f(x):
-        seen.append(ts.get_incontext_mesh())
-        return x
-
-    jax.jit(
-        jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
-    ).trace(jnp.zeros(2))
-    assert isinstance(seen[0], AbstractMesh)
-    assert set(seen[0].manual_axes) == {"data"}
-
-
-def test_sizes_of_axes(mesh) -> None:
-    with jax.set_mesh(mesh):
-        assert ts.get_axes_size_in_mesh("fsdp") == 4
-        assert ts.get_axes_size_in_mesh(("data", "fsdp")) == 8
-        assert ts.get_axes_size_in_mesh([]) == 1
-    big = AbstractMesh((64, 1024), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-    assert ts.get_axes_size_in_mesh(["a", "b"], big) == 65536
-
-
 @pytest.mark.usefixtures("unchecked")
 def test_axis_names_of_a_wrong_type_are_rejected(mesh) -> None:
     for wrong in (3, None, [1], {"data": 1}):
@@ -145,13 +117,17 @@ def test_axis_names_of_a_wrong_type_are_rejected(mesh) -> None:
         ts.get_axes_size_in_mesh("data")
 
 
-def test_names_of_the_mesh_in_force(mesh) -> None:
+def test_names_and_sizes_of_the_mesh_in_force(mesh) -> None:
     assert not ts.names_in_current_mesh("data")
     with jax.set_mesh(mesh):
+        assert ts.get_axes_size_in_mesh("fsdp") == 4
+        assert ts.get_axes_size_in_mesh(("data", "fsdp")) == 8
+        assert ts.get_axes_size_in_mesh([]) == 1
         assert ts.names_in_current_mesh("data", "fsdp")
         assert not ts.names_in_current_mesh("data", "tensor")
         assert ts.names_in_current_mesh()
         assert ts.get_mesh_axis_names() == ["data", "fsdp"]
+    assert ts.get_axes_size_in_mesh(["a", "b"], mesh_of(a=64, b=1024)) == 65536
     with pytest.raises(ts.NoMeshError):
         ts.get_mesh_axis_names()
 
@@ -171,21 +147,14 @@ def test_index_and_size_follow_the_layout_of_a_spec(mesh, axes) -> None:
 
 
 @pytest.mark.parametrize("ask", [ts.get_mesh_axis_size, ts.get_submesh_device_index])
-@pytest.mark.usefixtures("unchecked")
 def test_axes_that_are_not_bound_are_rejected(ask, mesh) -> None:
-    with pytest.raises(
-        ts.UnknownAxisError, match="'data' is not bound here. No axis is.*shard_map"
-    ):
+    with pytest.raises(ts.UnknownAxisError, match="'data' is not bound here. No axis.*shard_map"):
         ask("data")
     partial = jax.shard_map(
         lambda x: x + ask("dat"), mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"}
     )
-    with pytest.raises(
-        ts.UnknownAxisError, match=r"bound axes are \['data'\]. Did you mean 'data'"
-    ):
+    with pytest.raises(ts.UnknownAxisError, match=r"axes are \['data'\]. Did you mean 'data'"):
         jax.jit(partial).trace(jnp.zeros((), jnp.int32))
-    with pytest.raises(TypeError, match="axis names are"):
-        ask(3)
 
 
 X = np.arange(64, dtype=np.float32).reshape(8, 8)
@@ -196,9 +165,7 @@ TAKE_TEXT = {
     "a batch": lambda mesh: ts.from_process_local(X, P("data"), mesh).sharding,
     "constraint": lambda mesh: ts.with_sharding_constraint(X, P("fsdp"), mesh).sharding,
     "initialised": lambda mesh: (
-        ts.init_sharded(lambda: jnp.ones((8, 8)), rules=[("", P("fsdp"))], mesh=mesh, min_size=0)[
-            0
-        ].sharding
+        ts.init_sharded(lambda: jnp.ones(8), rules=[("", P())], mesh=mesh)[0].sharding
     ),
 }
 
@@ -208,26 +175,11 @@ def test_text_means_the_mesh_that_it_describes(use, mesh) -> None:
     assert use("data=2,fsdp=4") == use(mesh)
 
 
-def test_reading_files_takes_a_mesh_as_text(tmp_path, mesh) -> None:
-    like, rules = {"w": jax.ShapeDtypeStruct((8, 8), "float32")}, [("w", P("fsdp"))]
-    ts.checkpoint.save(tmp_path / "step", {"w": X})
-    ts.interchange.save_safetensors(tmp_path / "x.safetensors", {"w": X})
-    sharding = NamedSharding(mesh, P("fsdp"))
-    options = {"rules": rules, "mesh": "data=2,fsdp=4", "min_size": 0}
-    read = ts.checkpoint.restore(tmp_path / "step", like, **options)
-    assert read["w"].sharding == sharding
-    read = ts.interchange.load_safetensors(tmp_path / "x.safetensors", like, **options)
-    assert read["w"].sharding == sharding
-
-
 def test_devices_are_needed_where_arrays_are_placed(mesh) -> None:
-    with pytest.raises(
-        ts.MeshError, match=r"shard: the mesh \(data=2, fsdp=4\) is an AbstractMesh"
-    ):
+    says = r"shard: the mesh \(data=2, fsdp=4\) is an AbstractMesh"
+    with pytest.raises(ts.MeshError, match=says):
         ts.shard(X, P("fsdp"), mesh.abstract_mesh)
-    with pytest.raises(
-        ts.MeshError, match="fsdp=4 multiplies to 4, which is not the number of dev"
-    ):
+    with pytest.raises(ts.MeshError, match="fsdp=4 multiplies to 4, which is not the number of"):
         ts.shard(X, P("fsdp"), "fsdp=4")
 
 

@@ -13,15 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from treeshard._core.spec_trees import specs_of_leaves
-from treeshard._core.specs import (
-    all_axes,
-    axes_of,
-    entries,
-    is_logical,
-    project,
-    with_entries,
-    without_axes,
-)
+from treeshard._core.specs import all_axes, axes_of, entries, project
 
 U = P.UNCONSTRAINED
 MESH = AbstractMesh((2, 4, 1), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
@@ -52,11 +44,6 @@ def test_project(case) -> None:
     assert [adjustment.kind for adjustment in adjustments] == kinds
     dropped = [axis for adjustment in adjustments for axis in adjustment.axes]
     assert sorted([*all_axes(entries(got)), *dropped]) == sorted(all_axes(entries(spec)))
-
-
-def test_without_a_mesh_only_the_rank_counts() -> None:
-    assert project(P("x", "x"), None, (3, 3)) == (P("x", "x"), ())
-    assert project(P("x", "y"), None, (3,))[0] == P("x")
 
 
 def test_project_keeps_the_types_that_traced_values_have() -> None:
@@ -111,15 +98,6 @@ def test_a_projection_is_valid_and_stable(requested, shape) -> None:
     assert sorted(used + taken) == sorted(a for entry in entries(spec) for a in axes_of(entry))
 
 
-def test_entries_and_logical_tuples() -> None:
-    assert with_entries(P("a"), [None, "b", None]) == P(None, "b")
-    assert without_axes(P("a", ("a", "b"), U), ["a"]) == P(None, "b", U)
-    assert is_logical(("batch", None))
-    assert is_logical((("a", "b"), "c"))
-    for other in [(), (None,), ("a", 1), ["a"], (P("a"),), P("a")]:
-        assert not is_logical(other)
-
-
 def test_get_names_from_partition_spec(mesh) -> None:
     get = ts.get_names_from_partition_spec
     assert get(P("fsdp", None, ("data", "fsdp"))) == ["fsdp", "data"]
@@ -154,11 +132,7 @@ MODEL = Model(eqx.nn.Linear(2, 2, key=jax.random.key(0)), jax.nn.gelu)
 
 MATCHED = {
     "prefix": ({"x": P("a"), "y": P("b")}, {"x": 1, "y": [2, 3]}, [P("a"), P("b"), P("b")]),
-    "None leaves a subtree": (
-        {"x": None, "y": P("a")},
-        {"x": [1, 2], "y": 3},
-        [None, None, P("a")],
-    ),
+    "None for a subtree": ({"x": None, "y": P("a")}, {"x": [1, 2], "y": 3}, [None, None, P("a")]),
     "None in both": ({"x": None, "y": P("a")}, {"x": None, "y": 3}, [P("a")]),
     "filtered module": (
         jax.tree.map(lambda x: P("a"), eqx.filter(MODEL, eqx.is_array)),

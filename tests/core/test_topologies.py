@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from jax.experimental import mesh_utils
 
 import treeshard as ts
 from treeshard._core.topologies import parse_topology
@@ -44,20 +45,14 @@ def test_a_topology_is_read_as_people_write_it(text, name, devices) -> None:
     ],
 )
 def test_a_slice_that_does_not_exist_names_the_nearest(text, message) -> None:
-    with pytest.raises(ts.errors.MeshError, match=message):
+    with pytest.raises(ts.MeshError, match=message):
         parse_topology(text)
 
 
-@pytest.mark.parametrize(
-    ("text", "wrap"),
-    [
-        ("v5e:8x16", (False, True, False)),
-        ("v5e:8x8", (False, False, False)),
-        ("v5p:4x4x4", (True, True, True)),
-    ],
-)
-def test_only_whole_rings_are_closed(text, wrap) -> None:
-    assert parse_topology(text).wrap == wrap
+def test_only_whole_rings_are_closed() -> None:
+    assert parse_topology("v5e:8x16").wrap == (False, True, False)
+    assert parse_topology("v5e:8x8").wrap == (False, False, False)
+    assert parse_topology("v5p:4x4x4").wrap == (True, True, True)
 
 
 def test_a_host_of_a_small_slice_has_all_its_chips() -> None:
@@ -67,7 +62,7 @@ def test_a_host_of_a_small_slice_has_all_its_chips() -> None:
 
 
 def test_a_missing_compiler_names_the_extra(monkeypatch) -> None:
-    with pytest.raises(ts.errors.MeshError, match="either `devices` or `topology`"):
+    with pytest.raises(ts.MeshError, match="either `devices` or `topology`"):
         ts.make_mesh("fsdp=8", devices=jax.devices(), topology="v5e-8")
     monkeypatch.setattr("treeshard._core.topologies.find_spec", lambda name: None)
     for text, extra in (("v5e-16", "tpu"), ("h200:2", "cuda")):
@@ -79,30 +74,20 @@ def _in_slices(slices: int, devices: int = 8) -> list[SimpleNamespace]:
     return [SimpleNamespace(slice_index=i * slices // devices) for i in range(devices)]
 
 
-@pytest.fixture
-def asked(monkeypatch) -> list:
-    """What the maker of hybrid meshes is asked for: such devices are not on this machine."""
-    from jax.experimental import mesh_utils
-
-    calls = []
+def test_given_axes_take_the_slices_or_the_only_one_that_can_which_is_told(monkeypatch) -> None:
+    asked = []
 
     def create(shape, dcn_shape, devices, *, process_is_granule):
-        calls.append((list(shape), list(dcn_shape), process_is_granule))
-        raise ValueError("no more is tested")
+        asked.append((list(shape), list(dcn_shape), process_is_granule))
+        raise ValueError("such devices are not on this machine")
 
     monkeypatch.setattr(mesh_utils, "create_hybrid_device_mesh", create)
-    return calls
-
-
-def test_the_only_axis_that_can_take_the_slices_takes_them_and_says_so(asked) -> None:
-    with (
-        pytest.warns(
-            ts.errors.ShardingWarning, match="'data' runs over the slow network.*2 slices"
-        ),
-        pytest.raises(ts.errors.MeshError),
-    ):
+    with pytest.raises(ts.MeshError):
+        ts.make_mesh("data=1,fsdp=4", dcn_axes="data=2", devices=_in_slices(2))
+    told = pytest.warns(ts.ShardingWarning, match="'data' runs over the slow network.*2 slices")
+    with told, pytest.raises(ts.MeshError):
         ts.make_mesh({"data": 4, "tensor": 1}, devices=_in_slices(2, 4))
-    assert asked == [([2, 1], [2, 1], False)]
+    assert asked == [([1, 4], [2, 1], False), ([2, 1], [2, 1], False)]
 
 
 @pytest.mark.parametrize(
@@ -114,11 +99,5 @@ def test_the_only_axis_that_can_take_the_slices_takes_them_and_says_so(asked) ->
 )
 def test_several_axes_that_can_take_the_slices_are_an_error(axes, message) -> None:
     devices = _in_slices(2, 8 if "data" in axes else 15)
-    with pytest.raises(ts.errors.MeshError, match=message):
+    with pytest.raises(ts.MeshError, match=message):
         ts.make_mesh(axes, devices=devices)
-
-
-def test_given_dcn_axes_are_taken_as_they_are(asked) -> None:
-    with pytest.raises(ts.errors.MeshError):
-        ts.make_mesh("data=1,fsdp=4", dcn_axes="data=2", devices=_in_slices(2))
-    assert asked == [([1, 4], [2, 1], False)]
