@@ -38,8 +38,7 @@ PROGRAM = """\
 import jax, numpy as np, treeshard as ts
 from jax.sharding import PartitionSpec as P
 x, mesh = np.zeros((3, 2), 'float32'), ts.make_mesh('data=8')
-for _ in range(3):
-    ts.with_sharding_constraint(x, P('data'), mesh)
+ts.with_sharding_constraint(x, P('data'), mesh)
 keep = jax.shard_map(
     lambda x: ts.manual.shard_params(x, 'data', min_size=0),
     mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)

@@ -138,6 +138,7 @@ def test_index_and_size_follow_the_layout_of_a_spec(mesh, axes) -> None:
     size = ts.get_axes_size_in_mesh(axes, mesh)
 
     def f(x):
+        assert ts.get_incontext_mesh().manual_axes == ("data", "fsdp")
         assert ts.get_mesh_axis_size(axes) == size
         return x * 0 + ts.get_submesh_device_index(axes)
 

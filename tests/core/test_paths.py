@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import treeshard as ts
-from treeshard._core.paths import nested, paths_of
+from treeshard._core.paths import nested, pair, paths_of
 
 
 class Pair(NamedTuple):
@@ -62,6 +62,11 @@ def test_named_tree_map_with_more_trees() -> None:
     assert mapped["b"] == [("b.0", 2, "y"), ("b.1", 3, {"deep": "z"})]
     with pytest.raises(ValueError, match="b"):
         ts.named_tree_map(lambda *_: None, tree, {"a": 1, "c": 2})
+
+
+def test_leaves_that_share_a_path_are_paired_in_their_order() -> None:
+    pairs = pair([("w", 1), ("a", 2), ("w", 3)], [("w", 4), ("v", 5)])
+    assert pairs == [("w", 1, 4), ("a", 2, None), ("w", 3, None), ("v", None, 5)]
 
 
 def test_leaves_by_path_are_nested_but_not_through_a_leaf() -> None:
