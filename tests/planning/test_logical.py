@@ -5,6 +5,7 @@ That they are as Flax resolves them is tested in tests/product/test_migration_ma
 
 import sys
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,10 +21,7 @@ from treeshard import (
     logical_axis_rules,
     logical_to_mesh_spec,
 )
-from treeshard._planning.logical import (
-    current_logical_rules,
-    resolve_names,
-)
+from treeshard._planning.logical import current_logical_rules, resolve_names
 
 U = P.UNCONSTRAINED
 
@@ -42,21 +40,28 @@ RULES = [
     ("embed", ("context",)),
     ("heads", "data"),
 ]
-CASES = {
-    "all axes of a tuple or none": (("length", "embed"), P("context", "fsdp")),
-    "the first rule that applies": (("heads", "kv"), P(("tensor", "sequence"), None)),
-    "unconstrained": ((U, "length", U), P(U, "context", U)),
+# The names, the mesh, the shape, and the spec.
+CASES: dict[str, tuple[Any, Any, Any, P]] = {
+    "all axes of a tuple or none": (("length", "embed"), None, None, P("context", "fsdp")),
+    "the first rule that applies": (("heads",), None, None, P(("tensor", "sequence"))),
     "several names in one dim": (
         (("length", "kv", "mlp"), "embed"),
+        None,
+        None,
         P(("context", "fsdp_transpose", "tensor"), "fsdp"),
     ),
-    "no names in one dim": (((), "length"), P(None, "context")),
+    "no names in one dim": (((), "length"), None, None, P(None, "context")),
+    "an absent axis is free, and then used": (
+        ("batch", "embed"),
+        mesh_of(data=2, context=4),
+        None,
+        P("data", "context"),
+    ),
+    "uneven without a mesh": (("length",), None, (3,), P("context")),
+    "fewer names than dims": (("length",), mesh_of(context=2), (4, 4), P("context")),
+    "the longest prefix that divides": (("batch",), mesh_of(data=2, fsdp=4), (6,), P("data")),
+    "unconstrained": ((U, "length"), mesh_of(data=2), (3, 4), P(U, None)),
 }
-
-
-@pytest.mark.parametrize(("names", "expected"), CASES.values(), ids=CASES)
-def test_rules_by_priority(names, expected) -> None:
-    assert logical_to_mesh_spec(names, RULES) == expected
 
 
 def test_a_dict_of_rules() -> None:
@@ -70,24 +75,9 @@ def test_a_partition_axis_assigns_axes_in_the_order_of_dims() -> None:
     assert spec == P(None, None, "fsdp")
 
 
-MESHES = {
-    "an absent axis is free, and then used": (
-        ("batch", "embed"),
-        {"data": 2, "context": 4},
-        None,
-        P("data", "context"),
-    ),
-    "uneven without a mesh": (("length",), None, (3,), P("context")),
-    "fewer names than dims": (("length",), {"context": 2}, (4, 4), P("context")),
-    "the longest prefix that divides": (("batch",), {"data": 2, "fsdp": 4}, (6,), P("data")),
-    "unconstrained": ((U, "length"), {"data": 2}, (3, 4), P(U, None)),
-}
-
-
-@pytest.mark.parametrize(("names", "sizes", "shape", "expected"), MESHES.values(), ids=MESHES)
-def test_on_a_mesh_and_a_shape(names, sizes, shape, expected) -> None:
-    mesh = None if sizes is None else mesh_of(**sizes)
-    assert logical_to_mesh_spec(names, RULES, mesh, shape) == expected
+@pytest.mark.parametrize(("names", "mesh", "shape", "spec"), CASES.values(), ids=CASES)
+def test_rules_by_priority(names, mesh, shape, spec) -> None:
+    assert logical_to_mesh_spec(names, RULES, mesh, shape) == spec
 
 
 # Few names, so that most have rules.

@@ -105,15 +105,6 @@ def test_static_fields_whose_comparison_raises() -> None:
     assert jax.tree.leaves(state_specs) == [P("data", "fsdp"), P("data")]
 
 
-def test_haiku_dicts_with_slashes_in_keys() -> None:
-    params = {"net/~/linear": {"w": struct(8, 16)}, "net/~/linear_1": {"w": struct(16, 8)}}
-    specs = {"net/~/linear": {"w": P("data")}, "net/~/linear_1": {"w": P("fsdp")}}
-    some = {"net/~/linear": True, "net/~/linear_1": False}
-    for optimizer in (optax.adam(0.1), optax.masked(optax.adam(0.1), some)):
-        state_specs = specs_of(optimizer, params, specs)
-        assert {s for p, s in state_specs.items() if p.endswith("linear/w")} == {P("data")}
-
-
 def made_by(optimizer: Any, params: Any) -> Any:
     return jax.eval_shape(optimizer.init, params)
 

@@ -23,9 +23,9 @@ class Block(eqx.Module):
     name: str = eqx.field(static=True, default="block")
 
 
-def model(layers: int = 3) -> dict[str, Any]:
+def model() -> dict[str, Any]:
     return {
-        "blocks": [Block(struct(16, 8), struct(8)) for _ in range(layers)],
+        "blocks": [Block(struct(16, 8), struct(8)) for _ in range(3)],
         "head": struct(8, 6, dtype="bfloat16"),
         "key": jax.eval_shape(jax.random.key, 0),
         "none": None,
@@ -36,9 +36,8 @@ def model(layers: int = 3) -> dict[str, Any]:
 RULES = [("bias", P("fsdp", "data")), ("head", P("data", "fsdp")), ("weight", ts.fsdp("fsdp"))]
 
 
-def planned(tree: Any = None, rules: Any = None, mesh: Any = MESH, min_size: int = 0) -> ts.Plan:
-    return ts.plan(model() if tree is None else tree, RULES if rules is None else rules, mesh,
-                min_size=min_size)  # fmt: skip
+def planned(tree: Any = None, rules: Any = RULES, mesh: Any = MESH) -> ts.Plan:
+    return ts.plan(model() if tree is None else tree, rules, mesh, min_size=0)
 
 
 def by_path(decided: ts.Plan) -> dict[str, ts.PlannedLeaf]:
@@ -80,8 +79,6 @@ def test_check_raises_as_match_partition_rules_does() -> None:
 def test_fsdp_axes() -> None:
     assert planned().fsdp_axes() == {"data", "fsdp"}
     assert planned({"w": struct(8)}, [("w", P("fsdp"))]).fsdp_axes() == {"fsdp"}
-    by_function = [("w", lambda path, leaf: P("fsdp"))]
-    assert planned({"w": struct(8)}, by_function).fsdp_axes() == {"fsdp"}
     assert ts.plan({"w": struct(2**8, 2**8)}, [("w", P("tp"))], "tp=4").fsdp_axes() == frozenset()
     assert planned({"w": struct(7)}, [("w", ts.fsdp("fsdp"))]).fsdp_axes() == frozenset()
     tactic = ts.fsdp("fsdp") | ts.fsdp("data", skip=(0,))
@@ -281,13 +278,8 @@ def test_an_empty_diff_and_an_empty_plan() -> None:
     tree = {"w": struct(8, 8)}
     same = planned(tree, [("w", P("fsdp"))]).diff(planned(tree, [(".*", P("fsdp", None))]))
     assert not same
-    assert str(same) == (
-        "0 leaves change; a device receives at most 0 B. The fullest device goes from 64 B to 64 B."
-    )
-    assert str(planned({}, [])).splitlines()[1:] == [
-        "0 leaves, 0 elements, 0 B in all; 0 leaves are replicated.",
-        "0 B on the fullest of 8 devices (data=2, fsdp=4).",
-    ]
+    assert str(same).startswith("0 leaves change; a device receives at most 0 B.")
+    assert str(planned({}, [])).endswith("0 B on the fullest of 8 devices (data=2, fsdp=4).")
 
 
 def test_a_diff_lists_new_removed_and_resharded_leaves() -> None:

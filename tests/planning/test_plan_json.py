@@ -28,9 +28,8 @@ def model() -> dict[str, Any]:
 RULES = [("bias", P("fsdp", "data")), ("zeta", P("data", "fsdp")), ("weight", ts.fsdp("fsdp"))]
 
 
-def planned(rules: Any = None, tree: Any = None, mesh: Any = MESH) -> ts.Plan:
-    return ts.plan(model() if tree is None else tree, RULES if rules is None else rules, mesh,
-                min_size=0)  # fmt: skip
+def planned(rules: Any = RULES, tree: Any = None, mesh: Any = MESH) -> ts.Plan:
+    return ts.plan(model() if tree is None else tree, rules, mesh, min_size=0)
 
 
 def test_a_plan_survives_a_round_trip() -> None:

@@ -27,10 +27,6 @@ class Model:
     pass
 
 
-def init(key: Any) -> Any:
-    return params
-
-
 def identity(state: Any, batch: Any) -> Any:
     return state, ()
 
