@@ -64,16 +64,6 @@ def columns(params: Any, x: Any) -> Any:
     return jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, params["w"])[0] ** 2)
 
 
-def mapped(params: Any, x: Any) -> Any:
-    """Rows one at a time, through layers that are gathered before."""
-    weights = ts.unshard(params)["w"]
-
-    def through(row: Any) -> Any:
-        return jax.lax.scan(lambda row, w: (jnp.tanh(row @ w), None), row, weights)[0]
-
-    return jnp.mean(jax.vmap(through)(x) ** 2)
-
-
 def replicated(params: Any, x: Any) -> Any:
     """ZeRO-1: weights that are full on every device."""
     layer = lambda x, w: (jnp.tanh(x @ w), None)  # noqa: E731
@@ -95,7 +85,6 @@ CASES = {
     "fsdp": Case(layered, "fsdp=8", FSDP, None, (scattered(LAYERS, 1, 1),)),
     "hsdp": Case(layered, HSDP, FSDP, None, (SHARDS_OVER_DATA, scattered(LAYERS, 1, 1))),
     "fsdp x tp": Case(columns, "fsdp=4,tensor=2", TENSOR, None, (scattered(LAYERS, 0.5, 1),)),
-    "vmap": Case(mapped, HSDP, FSDP, None, (SHARDS_OVER_DATA, scattered(1, 1, 0))),
     "zero-1": Case(replicated, HSDP, P(), None, (ONE_SUM,)),
     "fsdp in passes": Case(layered, "fsdp=8", FSDP, (), (scattered(IN_PASSES, MINIBATCHES, 2),)),
     "hsdp in passes": Case(
@@ -105,7 +94,7 @@ CASES = {
 }
 # On Auto axes compilers choose over which axes they reduce gradients in loops, if no function of
 # minibatches is given the axes.
-CHOSEN_BY_COMPILERS = {"hsdp", "vmap", "zero-1"}
+CHOSEN_BY_COMPILERS = {"hsdp", "zero-1"}
 NAMES_AND_KINDS = [
     *((name, "explicit") for name in CASES),
     *((name, "auto") for name in CASES if name not in CHOSEN_BY_COMPILERS),

@@ -1,7 +1,7 @@
 """A loss that scans over time: its gradients are those of one device, reduced after the loop."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,31 +25,36 @@ PARAMS = {
 X = RNG.normal(size=(ROWS, TIMES, WIDTH)).astype("float32")
 
 
-class Model(NamedTuple):
-    """A GRU that predicts the next input: the first hidden state of some rows, what is done with
-    the parameters before the loop and in each trip, and with the hidden state in each trip."""
+def loss_of(
+    start: Callable[[Any], Any],
+    in_each_trip: bool = False,
+    carried: Callable[[Any], Any] = lambda h: h,
+) -> Callable[[Any, Any], Any]:
+    """A GRU that predicts the next input.
 
-    start: Callable[[Any], Any]
-    before: Callable[[Any], Any] = ts.unshard
-    inside: Callable[[Any], Any] = lambda p: p
-    carried: Callable[[Any], Any] = lambda h: h
-    remat: bool = False
+    Args:
+        start: Makes the first hidden state of some rows.
+        in_each_trip: Whether each trip gathers the parameters, and is computed again.
+        carried: What is done with the hidden state in each trip.
+    """
 
-    def loss(self, params: Any, x: Any) -> Any:
-        params = self.before(params)
+    def loss(params: Any, x: Any) -> Any:
+        before = params if in_each_trip else ts.unshard(params)
 
         def step(h: Any, x: Any) -> Any:
-            p = self.inside(params)
+            p = ts.unshard(before) if in_each_trip else before
             of_x = jnp.split(x @ p["input"] + p["bias"][None], 3, 1)
             of_h = jnp.split(h @ p["hidden"], 3, 1)
             reset, update = (jax.nn.sigmoid(of_x[i] + of_h[i]) for i in (0, 1))
             new = jnp.tanh(of_x[2] + reset * of_h[2])
-            h = self.carried((1 - update) * new + update * h)
+            h = carried((1 - update) * new + update * h)
             return h, h @ p["out"]
 
-        step = jax.checkpoint(step) if self.remat else step
+        step = jax.checkpoint(step) if in_each_trip else step
         times = jnp.swapaxes(x, 0, 1)
-        return jnp.mean((jax.lax.scan(step, self.start(x), times[:-1])[1] - times[1:]) ** 2)
+        return jnp.mean((jax.lax.scan(step, start(x), times[:-1])[1] - times[1:]) ** 2)
+
+    return loss
 
 
 def zeros(x: Any) -> Any:
@@ -65,13 +70,12 @@ def constrained(h: Any) -> Any:
     return ts.with_sharding_constraint(h, P(("data", "fsdp")))
 
 
-SAME = lambda p: p  # noqa: E731
-MODELS = {
-    "zeros": Model(zeros),
-    "gathered in the loop, remat": Model(zeros_like, SAME, ts.unshard, remat=True),
-    "constrained": Model(zeros_like, carried=constrained),
+LOSSES = {
+    "zeros": loss_of(zeros),
+    "gathered in the loop, remat": loss_of(zeros_like, in_each_trip=True),
+    "constrained": loss_of(zeros_like, carried=constrained),
 }
-VALUE, GRADS = jax.jit(jax.value_and_grad(MODELS["zeros"].loss), compiler_options=QUICK)(PARAMS, X)
+VALUE, GRADS = jax.jit(jax.value_and_grad(LOSSES["zeros"]), compiler_options=QUICK)(PARAMS, X)
 
 
 def step_of(mesh: Any, gradient: Callable[..., Any]) -> tuple[Any, ts.Plan]:
@@ -88,7 +92,7 @@ def step_of(mesh: Any, gradient: Callable[..., Any]) -> tuple[Any, ts.Plan]:
     ],
 )
 def test_each_gradient_is_reduced_once_after_the_loop(name, mesh, axis_names) -> None:
-    gradient = in_passes(MODELS[name].loss, axis_names, 2, jax.value_and_grad)
+    gradient = in_passes(LOSSES[name], axis_names, 2, jax.value_and_grad)
     step, plan = step_of(ts.make_mesh(mesh), gradient)
     compiled = step.compile(plan.structs, X).compiled
     assert_close(step(ts.shard(PARAMS, plan), X), (GRADS, VALUE))
@@ -106,6 +110,6 @@ def test_each_gradient_is_reduced_once_after_the_loop(name, mesh, axis_names) ->
     ],
 )
 def test_on_explicit_axes(name, axis_names, differentiate) -> None:
-    gradient = in_passes(MODELS[name].loss, axis_names, 2, differentiate)
+    gradient = in_passes(LOSSES[name], axis_names, 2, differentiate)
     step, plan = step_of(ts.make_mesh(HSDP, axis_types="explicit"), gradient)
     assert_close(step(ts.shard(PARAMS, plan), X), (GRADS, VALUE))

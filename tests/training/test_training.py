@@ -166,7 +166,7 @@ def by_hand(plan: ts.Plan, batch: Any) -> Any:
     return shard_map_step(step, plan, batch=batch, donate=False)
 
 
-def test_steps_by_jit_and_by_hand_equal_one_device(mesh) -> None:
+def test_steps_by_jit_and_by_hand_equal_one_device(mesh, compiles) -> None:
     def start(key: Any) -> Any:
         return init(key, optax.sgd(0.1))
 
@@ -176,10 +176,12 @@ def test_steps_by_jit_and_by_hand_equal_one_device(mesh) -> None:
     states = [placed, placed]
     alone, on_one_device = eqx.filter_jit(start)(jax.random.key(1)), eqx.filter_jit(sgd_step)
     for i in range(3):
+        compiles.clear()
         alone, expected = on_one_device(alone, make_batch(i))
         for way, step in enumerate(steps):
             states[way], loss = step(states[way], make_batch(i))
             np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    assert compiles == []  # after the first step
     for state in states:
         assert_close(eqx.filter(state.model, eqx.is_array), eqx.filter(alone.model, eqx.is_array))
         assert int(state.step) == 3
@@ -212,24 +214,6 @@ def test_batches_that_do_not_fit_their_specs(initialised, step) -> None:
         jit_step(train_step, initialised[1], batch=P("fdsp"))
 
 
-@pytest.mark.parametrize(
-    ("shape", "rules", "spec"),
-    [
-        ("data=2,fsdp=4", RULES, P(("data", "fsdp"))),
-        ("data=2,tensor=4", [("layers/0/weight", P("tensor")), (".*", None)], P("data")),
-        ("dp=2,fsdp=2,mp=2", [("weight", P("fsdp", "mp")), (".*", None)], P(("dp", "fsdp"))),
-        ("dcn_data=2,ici_fsdp=4", [(".*", None)], P(("dcn_data", "ici_fsdp"))),
-        ("fsdp=2,tensor=4", [(".*", ts.fsdp(("fsdp", "tensor")))], P(("fsdp", "tensor"))),
-    ],
-    ids=lambda x: x if isinstance(x, str) else "",
-)
-def test_a_batch_is_split_over_the_data_and_fsdp_axes_by_default(shape, rules, spec) -> None:
-    structs = eqx.filter_eval_shape(init, jax.random.key(0))
-    plan = ts.plan(structs, rules, ts.make_mesh(shape), min_size=0)
-    for make in (jit_step, shard_map_step):
-        assert make(train_step, plan).batch_specs == spec
-
-
 GATHERED = (
     "parameters are sharded over 'fsdp', and gathered along it for use, but the batch is not split"
     " over it (batch=P('data',)), so all devices along it do the same work. Split the batch too:"
@@ -249,46 +233,30 @@ UNCLEAR = (
 
 
 @pytest.mark.parametrize(
-    ("shape", "spec", "batch", "message"),
+    ("shape", "spec", "given", "batch", "message"),
     [
-        ("data=2,fsdp=4", P("fsdp"), P("data"), GATHERED),
-        ("data=2,fsdp=4", P("fsdp"), None, None),
-        ("data=2,fsdp=4", P("fsdp"), P("fsdp"), "'data' shards neither the state nor the batch"),
-        ("fsdp=8", P(), P(), None),
-        ("data=2,tensor=4", P("tensor"), None, None),
-        ("tensor=8", P(), None, "'tensor' shards neither the state nor the batch"),
-        ("data=2,shard=4", P("shard"), None, UNCLEAR),
-        ("devices=8", P("devices"), P(), None),
-        ("devices=8", ts.fsdp("devices"), None, None),
-        ("data=2,fsdp=1,sp=4", P("fsdp"), P("data", "sp"), None),
-        ("data=2,fsdp=2,sp=2", P(("fsdp", "sp")), None, SEQUENCE),
+        ("data=2,fsdp=4", P("fsdp"), None, P(("data", "fsdp")), None),
+        ("data=2,tensor=4", P("tensor"), None, P("data"), None),
+        ("dp=2,fsdp=2,mp=2", P("fsdp", "mp"), None, P(("dp", "fsdp")), None),
+        ("dcn_data=2,ici_fsdp=4", P(), None, P(("dcn_data", "ici_fsdp")), None),
+        ("fsdp=2,tensor=4", ts.fsdp(("fsdp", "tensor")), None, P(("fsdp", "tensor")), None),
+        ("devices=8", ts.fsdp("devices"), None, P("devices"), None),
+        ("tensor=8", P(), None, P(), "'tensor' shards neither the state nor the batch"),
+        ("data=2,shard=4", P("shard"), None, P("data"), UNCLEAR),
+        ("data=2,fsdp=2,sp=2", P(("fsdp", "sp")), None, P(("data", "fsdp")), SEQUENCE),
+        ("data=2,fsdp=4", P("fsdp"), P("data"), P("data"), GATHERED),
+        ("data=2,fsdp=4", P("fsdp"), P("fsdp"), P("fsdp"), "'data' shards neither the state"),
+        ("fsdp=8", P(), P(), P(), None),
+        ("devices=8", P("devices"), P(), P(), None),
+        ("data=2,fsdp=1,sp=4", P("fsdp"), P("data", "sp"), P("data", "sp"), None),
     ],
 )
-def test_an_axis_that_does_not_split_the_batch(shape, spec, batch, message, recwarn) -> None:
+def test_the_axes_that_split_the_batch(shape, spec, given, batch, message, recwarn) -> None:
     plan = ts.plan({"w": struct(16, 16)}, [("w", spec)], ts.make_mesh(shape), min_size=0)
-    jit_step(lambda state, batch: (state, 0), plan, batch=batch)
+    assert jit_step(lambda state, batch: (state, 0), plan, batch=given).batch_specs == batch
     told = [str(one.message) for one in recwarn]
     assert len(told) == (message is not None)
     assert all(text.startswith(f"jit_step: {message}") for text in told)
-
-
-def test_device_put_to_one_device_inside_the_step() -> None:
-    plan = ts.plan({"w": struct(16)}, [("w", P("fsdp"))], ts.make_mesh("fsdp=8"), min_size=0)
-
-    def step(state, batch):
-        def body(total, x):
-            return total + jax.device_put(x, jax.devices()[1]), None
-
-        total, _ = jax.lax.scan(body, jnp.zeros(16), batch)
-        return {"w": state["w"] + total}, total.sum()
-
-    run, batch = jit_step(step, plan, batch=P(None, "fsdp")), np.ones((4, 16), "float32")
-    with pytest.warns(ts.ShardingWarning) as told:
-        state, _ = run(ts.shard({"w": np.ones(16, "float32")}, plan), batch)
-    [line] = [line for line in str(told[0].message).splitlines() if "`device_put` of" in line]
-    assert line.startswith("  `device_put` of float32[16] to cpu:1 at ")
-    assert "test_training.py:" in line
-    run(state, batch)  # which says it once
 
 
 def test_a_state_that_comes_from_the_host_in_each_step(recwarn) -> None:
@@ -418,20 +386,6 @@ def test_a_state_that_does_not_match_the_plan(initialised, step, fsdp_mesh) -> N
         step(moved, make_batch())
     assert "planned as P(None, 'fsdp')" in str(error.value)
     assert "`treeshard.shard(state, plan)`" in str(error.value)
-
-
-def test_shard_map_step_compiles_once(fsdp_mesh, compiles) -> None:
-    plan = ts.plan({"w": jnp.zeros(8), "n": 3}, [("w", P("fsdp"))], fsdp_mesh, min_size=0)
-    step = shard_map_step(lambda s, b: ({**s, "w": s["w"] + b.sum()}, None), plan, batch=P("fsdp"))
-    state = ts.shard({"w": np.zeros(8, np.float32), "n": 3}, plan)
-    batch = ts.shard(np.arange(16, dtype=np.float32), P("fsdp"), fsdp_mesh)
-    compiles.clear()
-    state, _ = step(state, batch)
-    with jax.set_mesh(fsdp_mesh):
-        state, _ = step(state, batch)
-    assert len(compiles) == 1
-    np.testing.assert_array_equal(state["w"], 2 * np.arange(16).reshape(8, 2).sum(1))
-    assert state["n"] == 3
 
 
 def test_results_that_differ_from_device_to_device(mesh) -> None:
