@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_close
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
@@ -49,35 +48,6 @@ def communication(program) -> dict[str, int]:
     for one in ts.collectives(program):
         moved[one.kind] = moved.get(one.kind, 0) + one.total_bytes
     return moved
-
-
-def under_jit(mesh, count, axis_names) -> dict[str, int]:
-    def f(params, batch):
-        def here(minibatch, _):
-            return grad_fn(ts.unshard(params, SPECS, "fsdp"), minibatch)
-
-        return accumulate_gradients(here, batch, count, axis_names=axis_names)
-
-    shardings = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
-    args = ts.shard((PARAMS, BATCH), (SPECS, P("fsdp")), mesh)
-    with jax.set_mesh(mesh):
-        program = jax.jit(f, out_shardings=(shardings, None)).lower(*args).compile()
-        close(*program(*args))
-    return communication(program)
-
-
-def test_under_jit_nothing_is_gathered_twice(fsdp_mesh, capfd) -> None:
-    once = under_jit(fsdp_mesh, 1, None)
-    assert once["all-gather"] == sum(x.nbytes for x in PARAMS.values())
-    four = under_jit(fsdp_mesh, 4, None)
-    assert four["all-gather"] <= 1.05 * once["all-gather"]
-    named = under_jit(fsdp_mesh, 4, "fsdp")
-    assert named["all-gather"] <= 1.05 * once["all-gather"]
-    assert named["all-reduce"] <= 1.05 * once["all-reduce"]
-    assert set(named) == {"all-gather", "all-reduce"}
-    # What axis_names is for.
-    assert four["all-reduce"] >= 3.5 * once["all-reduce"]
-    assert "rematerialization" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -30,13 +30,8 @@ def loss_of(
     in_each_trip: bool = False,
     carried: Callable[[Any], Any] = lambda h: h,
 ) -> Callable[[Any, Any], Any]:
-    """A GRU that predicts the next input.
-
-    Args:
-        start: Makes the first hidden state of some rows.
-        in_each_trip: Whether each trip gathers the parameters, and is computed again.
-        carried: What is done with the hidden state in each trip.
-    """
+    """A GRU that predicts the next input. Parameters are gathered before the loop, or in each trip,
+    which is then computed again."""
 
     def loss(params: Any, x: Any) -> Any:
         before = params if in_each_trip else ts.unshard(params)
