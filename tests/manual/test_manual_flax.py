@@ -101,6 +101,7 @@ def test_an_nnx_model_through_its_state(mesh: Mesh) -> None:
         assert again["kernel"].get_metadata()["out_sharding"] is None
         assert "out_sharding" not in again["bias"].get_metadata()
         value, grads = manual.value_and_grad(loss, BOTH)(marked, x)
+        assert jax.tree.structure(grads) == jax.tree.structure(marked)
         return first, (value, jax.tree.leaves(grads))
 
     out = ((P(), specs), (P(), jax.tree.leaves(specs)))
