@@ -1,11 +1,9 @@
 """`draw`: its text, its files, and arrays of every rank."""
 
-import builtins
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -63,7 +61,7 @@ def test_colour_by_axis(
     monkeypatch.setenv("COLORTERM", "truecolor")
     monkeypatch.setenv("TERM", "xterm-256color")
     ts.draw(plan)
-    line = next(line for line in capsys.readouterr().out.splitlines() if "16,64" in _plain(line))
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "1.5 KiB" in line]
     data, fsdp = "\x1b[38;2;217;95;2m", "\x1b[38;2;27;158;119m"
     assert f"{data}16\x1b[0m" in line  # the dim that it splits
     assert f"{fsdp}64\x1b[0m" in line
@@ -71,16 +69,12 @@ def test_colour_by_axis(
     assert f"{fsdp}'fsdp'\x1b[0m" in line
 
 
-def _plain(text: str) -> str:
-    return re.sub("\x1b\\[[0-9;]*m", "", text)
-
-
 @pytest.mark.parametrize(
     ("shape", "spec", "parts"),
     [
-        ((), P(), ["all of it │ 0, 1, 2, 3, 4, 5, 6, 7"]),
-        ((1,) * 8 + (2,), P(*(None,) * 8, "data"), ["0:1, 0:1, 0:1] │ 0", "0:1, 1:2] │ 4, 5"]),
-        ((0, 4), P(None, "fsdp"), ["[0:0, 0:1] │ 0, 4"]),
+        ((), P(), ["all of it 0, 1, 2, 3, 4, 5, 6, 7"]),
+        ((1,) * 8 + (2,), P(*(None,) * 8, "data"), ["0:1, 0:1, 0:1] 0", "0:1, 1:2] 4, 5"]),
+        ((0, 4), P(None, "fsdp"), ["[0:0, 0:1] 0, 4"]),
     ],
     ids=["rank 0", "rank 9", "no elements"],
 )
@@ -91,7 +85,7 @@ def test_one_array_of_any_rank(
     out = capsys.readouterr().out
     assert f"└── (the array)  float32[{','.join(map(str, shape))}]  {spec}" in out
     for part in parts:
-        assert part.replace(" │", "") in re.sub(" *│ *", " ", out) or part in out
+        assert part in re.sub(" *│ *", " ", out)
 
 
 def test_arrays_on_no_mesh(mesh: Mesh, capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,41 +142,18 @@ def test_a_picture_shows_the_same_tree(plan: ts.Plan, tmp_path: Path) -> None:
     page = path.read_text()
     for word in ("'data'", "fsdp", "norm", "1.5 KiB (3 of them)", "bytes per device", "0..7"):
         assert word in words(path)
-    assert "fill: #d95f02" in page
+    light, dark = page.split("@media (prefers-color-scheme: dark)")
+    for ink, in_the_dark in {"#000000": "#e6e6e6", "#666666": "#a2a2a2"}.items():
+        for letters in re.findall(rf"(\.terminal\S+) \{{ fill: {ink}", light):
+            assert f"{letters} {{ fill: {in_the_dark} }}" in dark
+    assert "fill: #d95f02" in light
     assert {*re.findall(r"https?://[^\s\"'<>]+", page)} == {"http://www.w3.org/2000/svg"}
     ts.draw(plan, to=str(tmp_path / "again.svg"))
     assert (tmp_path / "again.svg").read_text() == page
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def luminance(colour: str) -> float:
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def contrast(one: str, other: str) -> float:
-    low, high = sorted([luminance(one), luminance(other)])
-    return (high + 0.05) / (low + 0.05)
-
-
-def test_letters_can_be_read_in_light_and_in_dark(plan: ts.Plan, tmp_path: Path) -> None:
-    ts.draw(plan, to=tmp_path / "plan.svg")
-    light, dark = (tmp_path / "plan.svg").read_text().split("@media (prefers-color-scheme: dark)")
-    inks = dict(re.findall(r"\.(terminal\S+) \{ fill: (#\w{6})", light))
-    dark_inks = dict(re.findall(r"\.(terminal\S+) \{ fill: (#\w{6})", dark))
-    [paper] = re.findall(r"\.paper \{ fill: (#\w{6})", dark)
-    assert {"#000000", "#666666"} <= {*inks.values()}  # sizes are dim
-    for letters, ink in inks.items():
-        # Those of an axis have its colour on both.
-        least = 3.0 if ink[1:3] != ink[3:5] else 4.5
-        assert contrast(ink, "#ffffff") >= least
-        assert contrast(dark_inks.get(letters, ink), paper) >= least
-
-
-def test_devices_with_equal_bytes_share_a_bar_and_others_have_none(
-    mesh: Mesh, tmp_path: Path
-) -> None:
+def test_devices_with_equal_bytes_share_a_bar(mesh: Mesh, tmp_path: Path) -> None:
     tree = {
         "all": ts.shard(np.ones(8), P(), mesh),
         "one": jax.device_put(np.ones(8), jax.devices()[3]),
@@ -191,11 +162,6 @@ def test_devices_with_equal_bytes_share_a_bar_and_others_have_none(
     shown = words(tmp_path / "x.svg")
     for device in ("0..2", " 3 ", "4..7", "32 B", "64 B"):
         assert device in shown
-    of_three = Mesh(np.array(jax.devices())[[0, 2, 3]], ("a",))
-    ts.draw(ts.shard(np.ones(3), P("a"), of_three), to=tmp_path / "x.svg")
-    shown = words(tmp_path / "x.svg")
-    assert "2..3" in shown
-    assert "0.." not in shown
 
 
 def test_another_kind_of_file(plan: ts.Plan, tmp_path: Path) -> None:
@@ -225,15 +191,3 @@ def test_rich_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
             "draw needs rich. Install it with `pip install 'treeshard[show]'`."
         )
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_notebook_shows_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[Any] = []
-    # What rich looks for, and what it calls there.
-    shell = type("ZMQInteractiveShell", (), {})()
-    monkeypatch.setattr(builtins, "get_ipython", lambda: shell, raising=False)
-    display = SimpleNamespace(display=shown.append)
-    monkeypatch.setitem(sys.modules, "IPython.display", display)
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=display))
-    ts.draw({"w": np.ones((8, 2), np.float32)})
-    assert "w  float32[8,2]" in shown[0].html
