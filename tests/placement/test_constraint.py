@@ -137,7 +137,6 @@ PLACES = [
     *(("jit", context, kind) for context in CONTEXTS for kind in ("auto", "explicit")),
     *((case, "mesh-argument", "mixed") for case in ("vmap-spmd", "shard_map")),
     *(("eager", context, "auto") for context in CONTEXTS if context != "use_abstract_mesh"),
-    ("eager grad", "mesh-argument", "auto"),
 ]
 
 

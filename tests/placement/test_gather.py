@@ -82,7 +82,6 @@ def test_iter_gather_yields_arrays_by_path_and_keeps_none(tree: dict[str, Any]) 
 
 LONG = {
     "gather": ts.gather,
-    "iter_gather": lambda tree, **more: list(ts.iter_gather(tree, **more)),
     "shard": lambda tree, **more: ts.shard(tree, P(), **more),
     "reshard": lambda tree, **more: ts.reshard(tree["w"], P("data"), **more),
     "shard with read": lambda tree, **more: ts.shard(

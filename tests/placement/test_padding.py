@@ -1,6 +1,7 @@
 """Padded plans: trees with padding and without, and what stays true of both."""
 
 import re
+from functools import cache
 from typing import Any
 
 import jax
@@ -44,13 +45,14 @@ def on_mesh(count: int) -> Any:
     return ts.make_mesh({"tensor": count}, devices=jax.devices()[:count])
 
 
-def initialised(count: int) -> tuple[Any, Plan]:
+@cache
+def initialised() -> tuple[Any, Plan]:
     key = jax.random.key(0)
-    return ts.init_sharded(init, key, rules=RULES, mesh=on_mesh(count), min_size=8, pad=True)
+    return ts.init_sharded(init, key, rules=RULES, mesh=on_mesh(8), min_size=8, pad=True)
 
 
 def test_steps_are_those_of_one_device_and_the_padding_stays_zero() -> None:
-    state, plan = initialised(8)
+    state, plan = initialised()
     assert state["params"]["embed"].shape == (1264, WIDTH)
 
     def step(state: Any, batch: Any, pad: bool = True) -> Any:
@@ -64,7 +66,7 @@ def test_steps_are_those_of_one_device_and_the_padding_stays_zero() -> None:
     expected = jax.jit(init)(jax.random.key(0))
     assert_same(ts.gather(ts.unpad_leaves(state, plan)), jax.device_get(expected))
     one_device = jax.jit(lambda state: step(state, TOKENS, pad=False))
-    compiled = jit_step(step, plan, batch=P())
+    compiled = jit_step(step, plan, batch=P(), donate=False)
     for _ in range(2):
         state, loss = compiled(state, TOKENS)
         expected, wanted = one_device(expected)
@@ -78,7 +80,7 @@ def test_steps_are_those_of_one_device_and_the_padding_stays_zero() -> None:
 
 
 def test_files_hold_true_shapes_and_restore_on_any_number_of_devices(tmp_path) -> None:
-    state, plan = initialised(8)
+    state, plan = initialised()
     true = ts.unpad_leaves(state, plan)
     assert true["params"]["embed"].sharding.spec == P()  # 12 is not divisible by 8
     assert_same(ts.unpad_leaves(ts.gather(state), plan), ts.gather(true), kinds=True)
@@ -96,7 +98,7 @@ def test_files_hold_true_shapes_and_restore_on_any_number_of_devices(tmp_path) -
 
 
 def test_a_padded_plan_survives_json_other_meshes_and_following() -> None:
-    state, plan = initialised(8)
+    state, plan = initialised()
     true = jax.eval_shape(init, jax.random.key(0))
     for like in (true, plan.structs):
         assert Plan.from_json(plan.to_json(), like=like) == plan
