@@ -219,25 +219,6 @@ def sequences(mesh: jax.sharding.Mesh, *, hidden: Any = None) -> Case:
     return Case(plan, step, jax.ShapeDtypeStruct((64, 512, WIDTH), "float32"))
 
 
-def exchange(mesh: jax.sharding.Mesh, *, kind: str) -> Case:
-    """Devices pass rows to each other by hand, as in a pipeline or between experts."""
-    plan = ts.plan({"w": jax.ShapeDtypeStruct((WIDTH, WIDTH), "float32")}, [("w", None)], mesh)
-    around = [(i, (i + 1) % 8) for i in range(8)]
-
-    @shard_map_step(plan=plan, batch=P("fsdp"))
-    def step(state: Any, x: Any) -> Any:
-        def pass_on(x: jax.Array, _: Any) -> tuple[jax.Array, None]:
-            x = jnp.tanh(x @ state["w"])
-            if kind == "all_to_all":
-                return jax.lax.all_to_all(x, "fsdp", 0, 0, tiled=True), None
-            return jax.lax.ppermute(x, "fsdp", around), None
-
-        x, _ = jax.lax.scan(pass_on, x, None, length=LAYERS)
-        return state, jax.lax.pmean(jnp.mean(x), "fsdp")
-
-    return Case(plan, step, jax.ShapeDtypeStruct((ROWS, WIDTH), "float32"))
-
-
 def _bf16(make: Callable[..., Case], **options: Any) -> Callable[[jax.sharding.Mesh], Case]:
     return partial(make, dtype="bfloat16", **options)
 
@@ -273,8 +254,6 @@ CASES: dict[str, tuple[str, Callable[[jax.sharding.Mesh], Case]]] = {
         "data=2,fsdp=4",
         partial(by_jit, minibatches=4, axis_names="data", gradient=training.value_and_grad),
     ),
-    "ring": ("fsdp=8", partial(exchange, kind="ring")),
-    "all_to_all": ("fsdp=8", partial(exchange, kind="all_to_all")),
 }
 
 

@@ -19,7 +19,7 @@ import pytest
 from counting import count_bytes
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
-from programs import CASES, LAYERS, by_jit, case_of
+from programs import CASES, LAYERS, case_of
 
 import treeshard as ts
 from examples.compile_llama import FSDP, make_llama
@@ -43,8 +43,6 @@ FINDINGS = {
     "mlp_no_hints": {"activation", "not-moved"},  # nothing gathers the weights
     "accumulate": {"again", "inside-loop"},  # gathered and reduced for each minibatch
     "tensor_rows": {"sharded-further"},  # weights are gathered along `tensor` too
-    "ring": {"activation", "not-moved"},  # what devices pass on by hand; there is no gradient
-    "all_to_all": {"activation", "not-moved"},
 }
 # Compilers may all-reduce gradients where a reduce-scatter was planned: over two axes at once, and
 # on v5p:2x2x2, where the axis covers the torus, those of `jax.grad`.
@@ -105,18 +103,6 @@ def test_a_program_is_read_as_it_is(name: str, target: str) -> None:
     if memory.temporaries >= 2**26 and name not in REUSED and (name, target) not in UNEXPLAINED:
         live = sum(buffer.bytes for buffer in memory.at_peak)
         assert 0.93 <= live / memory.temporaries <= 1.06
-
-
-@pytest.mark.parametrize(
-    ("axis_types", "kind"), [("auto", "all-reduce"), ("explicit", "reduce-scatter")]
-)
-def test_a_torus_of_three_dims_scatters(axis_types: str, kind: str, monkeypatch) -> None:
-    monkeypatch.setattr("programs.LAYERS", 1)
-    mesh = ts.make_mesh("fsdp=64", topology="v5p:4x4x4", axis_types=axis_types)
-    case = by_jit(mesh, gradient=ts.training.value_and_grad)
-    compared = case.compare(case.lower().compile())
-    reduced = {(one.kind, one.axes) for one in compared.compiled if one.rank}
-    assert reduced == {("all-gather", ("fsdp",)), (kind, ("fsdp",))}
 
 
 def test_axes_that_share_a_dim_of_the_torus_are_said() -> None:
@@ -265,10 +251,3 @@ def test_8b_on_256_chips_is_compiled_on_a_laptop() -> None:
     unplanned = found["communication"]["unplanned"]  # and so all of them are of planned leaves
     assert not [x for one in unplanned for x in one["collectives"] if x["kind"] == "all-gather"]
     assert int(peak) <= 1.5e9
-
-
-def test_the_log_of_a_tpus_compiler_is_in_the_directory_of_the_run() -> None:
-    ts.make_mesh("fsdp=8", topology="v5e-8")
-    name = f"tpu_driver.*.{os.getpid()}"
-    assert list(Path(os.environ["TPU_LOG_DIR"]).glob(name))
-    assert not list(Path("/tmp/tpu_logs").glob(name))

@@ -19,14 +19,6 @@ from treeshard.communication._collectives import bytes_on_the_wire
 if "TREESHARD_TARGETS" not in os.environ:
     pytest.skip("make test-targets runs it", allow_module_level=True)
 
-# The devices along each dim.
-SLICES = {
-    "v5e:4x4": (4, 4),
-    "v5e:8x16": (8, 16),
-    "v6e:16x16": (16, 16),
-    "v4:2x2x2": (2, 2, 2),
-    "v5p:4x4x4": (4, 4, 4),
-}
 WAYS = {
     "explicit": ("explicit", by_jit, {"gradient": ts.training.value_and_grad}),
     "by hand": ("auto", by_hand, {}),
@@ -66,23 +58,25 @@ def test_no_gradient_is_reduced_whole(topology: str, way: str) -> None:
     }
 
 
-@pytest.mark.parametrize("topology", SLICES)
-def test_the_dims_of_a_torus_are_those_of_its_coordinates(topology: str) -> None:
-    mesh = ts.make_mesh("fsdp=-1", topology=topology)
-    assert torus_dims(mesh, "fsdp") == SLICES[topology]
-
-
 @pytest.mark.parametrize(
-    ("axes", "topology"),
+    ("axes", "topology", "dims"),
     [
-        ("fsdp=8", "v5e:2x4"),  # a ring
-        ("fsdp=8", "h100:8"),
-        ("data=4,fsdp=64", "v5e:16x16"),  # a part of a dim
+        ("fsdp=16", "v5e:4x4", (4, 4)),
+        ("fsdp=128", "v5e:8x16", (8, 16)),
+        ("fsdp=256", "v6e:16x16", (16, 16)),
+        ("fsdp=8", "v4:2x2x2", (2, 2, 2)),
+        ("fsdp=64", "v5p:4x4x4", (4, 4, 4)),
+        # One scatter is enough elsewhere: on a ring, and along a part of a dim.
+        ("fsdp=8", "v5e:2x4", ()),
+        ("fsdp=8", "h100:8", ()),
+        ("data=4,fsdp=64", "v5e:16x16", ()),
     ],
 )
-def test_one_scatter_is_enough_elsewhere(axes: str, topology: str) -> None:
+def test_the_dims_of_a_torus_are_those_of_its_coordinates(
+    axes: str, topology: str, dims: tuple[int, ...]
+) -> None:
     mesh = ts.make_mesh(axes, topology=topology)
-    assert {torus_dims(mesh, axis) for axis in mesh.axis_names} == {()}
+    assert {torus_dims(mesh, axis) for axis in mesh.axis_names} == {dims}
 
 
 def test_the_report_says_what_scatters() -> None:
