@@ -114,14 +114,14 @@ def small_leaves_are_sharded_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """An FSDP state, saved."""
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, ts.Plan]:
+    """An FSDP state, saved, and its plan."""
     mesh = ts.make_mesh("fsdp=8")
     rules = [("norm|bias", None), (".*", ts.fsdp("fsdp", min_size=0))]
-    state, _ = ts.training.init_sharded(make_state, jax.random.key(0), rules=rules, mesh=mesh)
+    state, plan = ts.training.init_sharded(make_state, jax.random.key(0), rules=rules, mesh=mesh)
     path = tmp_path_factory.mktemp("trained") / "step_1"
     save(path, state)
-    return path, state
+    return path, state, plan
 
 
 def make_state(key: jax.Array) -> dict[str, Any]:
@@ -154,7 +154,7 @@ MESH = "data=2,tensor=4"
 
 
 def test_rules_and_plans_shard_the_restored_arrays(trained) -> None:
-    path, state = trained
+    path, state, _ = trained
     like, mesh = structs(state), ts.make_mesh(MESH)
     whole = ts.plan(like, [(".*", None)], ts.make_mesh("data=8"))
     found = {
@@ -178,10 +178,9 @@ def test_rules_and_plans_shard_the_restored_arrays(trained) -> None:
         restore(path, like, rules=RULES, mesh="data=3")
 
 
-def test_a_resumed_run_has_the_same_losses(tmp_path: Path) -> None:
-    mesh = ts.make_mesh("fsdp=8")
-    rules = [(".*", ts.fsdp("fsdp", min_size=0))]
-    state, plan = ts.training.init_sharded(make_state, jax.random.key(0), rules=rules, mesh=mesh)
+def test_a_resumed_run_has_the_same_losses(trained, tmp_path: Path) -> None:
+    path, _, plan = trained
+    state = restore(path, plan)
     step = ts.training.jit_step(train, plan, batch=P("fsdp"))
     batches = np.random.default_rng(0).normal(size=(4, 8, 8)).astype(np.float32)
     losses = []

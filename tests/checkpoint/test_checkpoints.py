@@ -88,16 +88,6 @@ def test_what_treeshard_did_not_write_is_no_step_and_is_never_removed(tmp_path: 
     assert (tmp_path / "2024" / "precious.csv").read_text() == "mine"
 
 
-def test_a_step_without_its_table_still_counts(tmp_path: Path) -> None:
-    save(tmp_path / "1", state_at(1))
-    save(tmp_path / "2", state_at(2))
-    (tmp_path / "2" / "leaves" / "table.json").unlink()
-    reader = Checkpoints(tmp_path, read_only=True)
-    assert reader.steps() == (1, 2)
-    with pytest.raises(ts.DamagedError, match="2: its table of leaves is missing"):
-        reader.restore_latest(state_at(0))
-
-
 def test_a_lower_step_than_the_latest_is_told_and_kept(tmp_path: Path) -> None:
     for step in (200, 300, 400):
         save(tmp_path / str(step), state_at(step))

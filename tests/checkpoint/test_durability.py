@@ -19,6 +19,9 @@ from treeshard._disk.files import flush
 from treeshard.checkpoint import Checkpoints, restore, save
 from treeshard.interchange import load_safetensors, save_safetensors
 
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/fd").exists(), reason="the names of open files are read from /proc"
+)
 Call = tuple[str, str]
 
 
@@ -53,12 +56,6 @@ def flushed(calls: list[Call]) -> set[str]:
 
 def entries(path: Path) -> set[str]:
     return {str(path), *map(str, path.rglob("*"))}
-
-
-@pytest.fixture(autouse=True)
-def a_system_with_proc() -> None:
-    if not Path("/proc/self/fd").exists():
-        pytest.skip("the names of open files are read from /proc")
 
 
 def test_a_checkpoint_is_flushed_before_it_gets_its_name(mesh, tmp_path: Path) -> None:

@@ -67,6 +67,14 @@ def test_files_that_may_not_be_read_are_not_damaged(run: Path, name: str, says: 
         assert not isinstance(told.value, ts.DamagedError)
 
 
+def test_a_step_without_its_table_still_counts(run: Path) -> None:
+    (run / "2" / "leaves" / "table.json").unlink()
+    reader = Checkpoints(run, read_only=True)
+    assert reader.steps() == (1, 2)
+    with pytest.raises(ts.DamagedError, match="2: its table of leaves is missing"):
+        reader.restore_latest(TREE)
+
+
 def test_what_is_absent_is_none(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
