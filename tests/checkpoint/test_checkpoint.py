@@ -326,7 +326,6 @@ BAD_LEAVES: dict[str, tuple[Callable[[], Any], str]] = {
     "gone": (deleted, "float32[3]: its memory is gone"),
     "masked": (lambda: np.ma.masked_array([1, 2], [True, False]), "int64[2]: "),
     "objects": (lambda: np.array([None, {}]), f"object[2]: {NOT_SUPPORTED}"),
-    "record": (lambda: np.zeros(2, [("x", "f4")]), ""),
     "struct": (lambda: jax.ShapeDtypeStruct((2,), "float32"), "float32[2]: it is a Shap"),
     "words": (lambda: np.array(["a", "b"]), f"<U1[2]: {NOT_SUPPORTED}"),
 }
