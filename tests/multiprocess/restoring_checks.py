@@ -1,4 +1,4 @@
-"""Four processes restore what two have saved."""
+"""Several processes restore what one has saved."""
 
 from pathlib import Path
 
