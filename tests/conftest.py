@@ -48,9 +48,9 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 # so they run first.
 LONG = (
     "product/test_examples.py",
-    "testing/test_verdicts.py",
-    "testing/test_checks.py",
     "repository/test_docs.py",
+    "repository/test_package.py",
+    "testing/test_verdicts.py",
     "manual/test_manual.py",
     "training/test_training.py",
     "manual/test_tensor_parallel.py",

@@ -263,7 +263,6 @@ def test_export_refuses_or_skips_leaves_that_the_format_cannot_hold(go, run, tmp
         (["--only=("], "--only '(': the pattern does not compile"),
         (["--only=model", "--rename=x"], "--rename 'x' has no '=>'. Write it as 'REGEX=>NEW'"),
         (["--only=model", "--rename=[01]=>0"], "layers/0/b: the name of ['model/layers/0/b'] and"),
-        (["--max-file-size=much"], "'much' is not an amount of memory."),
         (["--metadata=pt"], "--metadata 'pt' has no '='. Write it as 'format=pt'."),
     ],
 )

@@ -68,7 +68,6 @@ def test_a_program_is_read_as_it_is(name: str, target: str) -> None:
     for one in ts.communication.collectives(compiled.compiled):  # which has steps apart
         assert one.kind != "unknown"
         if one.rank:
-            assert one.total_bytes is not None
             by_all_reduce = one.kind == "all-gather" and one.wire_bytes >= one.bytes
             moved["all-reduce" if by_all_reduce else one.kind] += one.total_bytes
     assert +moved == count_bytes(compiled.text, trips=LAYERS)
@@ -95,7 +94,6 @@ def test_a_program_is_read_as_it_is(name: str, target: str) -> None:
     # As planned, up to the tiles of small arrays.
     planned = sum(memory.kinds.values())
     assert planned <= memory.arguments <= 1.01 * planned + 2**16
-    assert memory.fits
     memory.assert_fits()
     if target == "v5e:2x4" and name in TEMPORARIES:
         assert memory.temporaries <= TEMPORARIES[name] * 2**20
