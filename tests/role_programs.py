@@ -1,7 +1,7 @@
 """Steps whose leaves have other roles than their names and shapes say, for several test files.
 
-Each is an ordinary program with `unshard` where a layer begins: experts, loops over time, two
-optimizers, a target network, averages of the weights, frozen layers.
+Each is an ordinary program with `unshard` where a layer begins: low-rank factors, experts, loops
+over time, two optimizers, a target network, averages of the weights, frozen layers.
 """
 
 from collections.abc import Callable
@@ -104,6 +104,31 @@ def _loss(params: Any, batch: Any) -> jax.Array:
 
 
 BATCH = {"x": struct(ROWS, WIDTH), "y": struct(ROWS, WIDTH)}
+
+
+def lora(mesh: Any) -> Program:
+    """Low-rank factors on a frozen base."""
+    optimizer = optax.adam(1e-3)
+
+    def init(key: jax.Array) -> Any:
+        base = _mlp(key)
+        factors = {name: {"a": _dense(key, WIDTH, 8), "b": jnp.zeros((8, WIDTH))} for name in base}
+        return {"base": base, "lora": factors, "opt": optimizer.init(factors)}
+
+    def step(state: Any, batch: Any) -> tuple[Any, Any]:
+        def loss(factors: Any) -> jax.Array:
+            x = batch["x"]
+            for name in sorted(state["base"]):
+                layer, low = ts.unshard(state["base"][name]), ts.unshard(factors[name])
+                x = jnp.tanh(x @ layer["w"] + (x @ low["a"]) @ low["b"] + layer["b"][None])
+            return jnp.mean((x - batch["y"]) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(state["lora"])
+        updates, opt = optimizer.update(grads, state["opt"])
+        return {**state, "lora": optax.apply_updates(state["lora"], updates), "opt": opt}, value
+
+    roles = {"base/": "frozen", "lora/": "trained", "opt/": "updated only"}
+    return _made(mesh, init, step, BATCH, roles)
 
 
 # ------------------------------------------------------------------ experts
@@ -357,6 +382,7 @@ def batch_norm(mesh: Any) -> Program:
 
 
 PROGRAMS: dict[str, Callable[[Any], Program]] = {
+    "low-rank factors": lora,
     "experts by constraints": experts_by_constraints,
     "experts by hand": experts_by_hand,
     "tied heads": tied_heads,

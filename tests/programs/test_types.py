@@ -80,6 +80,19 @@ def compiled_types(fn: Any, spec: Any, mesh: str, *shape: int) -> Types:
     return step.types(plan.structs, struct(*shape), min_size=0)
 
 
+def test_whether_what_has_unknown_bytes_is_live_at_the_peak_is_unknown() -> None:
+    def fn(w: jax.Array, x: jax.Array) -> jax.Array:
+        both = x @ w, w[:32] @ w  # either
+        return jnp.sum(both[0]) + jnp.sum(both[1])
+
+    types = compiled_types(fn, P(("data", "fsdp")), "data=2,fsdp=4", 64, 64)
+    found = types.at(marked("either", __file__))
+    unknown = [value for value in found if value.where == "memory" and value.bytes is None]
+    assert unknown
+    assert all(value.at_peak is None for value in unknown)
+    assert "memory, peak ?" in str(types)
+
+
 def test_a_value_that_the_compiler_fused_or_removed_is_said_to_be_so() -> None:
     def fn(w: jax.Array, x: jax.Array) -> jax.Array:
         same = jnp.transpose(jnp.transpose(x))  # removed

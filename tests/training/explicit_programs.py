@@ -1,4 +1,4 @@
-"""Four programs, written once for meshes of Auto, Explicit and mixed axes, and their plans."""
+"""Five programs, written once for meshes of Auto, Explicit and mixed axes, and their plans."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -106,12 +106,39 @@ def language() -> Model:
     return Model(params, loss, (drawn[:, :-1], drawn[:, 1:]), rules)
 
 
+def experts() -> Model:
+    def combined(x: Any, gates: Any, each: Any) -> Any:
+        """The sum of what the experts return, split as `x`: on Explicit axes its type is given."""
+        spec = jax.typeof(x).sharding.spec
+        is_typed = AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+        given = {"out_sharding": P(*spec)} if is_typed else {}
+        return jnp.einsum("be,ebd->bd", gates, each, **given)
+
+    def loss(p: Any, batch: Any) -> Any:
+        x, y = batch
+        p = ts.unshard(p)
+        gates = jax.nn.softmax(x @ p["gate"])
+        inner = jnp.tanh(jnp.einsum("bd,edf->ebf", x, p["up"]))
+        each = jnp.einsum("ebf,efd->ebd", inner, p["down"])
+        return jnp.mean((combined(x, gates, each) - y) ** 2)
+
+    params = {"gate": numbers(16, 4), "up": numbers(4, 16, 32), "down": numbers(4, 32, 16)}
+    batch = numbers(16, 16), numbers(16, 16, seed=1)
+    rules = [
+        ("gate", P("fsdp")),
+        ("up", P("tensor", "fsdp")),
+        ("down", P("tensor", None, "fsdp")),
+    ]
+    return Model(params, loss, batch, rules)
+
+
 OPTIMIZER = optax.sgd(0.1, momentum=0.9)
 MODELS = {
     "mlp": mlp,
     "attention": attention,
     "layers": layers,
     "language": language,
+    "experts": experts,
 }
 STRATEGIES = {
     "hsdp": "data=2,fsdp=4",
