@@ -332,7 +332,7 @@ def test_local_parts_that_are_structs_are_checked(mesh: Mesh) -> None:
 # ------------------------------------------------------------------ logical names
 
 NAMED = {"x": np.ones((8, 8), "float32"), "y": np.ones(8, "float32")}
-NAMES = {"x": ("batch", "embed"), "y": ("embed",)}
+NAMES = {"x": ("batch", "embed"), "y": P("fsdp")}
 NAME_RULES = [("batch", ("data", "absent")), ("embed", "fsdp")]
 
 

@@ -133,6 +133,7 @@ def text_with(change: Any) -> str:
         (lambda raw: raw["mesh"][0].update(size=0), "mesh[0] cannot be read: the size is 0, not a"),
         (lambda raw: raw["mesh"][0].update(axis="fsdp"), "mesh: two axes have the same name."),
         (lambda raw: raw["rules"][0].update(pattern="("), "rules[0] cannot be read: missing )"),
+        (lambda raw: raw["leaves"][0].update(shape=[-8]), "leaves[0] cannot be read: [-8] is not"),
         (lambda raw: raw["leaves"][0].update(dtype="x"), "leaves[0] cannot be read: 'x' is not a"),
         (lambda raw: raw["leaves"][0].update(rule=2), "rule 2 is none of 2 rules."),
         (

@@ -295,15 +295,11 @@ def test_a_spec_that_min_size_leaves_unused_warns_once() -> None:
         ]
 
 
-def test_other_actions_leave_small_leaves_replicated_silently() -> None:
-    for action in (None, P(), ts.fsdp("fsdp"), lambda path, leaf: P("fsdp")):
-        assert match([("b", action)], {"b": struct(8)}, MESH, min_size=9) == {"b": P()}
-
-
-def test_specs_of_small_leaves_on_a_mesh_that_they_do_not_split() -> None:
+def test_small_leaves_are_replicated_silently_where_no_spec_would_split_them() -> None:
     mesh = mesh_of(data=8, fsdp=1)
     tree = {"b": struct(8)}
-    assert match([("b", P("fsdp"))], tree, mesh, min_size=9) == {"b": P()}
+    for action in (None, P(), ts.fsdp("data"), lambda path, leaf: P("data"), P("fsdp")):
+        assert match([("b", action)], tree, mesh, min_size=9) == {"b": P()}
     assert match([("b", P("data"))], {"b": struct(1)}, mesh, min_size=9) == {"b": P()}
     with pytest.warns(ts.ShardingWarning, match="fewer than min_size=9. the mesh has no axis 'x'"):
         match([("b", P("x"))], tree, mesh, min_size=9)
