@@ -16,7 +16,6 @@ import treeshard as ts
     [
         ("fsdp=8", {"fsdp": 8}),
         ("data=2,fsdp=-1", {"data": 2, "fsdp": 4}),
-        ({"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}),
     ],
     ids=str,
 )

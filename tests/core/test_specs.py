@@ -1,19 +1,15 @@
 """Specs: projecting them on meshes and shapes, reading axes, matching them with trees."""
 
-import math
-
 import equinox as eqx
-import hypothesis.strategies as st
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from treeshard._core.spec_trees import specs_of_leaves
-from treeshard._core.specs import all_axes, axes_of, entries, project
+from treeshard._core.specs import all_axes, entries, project
 
 U = P.UNCONSTRAINED
 MESH = AbstractMesh((2, 4, 1), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
@@ -30,6 +26,12 @@ PROJECTIONS = {
         P(),
         ["indivisible", "axis-already-used"],
     ),
+    "within an entry": (
+        P(("data", "x", "data", "fsdp"), U),
+        (0, 1),
+        P(("data", "fsdp"), U),
+        ["axis-not-in-mesh", "axis-already-used"],
+    ),
     "longest prefix": (P(("data", "fsdp")), (6,), P("data"), ["indivisible"]),
     "beyond the rank": (P("data", "fsdp"), (4,), P("data"), ["rank"]),
     "several": (P("x", "fsdp", "data"), (4, 6), P(), ["axis-not-in-mesh", "indivisible", "rank"]),
@@ -41,6 +43,7 @@ def test_project(case) -> None:
     spec, shape, given_spec, kinds = case
     got, adjustments = project(spec, MESH, shape)
     assert got == given_spec
+    assert project(got, MESH, shape) == (got, ())
     assert [adjustment.kind for adjustment in adjustments] == kinds
     dropped = [axis for adjustment in adjustments for axis in adjustment.axes]
     assert sorted([*all_axes(entries(got)), *dropped]) == sorted(all_axes(entries(spec)))
@@ -70,32 +73,6 @@ def test_project_drops_types_where_values_have_none(mesh) -> None:
     assert (note.kind, note.axes) == ("reduced-type", ("fsdp",))
     if mesh is not None:  # its axes are Auto, in a trace too
         assert project(spec, mesh, (4, 4), typed=True) == (plain, (note,))
-
-
-ENTRIES = st.one_of(
-    st.none(),
-    st.just(U),
-    st.sampled_from(["data", "fsdp", "tensor", "x"]),
-    st.lists(st.sampled_from(["data", "fsdp", "tensor", "x"]), max_size=3).map(tuple),
-)
-
-
-# JAX itself refuses to build a spec that names an axis twice in one entry only at use.
-@given(st.lists(ENTRIES, max_size=4), st.lists(st.integers(0, 16), max_size=4))
-def test_a_projection_is_valid_and_stable(requested, shape) -> None:
-    spec, shape = P(*requested), tuple(shape)
-    got, adjustments = project(spec, MESH, shape)
-    used = [axis for entry in entries(got) for axis in axes_of(entry)]
-    assert len(set(used)) == len(used)
-    assert set(used) <= set(MESH.shape)
-    assert len(entries(got)) <= len(shape)
-    for dim, entry in enumerate(entries(got)):
-        assert shape[dim] % math.prod(MESH.shape[axis] for axis in axes_of(entry)) == 0
-        # Nothing moves to another dim, and nothing is invented.
-        assert set(axes_of(entry)) <= set(axes_of(entries(spec)[dim]))
-    assert project(got, MESH, shape) == (got, ())
-    taken = [axis for adjustment in adjustments for axis in adjustment.axes]
-    assert sorted(used + taken) == sorted(a for entry in entries(spec) for a in axes_of(entry))
 
 
 def test_get_names_from_partition_spec(mesh) -> None:

@@ -38,7 +38,6 @@ def test_a_topology_is_read_as_people_write_it(text, name, devices) -> None:
         ("v5e-12", "nearest are v5e:2x4 and v5e:4x4"),
         ("v5p:9x9x9", "nearest are v5p:4x4x44 and v5p:8x8x12"),
         ("v5p-7", "no slice of v5p"),
-        ("v5e:16x16*0", "at least 1"),
         ("v5e-16x16", "write v5e:16x16, with a colon"),
         ("h100:3x7", "h100:2x8"),
         ("h100:2x8*2", "write the number of nodes"),
