@@ -27,7 +27,6 @@ LEAVES = {
     "columns": ("float32", (64, 48), P(None, ("fsdp", "data"))),
     "both": ("bfloat16", (16, 8, 24), P("data", None, "fsdp")),
     "halves": ("int32", (8192, 16), P(None, "data")),
-    "stacked": ("float16", (4, 8, 8), P(None, ("data", "fsdp"))),
     "fp8": ("float8_e4m3fn", (40, 8), P("fsdp", "data")),
     "flags": ("bool", (8,), P(("fsdp", "data"))),
     "norm": ("float32", (7,), P()),
@@ -36,7 +35,7 @@ LEAVES = {
 }
 ELSEWHERE = [
     ("rows", P(None, "tensor")), ("columns", P("data")), ("both", P(None, "data", "tensor")),
-    ("halves", P("tensor")), ("stacked|fp8", P(None, "tensor")), (".*", None),
+    ("halves", P("tensor")), ("fp8", P(None, "tensor")), (".*", None),
 ]  # fmt: skip
 
 

@@ -179,26 +179,6 @@ def check_other_values_of_a_full_leaf_are_told(context: Context) -> None:
     assert "\n  batch/rate (values): CRC-32 " in told(lambda: step(state, {"rate": rate}))
 
 
-def check_batches_of_other_shapes_are_told(context: Context) -> None:
-    """Each shape was seen before by all processes, and another one by each in the last batch."""
-    kept = ts.shard({"w": full(1)}, P("data"), mesh())
-    plan = ts.plan({"w": full(0)}, [("w", P("data"))], mesh(), min_size=0)
-    step = ts.jit_step(lambda s, b: (s, b["x"].sum()), plan, batch=P("data"), donate=False)
-    calls: tuple[Callable[[Any], Any], ...] = (
-        lambda _: ts.gather(kept, timeout=20),
-        lambda _: save(context.directory / "mixed", kept, timeout=20),
-        lambda batch: step(kept, batch),
-    )
-    for call in calls:
-        for rows in (1, 2, 1 + (context.index == 1)):
-            part = {"x": full(0, (rows, 3))}
-            batch = ts.from_process_local(part, P("data"), mesh(), timeout=20)
-        text = told(lambda call=call, batch=batch: call(batch))
-        assert "batch 3 of from_process_local: x: float32[1,3] on process" in text, text
-        assert "batch 3 of from_process_local: x: float32[2,3] on process 1" in text, text
-    assert not (context.directory / "mixed").exists()
-
-
 def check_other_calls_are_both_named(context: Context) -> None:
     x = global_of(context, 1)
     calls: list[Callable[[], Any]] = [
