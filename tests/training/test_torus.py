@@ -107,18 +107,6 @@ def test_by_hand_too(check: bool) -> None:
         args = (ts.shard(w, specs), jax.device_put(x, P("fsdp")))
         assert_close(step(*args), one_device(loss, w, x))
         assert parts(step.lower(*args).compile()) == OF_8
-        # Gradients of gradients go the other way.
-        twice = jax.shard_map(
-            lambda w: jax.grad(lambda w: jnp.sum(jax.grad(lambda w: _cubes(w))(w) ** 2))(w),
-            mesh=mesh,
-            in_specs=P("fsdp"),
-            out_specs=P("fsdp"),
-            check_vma=check,
-        )
-        shards = jnp.arange(16.0)
-        found = jax.jit(twice)(jax.device_put(shards, P("fsdp")))
-        expected = jax.grad(lambda w: jnp.sum(jax.grad(lambda w: jnp.sum(w**3))(w) ** 2))(shards)
-        np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_small_gathers_go_over_one_dim_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,10 +125,6 @@ def test_small_gathers_go_over_one_dim_after_the_other(monkeypatch: pytest.Monke
     assert compared.unplanned == ()
     assert {x.axes for x in compared.compiled if x.rank} == {("fsdp",)}
     assert all(row.bytes == row.planned_bytes for row in compared.rows)
-
-
-def _cubes(shard: Any) -> Any:
-    return jnp.sum(manual.gather_array_with_mean_grads(shard, 0, "fsdp") ** 3)
 
 
 def test_a_step_by_dims_is_as_planned() -> None:
