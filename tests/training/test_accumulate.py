@@ -91,26 +91,6 @@ def test_in_shard_map_full_parameters_are_averaged_once(fsdp_mesh, check_vma) ->
     assert set(moved) == {"all-reduce"}
 
 
-def test_over_one_of_two_axes_the_minibatches_stay_split_over_the_other(mesh) -> None:
-    """No row moves."""
-    plan = ts.plan(PARAMS, list(SPECS.items()), mesh, min_size=0)
-
-    @ts.jit_step(plan=plan, batch=P(("data", "fsdp")))
-    def step(params, batch):
-        def here(minibatch, _):
-            return grad_fn(ts.unshard(params), minibatch)
-
-        return params, accumulate_gradients(here, batch, 4, axis_names="data")
-
-    moved = ts.collectives(step.compile(plan.structs, BATCH).compiled)
-    gathered = [x.path or "" for x in moved if x.kind == "all-gather"]
-    assert gathered
-    assert not [path for path in gathered if "x" in path]
-    over_data = [x for x in moved if x.rank and x.axes == ("data",)]
-    assert {x.count for x in over_data} == {1}  # once, after the loop
-    close(*step(ts.shard(PARAMS, plan), BATCH)[1])
-
-
 def test_axes_are_bound_in_the_loss(mesh) -> None:
     """Which is weighted by what all devices have."""
     axes = ("data", "fsdp")
