@@ -158,11 +158,6 @@ def step_of(case: Case, mesh: Mesh, width: int) -> tuple[Any, ts.Plan, np.ndarra
     return gradient_step(case.loss, mesh, case.spec, width, differentiate)
 
 
-def by_all_reduce(reduced: Sequence[Reduced]) -> tuple[Reduced, ...]:
-    """The same where the compiler for CPUs, on Auto axes, all-reduces what it could scatter."""
-    return tuple(one._replace(kind="all-reduce") for one in reduced)
-
-
 def assert_reduced(compiled: jax.stages.Compiled, expected: Sequence[Reduced], width: int) -> None:
     """Asserts what reduces the gradients in a program, how often, and in how many loops."""
     size = LAYERS * width * width * 4

@@ -73,9 +73,15 @@ LOSSES = {
 VALUE, GRADS = jax.jit(jax.value_and_grad(LOSSES["zeros"]), compiler_options=QUICK)(PARAMS, X)
 
 
-def step_of(mesh: Any, gradient: Callable[..., Any]) -> tuple[Any, ts.Plan]:
+def program(
+    name: str, mesh: Any, axis_names: Any, differentiate: Any = jax.value_and_grad
+) -> jax.stages.Compiled:
+    """The program of two minibatches, whose numbers are those of one device."""
     plan = ts.plan(PARAMS, [(".*", ts.fsdp("fsdp", min_size=0))], mesh)
-    return returning_gradients(plan, gradient), plan
+    step = returning_gradients(plan, in_passes(LOSSES[name], axis_names, 2, differentiate))
+    compiled = step.compile(plan.structs, X).compiled
+    assert_close(step(ts.shard(PARAMS, plan), X), (GRADS, VALUE))
+    return compiled
 
 
 @pytest.mark.parametrize(
@@ -87,24 +93,14 @@ def step_of(mesh: Any, gradient: Callable[..., Any]) -> tuple[Any, ts.Plan]:
     ],
 )
 def test_each_gradient_is_reduced_once_after_the_loop(name, mesh, axis_names) -> None:
-    gradient = in_passes(LOSSES[name], axis_names, 2, jax.value_and_grad)
-    step, plan = step_of(ts.make_mesh(mesh), gradient)
-    compiled = step.compile(plan.structs, X).compiled
-    assert_close(step(ts.shard(PARAMS, plan), X), (GRADS, VALUE))
+    compiled = program(name, ts.make_mesh(mesh), axis_names)
     reduced = [x for x in ts.collectives(compiled) if x.kind != "all-gather" and x.rank]
     over_named = [x.count for x in reduced if {*axis_names}.intersection(x.axes or axis_names)]
     assert over_named
     assert set(over_named) == {1}
 
 
-@pytest.mark.parametrize(
-    ("name", "axis_names", "differentiate"),
-    [
-        ("gathered in the loop, remat", None, value_and_grad),
-        ("constrained", ("data", "fsdp"), jax.value_and_grad),
-    ],
-)
-def test_on_explicit_axes(name, axis_names, differentiate) -> None:
-    gradient = in_passes(LOSSES[name], axis_names, 2, differentiate)
-    step, plan = step_of(ts.make_mesh(HSDP, axis_types="explicit"), gradient)
-    assert_close(step(ts.shard(PARAMS, plan), X), (GRADS, VALUE))
+def test_on_explicit_axes() -> None:
+    mesh = ts.make_mesh(HSDP, axis_types="explicit")
+    program("gathered in the loop, remat", mesh, None, value_and_grad)
+    program("constrained", mesh, ("data", "fsdp"))

@@ -119,16 +119,6 @@ def test_nothing_is_copied_without_donation_or_inside_jit() -> None:
     assert not p.is_deleted()
 
 
-def test_copies_that_init_sharded_returns_are_separate() -> None:
-    def init():
-        p = jnp.ones((16, 4))
-        return {"params": p, "ema": jnp.copy(p)}
-
-    state, plan = ts.init_sharded(init, rules=[(".*", P("fsdp"))], mesh="fsdp=8", min_size=0)
-    state, _ = jit_step(keep, plan, batch=P("fsdp"))(state, BATCH)
-    np.testing.assert_array_equal(state["ema"], np.ones((16, 4)))
-
-
 @pytest.mark.parametrize(("devices", "compiled"), [(1, False), (8, False), (8, True)])
 def test_deleted_and_shared_arrays_given_to_a_program_that_has_run(devices, compiled) -> None:
     mesh = ts.make_mesh("fsdp=-1", devices=jax.devices()[:devices])

@@ -151,24 +151,18 @@ def test_the_last_step_of_a_gather_is_between_the_farthest(groups: Any, is_last:
     assert is_last_step(groups) == is_last
 
 
-def scatter(size: int, part: tuple[int, int]) -> Collective:
-    return Collective("reduce-scatter", "float32", size, 0, None, 1, within=("fsdp",), part=part)
+def joined(steps: list[tuple[int, tuple[int, int]]]) -> list[Collective]:
+    """Scatters of some bytes over parts of an axis of 256 devices, as one where they are."""
+    moved = [
+        Collective("reduce-scatter", "float32", size, 0, None, 1, within=("fsdp",), part=part)
+        for size, part in steps
+    ]
+    return with_steps_joined(moved, {"fsdp": 256})
 
 
-@pytest.mark.parametrize(
-    ("steps", "are_one"),
-    [
-        ([(1024, (4, 64)), (256, (16, 4)), (16, (4, 1))], True),
-        ([(1024, (16, 16))], False),
-        ([(1024, (16, 16)), (32, (16, 1))], False),
-    ],
-)
-def test_steps_that_leave_something_are_not_one(steps: Any, are_one: bool) -> None:
-    moved = [scatter(*each) for each in steps]
-    joined = with_steps_joined(moved, {"fsdp": 256})
-    if are_one:
-        [whole] = joined
-        assert (whole.axes, whole.bytes, whole.within) == (("fsdp",), 1024, None)
-        assert whole.wire_bytes == 1024 * 255 // 256
-    else:
-        assert joined == moved
+def test_steps_that_leave_something_are_not_one() -> None:
+    [whole] = joined([(1024, (4, 64)), (256, (16, 4)), (16, (4, 1))])
+    assert (whole.axes, whole.bytes, whole.within) == (("fsdp",), 1024, None)
+    assert whole.wire_bytes == 1024 * 255 // 256
+    assert [x.part for x in joined([(1024, (16, 16))])] == [(16, 16)]
+    assert [x.part for x in joined([(1024, (16, 16)), (32, (16, 1))])] == [(16, 16), (16, 1)]
