@@ -1,7 +1,7 @@
 """Steps whose leaves have other roles than their names and shapes say, for several test files.
 
 Each is an ordinary program with `unshard` where a layer begins: low-rank factors, experts, loops
-over time, two optimizers, a target network, averages of the weights, frozen layers.
+over time, two optimizers, a target network, averages of the weights, a frozen base.
 """
 
 from collections.abc import Callable
@@ -320,13 +320,13 @@ def actor_and_critic(mesh: Any) -> Program:
 
 def self_distillation(mesh: Any) -> Program:
     """A teacher that is an average of its student, with a mean over the rows of its outputs; in a
-    jitted function of the user's own. The student is below frozen layers."""
+    jitted function of the user's own."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
     def init(key: jax.Array) -> Any:
         student = _mlp(key)
-        models = {"student": student, "teacher": student, "frozen": _mlp(key)}
-        return {**models, "opt": optimizer.init(student), "center": jnp.zeros((1, WIDTH))}
+        opt = optimizer.init(student)
+        return {"student": student, "teacher": student, "opt": opt, "center": jnp.zeros((1, WIDTH))}
 
     @jax.jit
     def updated(state: Any, grads: Any) -> tuple[Any, Any, Any]:
@@ -338,19 +338,16 @@ def self_distillation(mesh: Any) -> Program:
         aim = _apply(state["teacher"], batch["y"])
 
         def loss(student: Any) -> jax.Array:
-            out = _apply(state["frozen"], _apply(student, batch["x"]))
-            return jnp.mean((out - aim + state["center"]) ** 2)
+            return jnp.mean((_apply(student, batch["x"]) - aim + state["center"]) ** 2)
 
         value, grads = jax.value_and_grad(loss)(state["student"])
         student, opt, teacher = updated(state, grads)
         center = 0.9 * state["center"] + 0.1 * aim.mean(0, keepdims=True)
-        new = {"student": student, "teacher": teacher, "opt": opt, "center": center}
-        return {**state, **new}, value
+        return {"student": student, "teacher": teacher, "opt": opt, "center": center}, value
 
     roles = {
         "student/": "trained",
         "teacher/": "used, updated",
-        "frozen/": "frozen",
         "opt/": "updated only",
         "center": "used, updated",
     }

@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 import treeshard as ts
 from tests.training.explicit_programs import KINDS, mesh_of, mlp, numbers
 from tests.training.gradient_programs import in_passes, returning_gradients
-from treeshard import manual
 from treeshard.training import value_and_grad
 
 pytestmark = pytest.mark.usefixtures("broadcasting")
@@ -58,7 +57,6 @@ def test_a_state_that_is_initialised_sharded_or_of_another_mesh(
 @pytest.mark.parametrize(
     ("strategy", "kind", "axes"),
     [
-        ("hsdp", "auto", ("data",)),
         ("hsdp", "explicit", ("data",)),
         ("hsdp", "first", ("data", "fsdp")),
         ("fsdp x tp", "last", None),
@@ -69,15 +67,6 @@ def test_gradients_that_are_accumulated(
 ) -> None:
     plan = parameters_on(strategy, kind)
     step = returning_gradients(plan, in_passes(MODEL.loss, axes, 2))
-    assert_close(step(ts.shard(MODEL.params, plan), MODEL.batch), gradients)
-
-
-@pytest.mark.usefixtures("quick_compiles")
-@pytest.mark.parametrize("kind", ["explicit", "first"])
-def test_gradients_by_hand(kind: str, gradients: Any) -> None:
-    plan = parameters_on("hsdp", kind)
-    by_hand = manual.value_and_grad(MODEL.loss, plan.mesh.axis_names, plan)
-    step = returning_gradients(plan, by_hand, ts.shard_map_step)
     assert_close(step(ts.shard(MODEL.params, plan), MODEL.batch), gradients)
 
 
