@@ -53,12 +53,10 @@ def test_lookup(mesh: Mesh, spec: P, look_up: Any) -> None:
 
 WAITING = [
     (ts.lookup, ROWS, P(), ("data", "fsdp")),
-    (ts.lookup, ROWS, P("fsdp"), ("data",)),
     (ts.lookup, ROWS, P(None, "fsdp"), ("data",)),
     (ts.lookup, P("data"), P("fsdp"), ("data",)),
     (ts.lookup, P(), P(), ("data", "fsdp")),
     (ts.lookup, P(), P("fsdp"), ("data",)),
-    (by_row, ROWS, P(), ("data",)),
     (by_row, ROWS, P("fsdp"), ("data",)),
 ]
 

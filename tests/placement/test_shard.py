@@ -190,21 +190,14 @@ def deleted() -> jax.Array:
     return x
 
 
-ON_THE_MESH = "on the mesh (data=2, fsdp=4): "
 # A leaf, its spec, the error and a part of its message.
 BAD: dict[str, tuple[Any, P, type[Exception], str]] = {
     "unknown axis": (
         arange(8, 4),
         P("fdsp"),
         ts.UnknownAxisError,
-        f"w/0: float32[8,4] as P('fdsp',) {ON_THE_MESH}the mesh has no axis 'fdsp'. It has data=2,",
-    ),
-    "indivisible": (
-        arange(6, 4),
-        P("fsdp"),
-        ts.SpecError,
-        f"w/0: float32[6,4] as P('fsdp',) {ON_THE_MESH}P('fsdp',) splits dim 0 of shape (6, 4) into"
-        " 4 parts, and 6 is not divisible by 4. Pad it to 8, or use another dim or axis.",
+        "w/0: float32[8,4] as P('fdsp',) on the mesh (data=2, fsdp=4): the mesh has no axis 'fdsp'."
+        " It has data=2, fsdp=4. Did you mean 'fsdp'?",
     ),
     "unconstrained": (
         arange(8),
