@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
+from treeshard.checkpoint import restore, save
 from treeshard.training import jit_step
 
 pytestmark = pytest.mark.usefixtures("quick_compiles", "standard_promotion")
@@ -65,7 +66,7 @@ def step(state: Any, tokens: Any) -> Any:
     return eqx.apply_updates(state, jax.tree.map(lambda g: -0.1 * g, grads)), loss
 
 
-def test_a_tied_head_stays_one_array(mesh: Mesh) -> None:
+def test_a_tied_head_stays_one_array(mesh: Mesh, tmp_path: Any) -> None:
     source = shared_decoder()
     expected = ts.gather(source)  # a step may donate memory that it shares with its source
     plan = ts.plan(source, RULES, mesh)
@@ -79,7 +80,12 @@ def test_a_tied_head_stays_one_array(mesh: Mesh) -> None:
         state, loss = sharded_step(state, TOKENS)
         expected, expected_loss = one_device(expected, TOKENS)
         np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
-    assert_close(arrays_of(ts.gather(state)), arrays_of(expected))
+    save(tmp_path / "x", state)
+    restored = restore(tmp_path / "x", plan)
+    moved = ts.reshard(restored, plan.on(ts.make_mesh("data=2,fsdp=4")))
+    gathered = ts.gather(moved)
+    assert jax.tree.structure(gathered) == jax.tree.structure(expected)
+    assert_close(arrays_of(gathered), arrays_of(expected))
 
 
 # ------------------------------------------------------------------ one object at two paths

@@ -1,4 +1,4 @@
-"""Four programs, written once for meshes of Auto, Explicit and mixed axes, and their plans."""
+"""Five programs, written once for meshes of Auto, Explicit and mixed axes, and their plans."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -36,6 +36,28 @@ def mlp() -> Model:
     params = {"up": numbers(16, 64), "b": numbers(64), "down": numbers(64, 16)}
     batch = numbers(16, 16), numbers(16, 16, seed=1)
     rules = [("up", P("fsdp", "tensor")), ("b", P("tensor")), ("down", P("tensor", "fsdp"))]
+    return Model(params, loss, batch, rules)
+
+
+def attention() -> Model:
+    def one(p: Any, x: Any) -> Any:
+        q, k, v = jnp.moveaxis(jnp.einsum("td,dnhk->tnhk", x, p["qkv"]), 1, 0)
+        weights = jax.nn.softmax(jnp.einsum("thk,shk->hts", q, k))
+        heads = jnp.einsum("hts,shk->thk", weights, v)
+        mesh = jax.typeof(x).sharding.mesh
+        # The type of a result over split heads is given on Explicit axes alone.
+        is_typed = AxisType.Explicit in mesh.axis_types
+        given = {"out_sharding": P(None, None)} if is_typed else {}
+        return jnp.einsum("thk,hkd->td", heads, p["out"], **given)
+
+    def loss(p: Any, batch: Any) -> Any:
+        x, y = batch
+        p = ts.unshard(p)
+        return jnp.mean((jax.vmap(lambda x: one(p, x))(x) - y) ** 2)
+
+    params = {"qkv": numbers(16, 3, 4, 8), "out": numbers(4, 8, 16)}
+    batch = numbers(16, 8, 16), numbers(16, 8, 16, seed=1)
+    rules = [("qkv", P("fsdp", None, "tensor")), ("out", P("tensor", None, "fsdp"))]
     return Model(params, loss, batch, rules)
 
 
@@ -113,6 +135,7 @@ def experts() -> Model:
 OPTIMIZER = optax.sgd(0.1, momentum=0.9)
 MODELS = {
     "mlp": mlp,
+    "attention": attention,
     "layers": layers,
     "language": language,
     "experts": experts,

@@ -107,7 +107,7 @@ def without_frames(text: str) -> str:
 @pytest.mark.parametrize(
     ("name", "strategy", "kind"),
     [
-        ("mlp", "zero-1", "explicit"),
+        ("attention", "zero-1", "explicit"),
         ("layers", "hsdp", "first"),
         ("language", "hsdp", "explicit"),
         ("experts", "fsdp x tp", "last"),

@@ -238,6 +238,19 @@ def test_static_leaves_and_integers_have_no_gradient() -> None:
     assert grads["count"] is None
 
 
+def test_half_precision_compiles_and_is_close() -> None:
+    small = jax.tree.map(lambda x: 0.1 * x, PARAMS)
+    half = jax.tree.map(lambda x: x.astype("bfloat16"), small)
+
+    def of_half(p: Any, b: Any) -> Any:
+        b = {name: b[name].astype("bfloat16") for name in ("x", "y")}
+        return mean(ts.unshard(p), b).astype("float32")
+
+    _, grads = raw_gradients(plan_on(HSDP, half), value_and_grad(of_half), half)
+    assert {x.dtype.name for x in jax.tree.leaves(grads)} == {"bfloat16"}
+    assert_close(jax.tree.map(np.float32, grads), jax.grad(mean)(small, BATCH), 0.05)
+
+
 def test_outside_a_step_the_plan_is_given() -> None:
     plan = plan_on()
     params, batch = ts.shard(PARAMS, plan), ts.shard(BATCH, P(("data", "fsdp")), plan.mesh)
