@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close
+from helpers import assert_close, on
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
@@ -34,26 +34,24 @@ def grad_fn(params, batch):
 
 
 ROWS = np.arange(64, dtype="float32")
-EXPECTED, EXPECTED_METRICS = grad_fn(PARAMS, BATCH)
+EXPECTED = grad_fn(PARAMS, BATCH)
 
 
-def close(grads, metrics) -> None:
-    assert_close(grads, EXPECTED)
-    np.testing.assert_allclose(metrics.means()["loss"], EXPECTED_METRICS.means()["loss"], rtol=1e-6)
-    assert metrics.pairs["loss"][1] == 64
-
-
-def communication(program) -> dict[str, int]:
-    """Bytes of each kind of collective in a step."""
+def moved_by(mesh, f, specs, check_vma) -> dict[str, int]:
+    """Bytes of each kind of collective of what returns gradients and metrics, which are right."""
+    args = ts.shard((PARAMS, BATCH), (specs, P("fsdp")), mesh)
+    run = on(mesh, f, (specs, P("fsdp")), (specs, P()), check_vma)
+    compiled = run.lower(*args).compile()
+    assert_close(compiled(*args), EXPECTED)
     moved: dict[str, int] = {}
-    for one in ts.collectives(program):
+    for one in ts.collectives(compiled):
         moved[one.kind] = moved.get(one.kind, 0) + one.total_bytes
     return moved
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_in_shard_map_one_gather_and_one_scatter(fsdp_mesh, check_vma) -> None:
-    def program(count):
+    def moved(count):
         def f(params, batch):
             gather = lambda p: gather_params(p, "fsdp", SPECS)  # noqa: E731
             whole, scatter = jax.vjp(gather, vary(params, "fsdp"))
@@ -61,16 +59,9 @@ def test_in_shard_map_one_gather_and_one_scatter(fsdp_mesh, check_vma) -> None:
             grads = sync_gradients(scatter(grads)[0], "fsdp", SPECS)
             return grads, metrics.reduce("fsdp")
 
-        in_specs = (SPECS, P("fsdp"))
-        sharded = jax.shard_map(
-            f, mesh=fsdp_mesh, in_specs=in_specs, out_specs=(SPECS, P()), check_vma=check_vma
-        )
-        args = ts.shard((PARAMS, BATCH), in_specs, fsdp_mesh)
-        compiled = jax.jit(sharded).lower(*args).compile()
-        close(*compiled(*args))
-        return communication(compiled)
+        return moved_by(fsdp_mesh, f, SPECS, check_vma)
 
-    once, four = program(1), program(4)
+    once, four = moved(1), moved(4)
     assert four["reduce-scatter"] == once["reduce-scatter"]
     assert sum(four.values()) <= 1.05 * sum(once.values())
 
@@ -81,12 +72,7 @@ def test_in_shard_map_full_parameters_are_averaged_once(fsdp_mesh, check_vma) ->
         params = vary(params, "fsdp")
         return accumulate_gradients(lambda b, _: grad_fn(params, b), batch, 4, axis_names="fsdp")
 
-    sharded = jax.shard_map(
-        f, mesh=fsdp_mesh, in_specs=(P(), P("fsdp")), out_specs=P(), check_vma=check_vma
-    )
-    compiled = jax.jit(sharded).lower(PARAMS, BATCH).compile()
-    close(*compiled(PARAMS, BATCH))
-    moved = communication(compiled)
+    moved = moved_by(fsdp_mesh, f, P(), check_vma)
     assert moved["all-reduce"] <= sum(x.nbytes for x in PARAMS.values()) + 8
     assert set(moved) == {"all-reduce"}
 
