@@ -68,31 +68,20 @@ assert "P('fsdp',)" in done.stdout, done.stdout
 
 ts.interchange.save_safetensors("params.safetensors", placed)
 
-NEEDS = {
-    "show": [
-        lambda: ts.gather(placed, progress=True),
-        lambda: ts.draw(placed),
-        lambda: ts.draw(placed, to="tree.svg"),
-    ],
-    "checkpoint": [
-        lambda: ts.checkpoint.save("here", placed),
-        lambda: ts.checkpoint.restore("here"),
-        lambda: ts.checkpoint.inspect("here"),
-        lambda: ts.interchange.load_safetensors("params.safetensors"),
-    ],
-}
-
-
-def said_by(call):
+NEEDS = [
+    ("show", lambda: ts.gather(placed, progress=True)),
+    ("show", lambda: ts.draw(placed)),
+    ("show", lambda: ts.draw(placed, to="tree.svg")),
+    ("checkpoint", lambda: ts.checkpoint.save("here", placed)),
+    ("checkpoint", lambda: ts.checkpoint.restore("here")),
+    ("checkpoint", lambda: ts.checkpoint.inspect("here")),
+    ("checkpoint", lambda: ts.interchange.load_safetensors("params.safetensors")),
+]
+for i, (extra, call) in enumerate(NEEDS):
+    said = "nothing"
     try:
         call()
     except ImportError as error:
-        return str(error)
-    return "nothing"
-
-
-for extra, calls in NEEDS.items():
-    for i, call in enumerate(calls):
-        said = said_by(call)
-        assert f"pip install 'treeshard[{extra}]'" in said, f"call {i} of {extra}: {said}"
+        said = str(error)
+    assert f"pip install 'treeshard[{extra}]'" in said, f"call {i}: {said}"
 print("passed", ts.__version__)
