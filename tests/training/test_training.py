@@ -259,6 +259,25 @@ def test_the_axes_that_split_the_batch(shape, spec, given, batch, message, recwa
     assert all(text.startswith(f"jit_step: {message}") for text in told)
 
 
+def test_device_put_to_one_device_inside_the_step() -> None:
+    plan = ts.plan({"w": struct(16)}, [("w", P("fsdp"))], ts.make_mesh("fsdp=8"), min_size=0)
+
+    def step(state, batch):
+        def body(total, x):
+            return total + jax.device_put(x, jax.devices()[1]), None
+
+        total, _ = jax.lax.scan(body, jnp.zeros(16), batch)
+        return {"w": state["w"] + total}, total.sum()
+
+    run, batch = jit_step(step, plan, batch=P(None, "fsdp")), np.ones((4, 16), "float32")
+    with pytest.warns(ts.ShardingWarning) as told:
+        state, _ = run(ts.shard({"w": np.ones(16, "float32")}, plan), batch)
+    [line] = [line for line in str(told[0].message).splitlines() if "`device_put` of" in line]
+    assert line.startswith("  `device_put` of float32[16] to cpu:1 at ")
+    assert "test_training.py:" in line
+    run(state, batch)  # which says it once
+
+
 def test_a_state_that_comes_from_the_host_in_each_step(recwarn) -> None:
     plan = ts.plan({"w": struct(16), "v": struct(8)}, [(".*", P())], ts.make_mesh("fsdp=8"))
     run = jit_step(lambda state, batch: (state, batch.sum()), plan, batch=P("fsdp"))

@@ -77,12 +77,6 @@ _COARSE = 0.01
 _QUIET_SECONDS = 10.0
 
 
-_MUST_RUN = {"plan", "by hand"}
-# The relative error above which a report warns that smaller ones are not seen.
-_COARSE = 0.01
-_QUIET_SECONDS = 10.0
-
-
 def check_gradients(
     loss: Callable[[Any, Any], Any],
     params: PyTree,
