@@ -4,9 +4,7 @@ args: a disk with little room, or nothing where it could not be made; and a dire
 run writes to.
 """
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,14 +22,6 @@ def assert_latest_is(checkpoints: Checkpoints, step: int) -> None:
     assert found is not None
     assert found[0] == step
     assert not differing(found[1], step)
-
-
-def refused(context: Context, do: Callable[[], Any], says: str) -> None:
-    """Asserts that both processes raise an error that process 0 alone can see."""
-    error = ts.CheckpointError if context.index == 0 else ts.ProcessError
-    with pytest.raises(error) as told:
-        do()
-    assert says in str(told.value)
 
 
 def check_a_full_disk(context: Context) -> None:
@@ -54,8 +44,10 @@ def check_a_full_disk(context: Context) -> None:
 def check_another_run_that_is_writing_is_an_error(context: Context) -> None:
     held = Path(context.args[1])
     before = left_in(held)
-    refused(context, lambda: Checkpoints(held), "another run is writing here: process ")
-    refused(context, lambda: save(held / "2", state_at(2)), "another run is writing here: process ")
+    error = [ts.CheckpointError, ts.ProcessError][context.index]
+    for do in (lambda: Checkpoints(held), lambda: save(held / "2", state_at(2))):
+        with pytest.raises(error, match="another run is writing here: process "):
+            do()
     assert left_in(held) == before
     assert_latest_is(Checkpoints(held, read_only=True), 1)
 

@@ -1,8 +1,7 @@
 """Processes write one file together, each its own bytes, and load it into other shardings."""
 
 import json
-import os
-from contextlib import nullcontext
+from contextlib import chdir, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -183,22 +182,18 @@ def check_a_directory_that_is_not_shared_raises(context: Context) -> None:
     own.mkdir()
     if context.index == 1:  # as a save on another machine may have left it
         (own / ".model.safetensors.part").write_bytes(b"x" * 100)
-    previous = Path.cwd()
-    os.chdir(own)
-    try:
-        with pytest.raises(ProcessError if context.index == 0 else CheckpointError) as told:
-            save_safetensors("model.safetensors", spread(), timeout=4)
-    finally:
-        os.chdir(previous)
+    error = ProcessError if context.index == 0 else CheckpointError
+    with chdir(own), pytest.raises(error) as told:
+        save_safetensors("model.safetensors", spread(), timeout=4)
     assert "does not see the file that process 0 created in" in str(told.value)
     meet(context, "over")
     assert not (own / "model.safetensors").exists()
 
 
 def check_loads_that_fail_on_one_process_or_differ_raise_on_all(context: Context) -> None:
-    os.chdir(context.directory if context.index != 1 else context.directory / "own-1")
     kind = CheckpointError if context.index == 1 else ProcessError
-    told = error_of(lambda: load_safetensors("model.safetensors", spread(), timeout=30), kind)
+    with chdir(context.directory / "own-1" if context.index == 1 else context.directory):
+        told = error_of(lambda: load_safetensors("model.safetensors", spread(), timeout=30), kind)
     assert "No such file or directory" in told
     rules = [("halves", P("data") if context.index == 1 else P("fsdp")), (".*", None)]
     options = {"rules": rules, "mesh": ts.make_mesh("data=2,fsdp=4"), "timeout": 30}

@@ -127,11 +127,8 @@ def check_placing_compiles_nothing_and_gathering_one_program_per_distance(contex
     placed = ts.shard(tree, P(("data", "fsdp")), mesh_2d())
     assert len(compiles) == before
     ts.gather(placed, to=0)
-    assert len(compiles) - before <= context.count - 1
-    before = len(compiles)
-    ts.gather(placed, to=0)
     list(ts.iter_gather(placed, to=0))
-    assert len(compiles) == before
+    assert len(compiles) - before <= context.count - 1
 
 
 # ------------------------------------------------------------------ read, shard by shard

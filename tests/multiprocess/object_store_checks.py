@@ -10,14 +10,12 @@ from tests.multiprocess.worker import Context
 from treeshard._core.processes import exchange
 from treeshard.checkpoint import Checkpoints, _save, restore, save, verify
 
-OTHER_AXES = "fsdp=2,data=2"
-
 
 def check_a_checkpoint_is_restored_on_another_mesh(context: Context) -> None:
     path = f"{context.args[0]}/one"
     save(path, state_at(1))
     verify(path)
-    assert not differing(restore(path, like(), rules=RULES, mesh=OTHER_AXES), 1)
+    assert not differing(restore(path, like(), rules=RULES, mesh="fsdp=2,data=2"), 1)
     error = [ts.CheckpointError, ts.ProcessError][context.index]
     with pytest.raises(error, match="already a checkpoint"):
         save(path, state_at(2))
