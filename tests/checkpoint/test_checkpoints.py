@@ -241,11 +241,16 @@ def test_a_failure_while_the_arrays_are_written_leaves_no_files(tmp_path, monkey
 
 
 AT_THE_END = """
-import atexit, sys
+import atexit, sys, threading, time
 import numpy as np
 from treeshard.checkpoint import Checkpoints, save
 
 run, state = sys.argv[1], {"w": np.ones((2048, 1024))}
+
+
+def later():
+    threading.main_thread().join()
+    save(run + "/thread", state)
 
 
 def saves():
@@ -253,6 +258,7 @@ def saves():
     Checkpoints(run + "/steps").save(1, state)
 
 
+threading.Thread(target=later).start()
 atexit.register(saves)
 Checkpoints(run + "/begun").save(1, state)
 """
@@ -261,7 +267,7 @@ Checkpoints(run + "/begun").save(1, state)
 def test_what_is_saved_at_the_end_of_a_process_is_whole(tmp_path: Path) -> None:
     done = run_python(AT_THE_END, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    for name in ["atexit", "steps/1", "begun/1"]:
+    for name in ["thread", "atexit", "steps/1", "begun/1"]:
         verify(tmp_path / name)
 
 

@@ -175,6 +175,11 @@ PARAMETER = '  %x = f32[8]{0} parameter(0), metadata={op_name="x"}\n'
             [("all-reduce", 32, None, None)],
             id="send to another slice",
         ),
+        pytest.param(
+            "f32[8]{0} all-reduce(%x), replica_groups={{0}}",
+            [("all-reduce", 32, 0, ())],
+            id="among replicas, and there is only one",
+        ),
     ],
 )
 def test_a_single_op(op: str, moved: list[object], mesh: jax.sharding.Mesh) -> None:
@@ -308,6 +313,16 @@ def test_a_shared_function_counts_once_per_call(mesh: jax.sharding.Mesh) -> None
             "  ROOT %y = f32[8]{0} all-reduce(%x), replica_groups={}\n}\n",
             "the computation 'main' calls itself",
             id="a circle of calls",
+        ),
+        pytest.param(
+            f"{HEAD}{PARAMETER}  %x = f32[8]{{0}} add(%x, %x)\n}}\n",
+            "line 5 defines 'x' a second time",
+            id="a name twice",
+        ),
+        pytest.param(
+            f"HloModule m\n\n%f (x: f32[8]) -> f32[8] {{\n{PARAMETER}ENTRY %main () -> u8[] {{\n}}",
+            "line 5 starts a new section inside the computation 'f', which is not closed",
+            id="a computation that is not closed",
         ),
     ],
 )

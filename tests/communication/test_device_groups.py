@@ -57,6 +57,7 @@ def test_groups_without_a_mesh_and_of_65536_devices() -> None:
         ("{mesh['data'=2,'fsdp'=4], [{'model'}]}", None),
         ("{devices=[4,4]<=[8]}", None),
         ("", None),
+        ("{devices=[2,4]0,0,0,0,0,0,0,0}", None),
     ],
 )
 def test_the_axes_of_a_sharding(sharding: str, axes: tuple[str, ...] | None) -> None:

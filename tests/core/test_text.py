@@ -30,6 +30,7 @@ def test_kinds_of_unreduced_axes_are_read() -> None:
     [
         (parse_spec, "P(", "'P(' cannot be parsed: '(' was never closed"),
         (parse_spec, "P(__import__('os'))", "\"__import__('os')\" is not a literal."),
+        (parse_spec, "P('a', x=3)", "is not a spec"),
         (parse_spec, "P(unreduced={'a'}, unreduced_kind=avg)", "JAX has no unreduced_kind 'avg'."),
         (parse_names, "('a', 3)", "\"('a', 3)\" is not a tuple of names. Write it as ('batch', "),
         (parse_dtype, "flaot32", "'flaot32' is not a dtype."),

@@ -41,6 +41,7 @@ def test_a_topology_is_read_as_people_write_it(text, name, devices) -> None:
         ("v5e-16x16", "write v5e:16x16, with a colon"),
         ("h100:3x7", "h100:2x8"),
         ("h100:2x8*2", "write the number of nodes"),
+        ("v5e:16x16*0", "at least 1"),
     ],
 )
 def test_a_slice_that_does_not_exist_names_the_nearest(text, message) -> None:

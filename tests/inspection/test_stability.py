@@ -93,6 +93,14 @@ def test_numbers_and_leaves_that_are_not_arrays(mesh: Mesh) -> None:
     assert said("adam", np.ones(2)) == ["w: value 'adam' -> an array"]
     assert said(NamedSharding(mesh, P()), "adam") == ["w: value an array -> 'adam'"]
 
+    class Odd:
+        def __eq__(self, other: object) -> bool:
+            raise TypeError
+
+        __hash__ = None
+
+    assert len(said(Odd(), Odd())) == 1
+
 
 def test_leaves_in_one_tree_only() -> None:
     found = ts.diff_shardings({"a": 1, "b": 2}, {"b": 2, "c": 3})

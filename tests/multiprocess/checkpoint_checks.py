@@ -9,6 +9,7 @@ from unittest.mock import Mock
 from zlib import crc32
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -99,6 +100,8 @@ def check_trees_and_values_that_differ_are_refused(context: Context) -> None:
     assert "step: int 0 on process 0; int 1 on process 1" in said
     said = refused(context, state, ts.ProcessError, f"no{context.index}")
     assert f"the path: {context.directory}/refused/no0 on process 0" in said
+    said = refused(context, {**state, "own": jnp.full(3, context.index)}, ts.CheckpointError)
+    assert "own: its values differ between processes" in said
     save(context.directory / "fsdp", state)  # again, the same values
     with pytest.raises(ts.CheckpointError, match="There is already a checkpoint at"):
         save(context.directory / "fsdp", {**state, "own": state["own"] + 1})
@@ -223,3 +226,9 @@ def check_differing_requests_are_refused(context: Context) -> None:
         state["half"] = whole
     said = error_of(lambda: restore(context.directory / "fsdp", state))
     assert "half: bfloat16[64,64] as P" in said
+    state = saved_state()
+    if context.index == 1:
+        del state["own"]
+    error = ts.MismatchError if context.index == 1 else ts.ProcessError
+    with pytest.raises(error, match="own: in .*/fsdp, but not requested"):
+        restore(context.directory / "fsdp", state)

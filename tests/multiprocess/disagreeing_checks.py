@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from tests.multiprocess.worker import Context, arriving_last, error_of
-from treeshard._core.processes import exchange
+from treeshard._core.processes import agreeing, exchange
 
 HEADLINE = (
     ": the processes do not agree, and nothing was done. All of them must make the same call. The"
@@ -56,6 +56,10 @@ def check_other_specs_shapes_leaves_and_meshes(context: Context) -> None:
     told = error_of(lambda: ts.shard(tree(), P("data"), here))
     assert told.startswith(f"shard{HEADLINE}the mesh: data=3, fsdp=2 on the devices ")
     assert " on processes 0, 2; data=3, fsdp=2 on the devices " in told
+    specs = {"a/b": P() if context.index == 0 else P("data"), "a": {"b": P("data")}}
+    both = {"a/b": np.ones(6, "f"), "a": {"b": np.ones(6, "f")}}  # leaves that share a path
+    told = error_of(lambda: ts.shard(both, specs, mesh()))
+    assert "a/b (again): float32[6] as P() on process 0" in told
     assert_all_can_go_on()
 
 
@@ -96,12 +100,20 @@ def check_other_inputs_of_an_initialiser(context: Context) -> None:
     ts.gather(call()[0])
 
 
-def check_other_receivers(context: Context) -> None:
+def check_other_receivers_and_orders_of_leaves(context: Context) -> None:
     placed = ts.shard(tree(), P("data"), mesh())
     for read in (ts.gather, ts.iter_gather):
         assert error_of(lambda read=read: read(placed, to=min(context.index, 1))) == (
             f"{read.__name__}{HEADLINE}the argument `to`: 0 on process 0; 1 on processes 1, 2"
         )
+    facts = {"a": "x", "b": "y"}
+    here = dict(reversed(facts.items())) if context.index == 0 else facts
+
+    def agree() -> None:
+        with agreeing("save") as told:
+            told |= here
+
+    assert error_of(agree) == f"save{HEADLINE}leaf 0: 'b' on process 0; 'a' on processes 1, 2"
 
 
 def check_an_error_on_one_process_is_raised_on_all(context: Context) -> None:

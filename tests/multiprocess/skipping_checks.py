@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from tests.multiprocess.worker import Context, start_again
-from treeshard.checkpoint import save
+from treeshard.checkpoint import restore, save
 from treeshard.interchange import save_safetensors
 
 ROWS = 12  # which 2, 3 and 4 processes can split
@@ -177,6 +177,50 @@ def check_other_values_of_a_full_leaf_are_told(context: Context) -> None:
     step = ts.jit_step(lambda s, b: (s, b["rate"]), plan, batch=P(), donate=False)
     state = ts.shard({"w": full(0)}, plan)
     assert "\n  batch/rate (values): CRC-32 " in told(lambda: step(state, {"rate": rate}))
+
+
+def check_batches_of_other_shapes_are_told(context: Context) -> None:
+    """Each shape was seen before by all processes, and another one by each in the last batch."""
+    kept = ts.shard({"w": full(1)}, P("data"), mesh())
+    path = context.directory / "kept"
+    save(path, kept)
+    directory = context.directory
+    plan = ts.plan({"w": full(0)}, [("w", P("data"))], mesh(), min_size=0)
+    step = ts.jit_step(lambda s, b: (s, b["x"].sum()), plan, batch=P("data"), donate=False)
+    calls: tuple[Callable[[Any], Any], ...] = (
+        lambda _: ts.gather(kept, timeout=20),
+        lambda _: save(directory / "mixed", kept, timeout=20),
+        lambda _: restore(path, kept, timeout=20),
+        lambda _: ts.reshard(kept, P(), mesh(), timeout=20),
+        lambda batch: step(kept, batch),
+    )
+    for call in calls:
+        for rows in (1, 2, 1 + (context.index == 1)):
+            part = {"x": full(0, (rows, 3))}
+            batch = ts.from_process_local(part, P("data"), mesh(), timeout=20)
+        text = told(lambda call=call, batch=batch: call(batch))
+        assert "batch 3 of from_process_local: x: float32[1,3] on process" in text, text
+        assert "batch 3 of from_process_local: x: float32[2,3] on process 1" in text, text
+    assert not (directory / "mixed").exists()
+
+
+def check_a_batch_that_others_do_not_bring_is_named(context: Context) -> None:
+    for rows in (1, 2):
+        ts.from_process_local({"x": full(0, (rows, 3))}, P("data"), mesh(), timeout=20)
+    mark = context.directory / "named"
+    if context.index == 0:
+        with pytest.raises(ts.ProcessError) as error:
+            ts.from_process_local({"x": full(0, (5, 3))}, P("data"), mesh(), timeout=0.5)
+        assert "did not arrive within 0.5 s." in str(error.value)
+        named = "Batch 3 here is x: float32[5,3]; on process 1, x: float32[2,3] since batch 2"
+        assert named in str(error.value), str(error.value)
+        mark.touch()
+    else:
+        ts.from_process_local({"x": full(0, (2, 3))}, P("data"), mesh(), timeout=20)
+    while not mark.exists():
+        time.sleep(0.01)
+    start_again()
+    assert_all_can_go_on(context)
 
 
 def check_other_calls_are_both_named(context: Context) -> None:

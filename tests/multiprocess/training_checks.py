@@ -128,14 +128,44 @@ def check_batches_of_different_forms_raise_on_all(context: Context) -> None:
     assert np.isfinite(step(state, full)[1])
 
 
+def check_a_deleted_batch_raises_on_its_process_alone(context: Context) -> None:
+    state, plan = initialised()
+    step = jit_step(train_step, plan, donate=False)
+    batch = forms(context)["global"]
+    _, loss = step(state, batch)
+    deleted = ts.shard(batches()[0], P(("data", "fsdp")), plan.mesh)
+    if context.index:
+        deleted.delete()
+        with pytest.raises(ts.DeletedLeafError):
+            step(state, deleted)
+    assert step(state, batch)[1] == loss
+
+
+def check_a_new_form_on_one_process_names_the_absent(context: Context) -> None:
+    state, plan = initialised()
+    step = jit_step(train_step, plan, donate=False)
+    batch = forms(context)["full"]
+    _, loss = step(state, batch)
+    if context.index:
+        with mock.patch.object(_batch, "TIMEOUT", 1.0), pytest.raises(ts.ProcessError) as told:
+            step(state, batch[:8])
+        assert "jit_step: process 0 of 2 did not " in str(told.value)
+        meetings._broken.clear()  # so that it can join the program below
+    # Process 0 waits in the program for process 1, which joins it now.
+    assert step(state, batch)[1] == loss
+    if not context.index:  # comes too late to what process 1 gave up
+        with pytest.raises(ts.ProcessError, match="jit_step"):
+            step(state, batch[:8])
+
+
 def check_batches_of_known_shapes_that_differ_give_no_numbers(context: Context) -> None:
     """In the last step each process has seen all shapes before, and its arrays are in place."""
     state, plan = initialised()
     step = jit_step(train_step, plan, donate=False)
     full, specs = batches()[0], P(("data", "fsdp"))
 
-    def part(rows: int) -> jax.Array:
-        return ts.from_process_local(full[:rows], specs, plan.mesh)
+    def part(rows: int, dtype: str = "float32") -> jax.Array:
+        return ts.from_process_local(full[:rows].astype(dtype), specs, plan.mesh)
 
     rows = [8 // context.count * n for n in (1, 2, 4)]
     losses = {n: step(state, part(n))[1] for n in rows}
@@ -159,6 +189,12 @@ def check_batches_of_known_shapes_that_differ_give_no_numbers(context: Context) 
     assert text.startswith("jit_step: the processes have passed batches of other shapes"), text
     assert f"float32[{rows[2]},16] on process 0" in text, text
     assert f"float32[{rows[0]},16] on process 1" in text, text
+    for dtype in ("bfloat16", "float32"):  # which both are known, too
+        step(state, part(rows[2], dtype))
+    step(state, part(rows[0]))
+    text = error_of(lambda: step(state, part(rows[2], "bfloat16" if context.index else "float32")))
+    assert f"float32[{rows[2]},16] on process 0" in text, text
+    assert f"bfloat16[{rows[2]},16] on process 1" in text, text
 
 
 def check_another_step_on_one_process_is_told_before_its_state_is_read(context: Context) -> None:

@@ -176,3 +176,16 @@ def test_the_memory_of_arrays_is_compared_where_it_is_said(mesh) -> None:
     for expected in (on_host, {"w": placed["w"].sharding}):
         with pytest.raises(AssertionError, match="'device', expected 'pinned_host'"):
             testing.assert_trees_sharded_as(ts.shard(params, on_device), expected)
+
+
+# ------------------------------------------------------------------ layouts
+
+
+def test_a_layout_in_which_something_does_not_divide_is_left_out(mesh) -> None:
+    plan = ts.plan({"w": np.ones((12, 8), "float32")}, [("w", P("fsdp"))], mesh, min_size=0)
+    of_two_rows, of_16 = (
+        [layout.name for layout in testing.layouts(plan, np.ones((rows, 12)), P("data"))]
+        for rows in (2, 16)
+    )
+    assert "mesh" in of_16
+    assert of_two_rows[:2] == ["plan", "axes"]
