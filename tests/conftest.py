@@ -44,17 +44,14 @@ jax.config.update("jax_disable_most_optimizations", QUICKLY)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
-# Files of a minute or so. With `--dist loadfile` a core would be idle while the last of them runs,
-# so they run first.
+# The longest files. With `--dist loadfile` a core would be idle while the last of them runs, so
+# they run first.
 LONG = (
-    "product/test_examples.py",
+    "placement/test_moving_across_processes.py",
     "repository/test_docs.py",
+    "product/test_examples_processes.py",
     "repository/test_package.py",
-    "testing/test_verdicts.py",
-    "manual/test_manual.py",
-    "training/test_training.py",
-    "manual/test_tensor_parallel.py",
-    "communication/test_roles.py",
+    "product/test_examples.py",
 )
 
 
