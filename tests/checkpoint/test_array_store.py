@@ -95,7 +95,6 @@ def test_many_leaves_are_in_a_few_files_and_open_no_array_each(
         return open_array(spec, **options)
 
     monkeypatch.setattr(tensorstore, "open", counted)
-    monkeypatch.setattr(_array_store, "_BEING_WRITTEN", 10_000)  # in several transactions
     save(tmp_path / "x", tree)
     assert len(opened) == 3, "one to write, and two that say how TensorStore describes arrays"
     opened.clear()
@@ -103,6 +102,13 @@ def test_many_leaves_are_in_a_few_files_and_open_no_array_each(
     verify(tmp_path / "x")
     assert len(opened) == 1, "to verify the large one, which is in several chunks"
     assert len([x for x in (tmp_path / "x").rglob("*") if x.is_file()]) < 30
+
+
+def test_small_arrays_are_written_in_several_transactions(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(_array_store, "_BEING_WRITTEN", 1000)
+    tree = {f"{i}": np.full(100, i) for i in range(10)}
+    save(tmp_path / "x", tree)
+    assert_same(restore(tmp_path / "x"), tree)
 
 
 def test_verify_reads_large_arrays_by_their_chunks(tmp_path, monkeypatch, mesh) -> None:
