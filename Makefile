@@ -36,7 +36,6 @@ test-newest: .venv-newest/installed
 test-targets: .venv-targets/installed
 	JAX_PLATFORMS=cpu TREESHARD_TARGETS=1 .venv-targets/bin/python -m pytest --numprocesses 2 \
 		tests/targets $(ARGS)
-	JAX_PLATFORMS=cpu .venv-targets/bin/python -m pytest tests --ignore=tests/targets -k on_a_tpu
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -23,13 +23,13 @@ OPTIMIZER = optax.adamw(1e-2)
 HOST = "pinned_host"
 
 
-def init(key: Any, layers: int = 2, width: int = WIDTH) -> Any:
-    names = [f"layer_{i}" for i in range(layers)]
-    keys = jax.random.split(key, (layers, 2))
+def init(key: Any) -> Any:
+    names = ["layer_0", "layer_1"]
+    keys = jax.random.split(key, (2, 2))
     params = {
         name: {
-            "up": jax.random.normal(one[0], (width, 4 * width)) / 8,
-            "down": jax.random.normal(one[1], (4 * width, width)) / 16,
+            "up": jax.random.normal(one[0], (WIDTH, 4 * WIDTH)) / 8,
+            "down": jax.random.normal(one[1], (4 * WIDTH, WIDTH)) / 16,
         }
         for name, one in zip(names, keys, strict=True)
     }
