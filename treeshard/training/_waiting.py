@@ -75,8 +75,8 @@ def _not_splitting(rows: Sequence[str], x: Any) -> list[str]:
 def right_trace(traceable: Any, *arguments: Any) -> jax.stages.Traced | None:
     """Traces a function of values that are `reduced`; `None` if JAX has no rules for its types.
 
-    The caller then computes the same without such types. This raises what the function itself
-    raises, and not in the handler of an error, as Python would show both.
+    The caller then computes the same without such types. If the function itself is wrong, that
+    raises its error, and not in the handler of another one: Python would show both.
     """
     try:
         traced = traceable.trace(*arguments)
@@ -127,7 +127,8 @@ def _follow(jaxpr: Any, given: Sequence[set[int]], found: set[int]) -> list[set[
             continue
         parts = [x for x in jax.tree.leaves(list(eqn.params.values())) if hasattr(x, "eqns")]
         inner = getattr(parts[0], "jaxpr", parts[0]) if len(parts) == 1 else None
-        if inner is not None and len(inner.invars) == len(used):
+        sizes = (len(eqn.invars), len(eqn.outvars))
+        if inner is not None and (len(inner.invars), len(inner.outvars)) == sizes:
             weights |= dict(zip(eqn.outvars, _follow(inner, used, found), strict=True))
         elif eqn.primitive.name in _KEEPS and not _is_gathered(eqn):
             weights[eqn.outvars[0]] = here
