@@ -170,6 +170,21 @@ def without_unused(jaxpr: Any) -> Any:
     return remove(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
+def argument_names(program: jax.stages.Compiled) -> list[str] | None:
+    """JAX's name of each argument, such as `state['w']`, also of those that the program drops.
+
+    Why: the text of a program has the names of those that it takes.
+    Without it: `None`; the others are then named by their places.
+    Versions: all. It can go when `args_info` has names.
+    """
+    info = getattr(getattr(program, "_executable", None), "_all_args_info", None)
+    names = getattr(getattr(info, "debug_info", None), "arg_names", None)
+    if not names:
+        return None
+    # Constants that JAX passes as arguments come first.
+    return list(names[len(names) - program.in_tree.num_leaves :])
+
+
 def unreduced_kind(name: str) -> dict[str, Any]:
     """The argument of `PartitionSpec` for `unreduced_kind=sum` in the repr of one.
 

@@ -27,7 +27,7 @@ def warn_of_activations(
     """
     try:
         compared = compare_step(plan, compiled, batch, roles)
-    except TreeShardError:  # a program that names its arguments otherwise
+    except TreeShardError:  # a program that cannot be read
         return
     kept = _not_gathered(compared)
     activations = [x for each in _unplanned(compared, "activation") for x in each.collectives]

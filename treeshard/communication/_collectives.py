@@ -13,12 +13,14 @@ from functools import cache, partial
 
 from treeshard._core.mesh import MeshLike
 from treeshard._core.text import columns, human_bytes, is_line
+from treeshard.communication._arguments import Argument, paths_by_number
 from treeshard.communication._dataflow import (
     Context,
     Dataflow,
     Origins,
     Value,
     executions,
+    keeps,
     operands,
 )
 from treeshard.communication._device_groups import UNKNOWN, Groups, groups_of, groups_of_pairs
@@ -27,26 +29,14 @@ from treeshard.communication._program import (
     MEGASCALE,
     CompiledProgram,
     ReadProgram,
-    argument_path,
     read_program,
 )
-from treeshard.errors import CommunicationError
+from treeshard.errors import CommunicationError, SpecError
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 RARE_KINDS = ("collective-broadcast", "ragged-all-to-all", "send")
 _NAMED_LIKE_ONE = re.compile(
     r"all.?gather|all.?reduce|reduce.?scatter|all.?to.?all|collective|psum|nccl", re.I
-)
-
-# Ops whose result has the elements of their operand, perhaps in another shape.
-_WRAPPERS = (
-    "bitcast",
-    "call",
-    "copy",
-    "fusion",
-    "get-tuple-element",
-    "parameter",
-    "reshape",
 )
 
 Budget = int | tuple[int | None, int | None] | None
@@ -135,7 +125,7 @@ def collectives(
             HLO alone does not name axes.
         line: Only what this line of code moves: `"model.py:31"`, or all lines of `"model.py"`.
         leaf: Only the data of this leaf, by its path in the plan, `"layers/0/w"`, or of the leaves
-            below `"layers"`.
+            below `"layers"`. If several arguments have it, with the name of one: `"state/0"`.
 
     Returns:
         A `Collective` per buffer, in program order. If a program calls one function from several
@@ -145,6 +135,7 @@ def collectives(
         FormatError: If the text is not HLO, is truncated, or contains a collective that cannot be
             parsed.
         MeshError: If the program is partitioned over another number of devices than `mesh` has.
+        SpecError: If several arguments of the program have the leaf.
         TypeError: If `program` is none of these, such as a function that was not compiled.
 
     Examples:
@@ -155,18 +146,34 @@ def collectives(
         >>> moved.kind, moved.axes, moved.bytes, moved.wire_bytes, moved.count
         ('all-gather', ('fsdp',), 2048, 1792, 1)
     """
-    moved = CollectiveReader(read_program(program, mesh)).all()
+    read = read_program(program, mesh)
+    paths = None if leaf is None else _paths_of(leaf, read.arguments)
     return [
         x
-        for x in moved
-        if (line is None or is_line(x.source, line)) and (leaf is None or _is_of(x.path, leaf))
+        for x in CollectiveReader(read).all()
+        if (line is None or is_line(x.source, line)) and (paths is None or x.path in paths)
     ]
 
 
-def _is_of(path: str | None, leaf: str) -> bool:
-    """Whether the argument `state/layers/0/w` is a leaf, or below a branch."""
-    argument, _, inside = (path or "").partition("/")
-    return any(f"{each}/".startswith(f"{leaf}/") for each in (inside, f"{argument}/{inside}"))
+def _paths_of(leaf: str, arguments: Sequence[Argument]) -> set[str]:
+    """The arguments that are a leaf or below a branch, whose path begins in one of them.
+
+    Raises `SpecError` if several arguments have such a leaf.
+    """
+
+    def below(path: str) -> bool:
+        return f"{path}/".startswith(f"{leaf}/")
+
+    paths = {argument.path for argument in arguments}
+    named = {path for path in paths if below(path)}  # by the argument's name too
+    found = named or {path for path in paths if below(path.partition("/")[2])}
+    arguments_with_it = sorted({path.partition("/")[0] for path in found})
+    if len(arguments_with_it) > 1:
+        raise SpecError(
+            f"collectives: the arguments {' and '.join(map(repr, arguments_with_it))} have a leaf"
+            f" {leaf!r}. Name the argument too: `leaf={f'{arguments_with_it[0]}/{leaf}'!r}`."
+        )
+    return found
 
 
 # ------------------------------------------------------------------ budgets
@@ -363,6 +370,7 @@ class CollectiveReader:
         # Groups are kept, since a program has few that differ, with all its devices in each.
         self._groups_of = cache(partial(groups_of, devices=self._devices, axes=self.axes))
         self._arguments = {parameter.op_name for parameter in self.program.parameters}
+        self._paths = paths_by_number(read.arguments)
         computations = self.program.computations.values()
         self._started = set[str]().union(*map(_chains_started, computations))
 
@@ -396,7 +404,7 @@ class CollectiveReader:
                 wire_bytes=bytes_on_the_wire(kind, buffer.bytes, groups.size),
                 axes=groups.axes,
                 count=count,
-                path=path_of(origins),
+                path=path_of(origins, self._paths),
                 op_name=op_name,
                 source=source,
                 is_async=_is_async(context, op),
@@ -496,7 +504,7 @@ class CollectiveReader:
 
     def _unwrapped(self, at: Value) -> Value:
         """Where a value was before it got another shape or became an argument."""
-        at = self.flow.trace(at, lambda each: each.op.opcode not in _WRAPPERS)
+        at = self.flow.trace(at, lambda each: not keeps(each.op))
         if at.op.opcode != "all-reduce" or len(at.op.operands) != 1:
             return at
         return self._unwrapped(operands(at)[0])
@@ -575,12 +583,12 @@ def _type(of: Value) -> Buffer:
     return next(iter(of.op.types[of.element or 0 :]), _UNREAD)
 
 
-def path_of(origins: Origins) -> str | None:
+def path_of(origins: Origins, paths: Mapping[int, str]) -> str | None:
     """The argument whose data values are, if it is one and they are nothing else."""
-    if len(origins.parameters) != 1 or origins.computed:
+    if len(origins.arguments) != 1 or origins.computed:
         return None
-    [parameter] = origins.parameters
-    return argument_path(parameter)
+    [number] = origins.arguments
+    return paths.get(number) or None
 
 
 _NARROWER = {"float32": {"bfloat16", "float16"}, "float64": {"bfloat16", "float16", "float32"}}

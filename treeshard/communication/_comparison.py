@@ -1,25 +1,23 @@
 """Compares the communication of a compiled step with what its plan predicts.
 
 Leaf by leaf, and not by totals: the totals of a step that gathers one weight twice and another not
-at all are right. So arguments of the program are matched to leaves of the plan first, by path.
+at all are right. So arguments of the program are matched to leaves of the plan first.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.tree_util import tree_leaves
 from jax.typing import DTypeLike
 
-from treeshard._core.mesh import AnyMesh, MeshLike, axis_sizes, check_axes
+from treeshard._core.mesh import MeshLike, axis_sizes, check_axes
 from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
 from treeshard._core.text import columns, human_bytes
 from treeshard._planning.matching import PlannedLeaf, parameters
 from treeshard._planning.plan import Plan
 from treeshard._trace.roles import Roles
+from treeshard.communication._arguments import Argument, leaves_of_arguments
 from treeshard.communication._collectives import (
     Collective,
     CollectiveReader,
@@ -45,11 +43,10 @@ from treeshard.communication._program import (
     MEGASCALE,
     CompiledProgram,
     ReadProgram,
-    argument_path,
     platform_of,
     read_program,
 )
-from treeshard.errors import SpecError, counted, listed
+from treeshard.errors import SpecError, counted
 
 
 @dataclass(frozen=True)
@@ -176,7 +173,10 @@ def compare_communication(
     """Compares what a step's program moves with what its plan predicts, and explains differences.
 
     Args:
-        plan: The plan of the step's state, or of its parameters.
+        plan: The plan of the step's state, or of its parameters: of the part of the program's
+            arguments that has its paths, with arrays of their shapes and dtypes. If several have
+            them, such as weights and their moments, it is of one that is sharded as planned, and
+            of the outermost.
         program: The compiled step, as in `collectives`.
         batch: The specs of the batch. By default they are read from the program's arguments that
             are not in the plan.
@@ -190,8 +190,9 @@ def compare_communication(
         A `Comparison`. Its `unplanned` has an entry for each way in which the program differs.
 
     Raises:
-        SpecError: If no argument of the program is a parameter of the plan; if an argument
-            differs in size from its leaf in the plan; if `batch` is needed and cannot be read.
+        SpecError: If no argument of the program is a parameter of the plan, or several parts of
+            the arguments may be what it plans; if an argument differs from its leaf in the plan;
+            if `batch` is needed and cannot be read.
         FormatError, MeshError, TypeError: As `collectives`.
 
     Examples:
@@ -208,9 +209,10 @@ def compare_communication(
     """
     read = read_program(program, plan.mesh if mesh is None else mesh)
     weights = parameters(plan.leaves, params)
-    names = _leaf_names(plan, read.graph, weights)
+    names = leaves_of_arguments(plan, read.arguments)
+    _check_has_any(names, weights, read.arguments)
     if batch is None:
-        batch = _batch_of(program, read.graph, names, read.axes)
+        batch = _batch_of(names, read.arguments, read.axes)
     check_axes(
         get_names_from_partition_spec(batch), axis_sizes(plan.mesh), "compare_communication: batch"
     )
@@ -225,10 +227,14 @@ def compare_step(
     roles: Roles,
     read: ReadProgram | None = None,
 ) -> Comparison:
-    """Compares what a step's program moves with what its plan predicts for these roles."""
+    """Compares what a step's program moves with what its plan predicts for these roles.
+
+    The program is one of `training.Step`, whose first arguments are the arrays of the state.
+    """
     read = read or read_program(program, plan.mesh)
-    used = [leaf for leaf in plan.leaves if roles[leaf.path].is_used]
-    return _compared(plan, program, read, _leaf_names(plan, read.graph, used), batch, roles)
+    state = zip(read.arguments, plan.leaves, strict=False)
+    names = {argument.path: leaf.path for argument, leaf in state}
+    return _compared(plan, program, read, names, batch, roles)
 
 
 def _compared(
@@ -301,70 +307,40 @@ def _is_callback(op: Op) -> bool:
 # ------------------------------------------------------------------ arguments
 
 
-def _leaf_names(
-    plan: Plan, graph: HloProgram, params: Sequence[PlannedLeaf]
-) -> dict[str, str | None]:
-    """The plan's path of each argument, whose own path ends in it; `None` if the plan has none."""
-    leaves = {leaf.path: leaf for leaf in plan.leaves}
-    names: dict[str, str | None] = {}
-    facts: list[str] = []
-    for parameter in graph.parameters:
-        path = argument_path(parameter) or ""
-        # `state/model/w` may be `state/model/w`, `model/w` or `w` of the plan
-        tails = [path.split("/", n)[-1] for n in range(path.count("/") + 1)]
-        name = names[path] = next(filter(leaves.__contains__, tails), None)
-        if name is not None:
-            facts += _wrong_size(leaves[name], parameter, plan.mesh)
-    if facts:
-        headline = f"{len(facts)} arguments of the program differ from the plan:"
-        raise SpecError(listed(headline, facts) + "\nCompile the step for this plan.")
-    if params and not {leaf.path for leaf in params}.intersection(map(str, names.values())):
+def _check_has_any(
+    names: Mapping[str, str | None], params: Sequence[PlannedLeaf], arguments: Sequence[Argument]
+) -> None:
+    if params and not {leaf.path for leaf in params}.intersection(names.values()):
+        paths = ", ".join([x.path for x in arguments if x.path][:5]) or "no names"
         raise SpecError(
             "compare_communication: the program has none of the plan's parameters, such as"
-            f" {params[0].path!r}. Its arguments: {', '.join(list(names)[:5]) or 'no names'}."
+            f" {params[0].path!r}. Its arguments: {paths}."
         )
-    return names
-
-
-def _wrong_size(leaf: PlannedLeaf, parameter: Op, mesh: AnyMesh) -> list[str]:
-    if not jnp.issubdtype(leaf.dtype, jnp.number):
-        return []  # the text has a key as its uint32s
-    size = sum(x.bytes or 0 for x in parameter.types)
-    local = leaf.bytes_per_device(mesh)
-    if size in (local, leaf.bytes):
-        return []
-    return [f"{leaf.path}: {size:,} bytes per device in the program, {local:,} in the plan."]
 
 
 def _batch_of(
-    program: CompiledProgram,
-    graph: HloProgram,
-    names: Mapping[str, str | None],
-    axes: Mapping[str, int],
+    names: Mapping[str, str | None], arguments: Sequence[Argument], axes: Mapping[str, int]
 ) -> PartitionSpec:
     """The axes that shard the arguments that are not in the plan, as one spec."""
-    is_compiled = isinstance(program, jax.stages.Compiled)
-    shardings = tree_leaves(program.input_shardings) if is_compiled else []
-    by_number: dict[int | None, Any] = dict(enumerate(shardings))
     split: set[str] = set()
-    for parameter in graph.parameters:
-        if names[argument_path(parameter) or ""] is None:
-            split.update(_split_along(parameter, axes, by_number.get(parameter.index)))
+    for argument in arguments:
+        if argument.path not in names:
+            split.update(_split_along(argument, axes))
     in_order = tuple(axis for axis in axes if axis in split)
     return PartitionSpec(in_order) if in_order else PartitionSpec()
 
 
-def _split_along(parameter: Op, axes: Mapping[str, int], sharding: Any = None) -> Iterable[str]:
+def _split_along(argument: Argument, axes: Mapping[str, int]) -> Iterable[str]:
     """The axes that shard an argument, by the text of the program or by JAX."""
-    split = axes_of_sharding(parameter.attribute("sharding"), axes)
+    split = axes_of_sharding(argument.annotation, axes)
     if split is not None:
         return split
+    sharding = None if argument.struct is None else argument.struct.sharding
     if isinstance(sharding, NamedSharding):  # newer versions of XLA leave it out of the text
         return get_names_from_partition_spec(sharding)
-    if any(x.rank for x in parameter.types):
+    if argument.local is not None and argument.local.rank:
         raise SpecError(
             "compare_communication: the program does not say how its argument"
-            f" {parameter.op_name or parameter.name!r} is sharded. Pass the specs of the batch:"
-            " `batch=P(...)`."
+            f" {argument.path!r} is sharded. Pass the specs of the batch: `batch=P(...)`."
         )
     return ()

@@ -38,9 +38,9 @@ class Value(NamedTuple):
 
 
 class Origins(NamedTuple):
-    """The parameters that data comes from; whether it is more; and its earlier dtypes."""
+    """The numbers of the arguments that data comes from; whether it is more; its earlier dtypes."""
 
-    parameters: frozenset[Op]
+    arguments: frozenset[int]
     computed: bool
     dtypes: frozenset[str] = frozenset()
 
@@ -58,6 +58,7 @@ class Dataflow:
 
     def __init__(self, program: HloProgram) -> None:
         self.program = program
+        self._takes_tuple = program.takes_tuple
         self._users: dict[str, Mapping[str, Sequence[Op]]] = {}
 
     def enter(self, at: Context, op: Op, name: str, role: str, branch: int = 0) -> Context:
@@ -90,8 +91,8 @@ class Dataflow:
     # ---------------------------------------------------------------- data
 
     def origins(self, *starts: Value) -> Origins:
-        """The parameters of the program whose data some values contain."""
-        parameters: set[Op] = set()
+        """The arguments of the program whose data some values contain."""
+        arguments: set[int] = set()
         dtypes: set[str] = set()
         computed = False
         seen: set[Value] = set()
@@ -103,13 +104,20 @@ class Dataflow:
             seen.add(at)
             if at.op.opcode == "convert":  # `%convert.8 = bf16[1024,512]{1,0} convert(%param.5)`
                 dtypes.update(buffer.dtype for buffer in at.op.types)
-            if at.op.opcode == "parameter" and at.context.computation is self.program.entry:
-                parameters.add(at.op)
+            number = self._argument(at)
+            if number is not None:
+                arguments.add(number)
                 continue
             sources = self.sources(at)
             computed = computed or not sources
             queue += sources
-        return Origins(frozenset(parameters), computed or bool(queue), frozenset(dtypes))
+        return Origins(frozenset(arguments), computed or bool(queue), frozenset(dtypes))
+
+    def _argument(self, at: Value) -> int | None:
+        """The number of the argument that a value is, if it is one."""
+        if at.op.opcode != "parameter" or at.context.computation is not self.program.entry:
+            return None
+        return at.element if self._takes_tuple else at.op.index
 
     def sources(self, at: Value) -> list[Value]:
         """The values that this one takes its data from, unchanged; none if it is computed."""
@@ -124,8 +132,10 @@ class Dataflow:
         """The first value that meets a condition, on the way back to what `at` takes its data from;
         or the last before the way divides or ends."""
         for _ in range(_MAX_STEPS):
+            if until(at):
+                break
             sources = self.sources(at)
-            if until(at) or len(sources) != 1:
+            if len(sources) != 1:
                 break
             at = sources[0]
         return at
@@ -136,20 +146,27 @@ class Dataflow:
         op, caller = context.op, context.caller
         if op is None or caller is None or number is None:
             return []
-        passed = Value(caller, op)
+        passed = Value(caller, op, at.element)
         if op.opcode == "while":
-            return self._of_loop(at, passed)
+            is_test = context.role == "condition"
+            return _operand(passed, 0, at.element) if is_test else self._of_loop(passed, context)
         if op.opcode == "conditional":
             # `conditional(%index, %tuple.1, %tuple.2)`: each branch has one parameter
             return _operand(passed, 1 + context.branch, at.element)
         return _operand(passed, number, at.element)
 
-    def _of_loop(self, at: Value, loop: Value) -> list[Value]:
-        """What a carried value is before the first trip, and after each."""
-        start = _operand(loop, 0, at.element)
-        if at.context.role == "condition":
-            return start
-        return [*start, result(at.context, at.element)]
+    def _of_loop(self, loop: Value, body: Context) -> list[Value]:
+        """What an element that a loop carries is before the first trip, and after each trip unless
+        all of them pass it on as it is."""
+        start = _operand(loop, 0, loop.element)
+        after = result(body, loop.element)
+        origin = self.trace(after, lambda each: _is_carried_by(body, each) or not keeps(each.op))
+        is_kept = _is_carried_by(body, origin) and origin.element == loop.element
+        return start if is_kept else [*start, after]
+
+    def _after_loop(self, loop: Value) -> list[Value]:
+        [name] = loop.op.called.get("body", ("",))
+        return self._of_loop(loop, self.enter(loop.context, loop.op, name, "body"))
 
     def _results(self, at: Value, role: str) -> list[Value]:
         """What the computations that an op calls return."""
@@ -225,6 +242,19 @@ class Dataflow:
         return self.trace(at, _is_carried_or_part)
 
 
+def keeps(op: Op) -> bool:
+    """Whether the result of an op has the elements of its operand, perhaps in another shape or in
+    other memory."""
+    opcode = op.opcode
+    for suffix in ("-start", "-update", "-done"):
+        opcode = opcode.removesuffix(suffix)
+    return (op.target or opcode) in _KEEPING
+
+
+def _is_carried_by(body: Context, at: Value) -> bool:
+    return at.op.opcode == "parameter" and at.context == body
+
+
 def _is_carried_or_part(at: Value) -> bool:
     # A loop, perhaps an outer one, may change what it carries.
     is_carried = at.op.opcode == "parameter" and at.context.role in ("body", "condition")
@@ -261,7 +291,7 @@ _SOURCES: Mapping[str, Callable[[Dataflow, Value], list[Value]]] = {
     # `%tuple.70 = (s32[], f32[8]{0}) tuple(%constant.3, %copy.2)`
     "tuple": lambda flow, at: [] if at.element is None else _operand(at, at.element),
     # `%while.28 = (s32[], f32[8]{0}) while(%tuple.70), condition=%region_1.2, body=%region_0.1`
-    "while": lambda flow, at: [*_operand(at, 0, at.element), *flow._results(at, "body")],
+    "while": lambda flow, at: flow._after_loop(at),
     # `(f32[16]{0}) conditional(%i, %tuple.1, %tuple.2), branch_computations={%region_8, %region_9}`
     "conditional": lambda flow, at: flow._results(at, "branches"),
     # `%fusion.109 = bf16[1024,4096]{1,0} fusion(%param_9.2), kind=kLoop, calls=%bitcast_fusion.27`
@@ -308,6 +338,26 @@ _SOURCES: Mapping[str, Callable[[Dataflow, Value], list[Value]]] = {
         _moved,
     ),
 }
+# Those of them that pass on each element as it is: see `keeps`. A text may have the others between
+# their halves too, such as `%copy-done.28 = f32[256]{0:S(1)} copy-done(%copy-start.28)`, with which
+# TPUs bring an array to fast memory.
+_KEEPING = frozenset(
+    {
+        "Sharding",
+        "annotate_device_placement",
+        "async",
+        "bitcast",
+        "call",
+        "copy",
+        "fusion",
+        "get-tuple-element",
+        "opt-barrier",
+        "parameter",
+        "reshape",
+        "tuple",
+        "while",
+    }
+)
 # Ops that pass on a part of what they read, or more: no number of a loop is followed through them.
 _PARTS = ("dynamic-slice", "slice", "concatenate")
 

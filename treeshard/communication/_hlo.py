@@ -249,6 +249,12 @@ class HloProgram:
         """The parameters of the entry."""
         return [op for op in self.entry.ops.values() if op.opcode == "parameter"]
 
+    @property
+    def takes_tuple(self) -> bool:
+        """Whether its arguments are one tuple, without names: on TPUs, those of more than 2,000."""
+        parameters = self.parameters
+        return len(parameters) == 1 and parameters[0].type_text.startswith("(")
+
     def source(self, op: Op) -> str | None:
         """The line of the user's code that an op comes from, as `file:line`."""
         metadata = op.attribute("metadata")

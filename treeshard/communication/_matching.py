@@ -117,7 +117,7 @@ class Matcher:
     Args:
         plan: The plan of the step.
         planned: What it predicts.
-        names: The plan's path of each argument, or `None`.
+        names: The paths of the arguments that are leaves of the plan, with those of the leaves.
         roles: What the step does with each leaf.
         batch_axes: The axes that split the batch.
         platform: The platform of the program; `None` if that is unknown.

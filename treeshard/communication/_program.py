@@ -6,7 +6,7 @@ or XLA's own, and for several slices it is the text of one.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import tree_leaves
 
 from treeshard._core.mesh import AnyMesh, MeshLike, axis_sizes, describe_mesh
-from treeshard.communication._hlo import HloProgram, Op
+from treeshard.communication._arguments import Argument, arguments_of
+from treeshard.communication._hlo import HloProgram
 from treeshard.errors import FormatError, MeshError
 
 # In the attributes of what TPUs send between slices.
@@ -27,19 +28,16 @@ _LOWERED = (
     "a lowered program shows only the collectives that were written by hand; XLA's partitioner"
     " adds the others. Compile it: `step.lower(state, batch).compile()`."
 )
-# `['w']`, `["w"]`, `[0]`, `.w` or `[<flat index 0>]`
-_KEY = re.compile(r"""\['([^']*)'\]|\["([^"]*)"\]|\[(\d+)\]|\.(\w+)|\[<flat index (\d+)>\]""")
-# `state['layers'][0].w`
-_ARGUMENT = re.compile(rf"(\w+)((?:{_KEY.pattern})*)")
 
 
 class ReadProgram(NamedTuple):
-    """A program's graph, and its mesh axes: in all, within a slice, and between slices.
+    """A program's graph and arguments, and its mesh axes: in all, within a slice, between slices.
 
     For devices in several slices, the text is that of one. There are no axes if they are unknown.
     """
 
     graph: HloProgram
+    arguments: Sequence[Argument]
     axes: Mapping[str, int]
     within: Mapping[str, int]
     between: Mapping[str, int]
@@ -47,16 +45,18 @@ class ReadProgram(NamedTuple):
 
 def read_program(program: CompiledProgram, mesh: MeshLike | None = None) -> ReadProgram:
     """Parses a program. Raises as `collectives` documents it."""
+    program = _unwrapped(program)
     text = _text_of(program)
     graph = _parse(text)
+    arguments = arguments_of(program, graph)
     if mesh is None and isinstance(program, jax.stages.Compiled):
         mesh = _mesh_of(program)
     if mesh is None:
-        return ReadProgram(graph, {}, {}, {})
+        return ReadProgram(graph, arguments, {}, {}, {})
     axes = axis_sizes(mesh)
     count = math.prod(axes.values())
     if graph.devices in (None, count):
-        return ReadProgram(graph, axes, axes, {})
+        return ReadProgram(graph, arguments, axes, axes, {})
     slices, rest = divmod(count, graph.devices or count)
     if rest or MEGASCALE not in text:
         raise MeshError(
@@ -65,7 +65,13 @@ def read_program(program: CompiledProgram, mesh: MeshLike | None = None) -> Read
         )
     between = _slices_by_device(mesh) or _slices_outermost(axes, slices)
     within = {axis: size // between.get(axis, 1) for axis, size in axes.items()}
-    return ReadProgram(graph, axes, within, between)
+    return ReadProgram(graph, arguments, axes, within, between)
+
+
+def _unwrapped(program: CompiledProgram) -> CompiledProgram:
+    """JAX's own object, of what `Step.compile` or a function of `eqx.filter_jit` compiles to."""
+    inner = getattr(program, "compiled", None)
+    return inner if isinstance(inner, jax.stages.Compiled) else program
 
 
 def _text_of(program: CompiledProgram) -> str:
@@ -106,6 +112,7 @@ def _slices_outermost(axes: Mapping[str, int], slices: int) -> dict[str, int]:
 
 def platform_of(program: CompiledProgram) -> str | None:
     """The platform of a program, such as `"cpu"`; `None` for a text, which does not say it."""
+    program = _unwrapped(program)
     if not isinstance(program, jax.stages.Compiled):
         return None
     shardings = tree_leaves((program.input_shardings, program.output_shardings))
@@ -136,12 +143,3 @@ def _mesh_of(program: jax.stages.Compiled) -> AnyMesh | None:
     meshes = {x.mesh for x in shardings if isinstance(x, NamedSharding)}
     sizes = {tuple(axis_sizes(mesh).items()) for mesh in meshes}
     return next(iter(meshes)) if len(sizes) == 1 else None
-
-
-def argument_path(parameter: Op) -> str | None:
-    """`state/layers/0/w` for the parameter `state['layers'][0].w`; else JAX's own name."""
-    name = parameter.op_name
-    keys = None if name is None else _ARGUMENT.fullmatch(name)
-    if keys is None:
-        return name
-    return "/".join([keys[1], *map("".join, _KEY.findall(keys[2]))])

@@ -85,7 +85,7 @@ class CompiledStep:
         Returns:
             A `Memory`.
         """
-        return memory_of(self.compiled, self._read.graph, self.plan, self.roles, self.batch)
+        return memory_of(self.compiled, self._read, self.plan, self.roles, self.batch)
 
     def types(self, *, min_size: int | None = None) -> Types:
         """Lists the values that the step computes: their shapes, specs and bytes, and where in the

@@ -5,7 +5,7 @@ the text of the program (`_buffers`) and from the plan.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,9 +18,10 @@ from treeshard._core.text import columns, human_bytes
 from treeshard._core.topologies import chip_of, usable_memory
 from treeshard._planning.plan import Plan
 from treeshard._trace.roles import Roles
+from treeshard.communication._arguments import paths_by_number
 from treeshard.communication._collectives import bytes_text, path_of
 from treeshard.communication._dataflow import Context, Dataflow, value
-from treeshard.communication._hlo import HloProgram
+from treeshard.communication._program import ReadProgram
 from treeshard.errors import DoesNotFitError
 from treeshard.programs._buffers import Buffer, peak_of
 
@@ -169,7 +170,7 @@ class Memory:
 
 def memory_of(
     compiled: jax.stages.Compiled,
-    program: HloProgram,
+    program: ReadProgram,
     plan: Plan,
     roles: Roles,
     batch: Sequence[Any],
@@ -247,17 +248,17 @@ def _capacity(device: Any) -> int | None:
     return None if chip is None else usable_memory(chip)
 
 
-def _live_at_peak(program: HloProgram) -> tuple[LiveBuffer, ...]:
-    flow = Dataflow(program)
-    buffers = [buffer for buffer in peak_of(program).buffers if buffer.array.bytes]
+def _live_at_peak(program: ReadProgram) -> tuple[LiveBuffer, ...]:
+    flow, paths = Dataflow(program.graph), paths_by_number(program.arguments)
+    buffers = [buffer for buffer in peak_of(program.graph).buffers if buffer.array.bytes]
     buffers.sort(key=lambda buffer: -buffer.array.bytes)
-    return tuple(_described(buffer, flow) for buffer in buffers)
+    return tuple(_described(buffer, flow, paths) for buffer in buffers)
 
 
-def _described(buffer: Buffer, flow: Dataflow) -> LiveBuffer:
+def _described(buffer: Buffer, flow: Dataflow, paths: Mapping[int, str]) -> LiveBuffer:
     op = buffer.op
     path = None
     if buffer.computation is flow.program.entry:
-        path = path_of(flow.origins(value(Context(buffer.computation), op.name)))
+        path = path_of(flow.origins(value(Context(buffer.computation), op.name)), paths)
     source = flow.program.source(op)
     return LiveBuffer(buffer.array.bytes, buffer.array.text, path, op.op_name, source)
