@@ -152,18 +152,22 @@ def _by_order(plan: Plan, arguments: Sequence[Argument]) -> list[_Fit]:
     """The arrays in a row, among leaves that a function takes without their paths, that are like
     all leaves of the plan."""
     names = ((_FLAT.fullmatch(argument.path), argument) for argument in arguments)
-    flat = sorted(((name[1], x) for name, x in names if name), key=lambda pair: pair[0])
+    flat = [x for _, x in sorted(((name[1], x) for name, x in names if name), key=lambda x: x[0])]
     paths = [leaf.path for leaf in plan.leaves]
-    rows = [[x for _, x in flat[i:][: len(paths)]] for i in range(len(flat) - len(paths) + 1)]
-    fits = [_fit(plan, row[0].path, dict(zip(paths, row, strict=True))) for row in rows]
+    fits: list[_Fit] = []
+    for start in range(len(flat) - len(paths) + 1):
+        row = dict(zip(paths, flat[start:], strict=False))
+        # The row at the start is the first argument, and the outermost: others may be its moments.
+        where = flat[start].path.rpartition("/")[0] if start == 0 else flat[start].path
+        fits.append(_fit(plan, where, row))
     return [fit for fit in fits if fit.rank[0] == len(paths)]
 
 
 def _fit(plan: Plan, where: str, leaves: Mapping[str, Argument]) -> _Fit:
     pairs = [(leaf, leaves[leaf.path]) for leaf in plan.leaves if leaf.path in leaves]
-    alike = sum(not _mismatch(leaf, x, plan.mesh) for leaf, x in pairs)
-    sharded = sum(_is_sharded_like(leaf, x, plan.mesh) for leaf, x in pairs)
-    return _Fit(where, leaves, (alike, alike - len(pairs), sharded))
+    alike = [(leaf, x) for leaf, x in pairs if not _mismatch(leaf, x, plan.mesh)]
+    sharded = sum(_is_sharded_like(leaf, x, plan.mesh) for leaf, x in alike)
+    return _Fit(where, leaves, (len(alike), len(alike) - len(pairs), sharded))
 
 
 def _mismatch(leaf: PlannedLeaf, argument: Argument, mesh: AnyMesh) -> str:

@@ -332,7 +332,8 @@ def with_steps_joined(moved: Sequence[Collective], sizes: Mapping[str, int]) -> 
     return [joined[i] for i in sorted(joined)]
 
 
-_IN_STEPS = ("all-gather", "reduce-scatter")
+# TPUs scatter small arrays by an all-reduce in each step, of the part that a device keeps.
+_IN_STEPS = ("all-gather", "reduce-scatter", "all-reduce")
 
 
 def _are_one(steps: Sequence[Collective], size: int) -> bool:
@@ -524,11 +525,10 @@ class CollectiveReader:
         placed = self._unwrapped(read[0])
         if placed.op.opcode != "dynamic-update-slice":
             return []
-        target, shard = (self._unwrapped(each) for each in operands(placed)[:2])
-        if target.op.opcode != "broadcast":
-            return []
-        filling = self._unwrapped(operands(target)[0])
-        return [shard] if filling.op.number == 0 else []
+        filled, shard = (self._unwrapped(each) for each in operands(placed)[:2])
+        if filled.op.opcode == "broadcast":
+            filled = self._unwrapped(operands(filled)[0])
+        return [shard] if filled.op.number == 0 else []
 
     def _completes(self, kind: str, read: Sequence[Value]) -> str | None:
         """The kind of the collective whose padded result this op shifts into place, if any.

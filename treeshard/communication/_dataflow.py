@@ -278,6 +278,12 @@ def _of_call(flow: Dataflow, at: Value) -> list[Value]:
     return flow._results(at, "calls")
 
 
+def _reshaped(flow: Dataflow, at: Value) -> list[Value]:
+    """The operand, if the op has as many elements, and so only adds or removes dims of size 1."""
+    sizes = [[(x.dtype, x.bytes) for x in each.op.types] for each in (at, *_operand(at, 0))]
+    return _operand(at, 0) if len(sizes[0]) == 1 and sizes[1:] == sizes[:1] else []
+
+
 # How each op passes data on: by its opcode, without the suffix of `copy-start(%param.4)`, or by the
 # target of a custom call.
 _SOURCES: Mapping[str, Callable[[Dataflow, Value], list[Value]]] = {
@@ -307,6 +313,10 @@ _SOURCES: Mapping[str, Callable[[Dataflow, Value], list[Value]]] = {
     # `f32[4,8]{1,0} dynamic-update-slice(%stacked, %layer, %i, %zero)`: how scans stack results.
     # The operands after the first two say where.
     "dynamic-update-slice": lambda flow, at: operands(at)[:2],
+    # `%reduce.55 = bf16[256]{0} reduce(%dynamic-slice.82, %zero), dimensions={0}`, of bf16[1,256]:
+    # TPUs reshape so
+    "reduce": _reshaped,
+    "broadcast": _reshaped,
     # `(f32[8]{0}, f32[4]{0}) opt-barrier(%tuple.3)`: of `lax.optimization_barrier`, also in remat
     "opt-barrier": lambda flow, at: _operand(at, 0, at.element),
     # `f32[1024,512] custom-call(%slice-done.8, %slice-done.9), custom_call_target="ConcatBitcast"`:
@@ -347,12 +357,14 @@ _KEEPING = frozenset(
         "annotate_device_placement",
         "async",
         "bitcast",
+        "broadcast",
         "call",
         "copy",
         "fusion",
         "get-tuple-element",
         "opt-barrier",
         "parameter",
+        "reduce",
         "reshape",
         "tuple",
         "while",

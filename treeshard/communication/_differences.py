@@ -170,7 +170,8 @@ WORDS = {
     "all-reduce, own, scattered": _Words(
         "all-reduce of full gradients, {size}, where a reduce-scatter was planned.",
         "The step scatters them already, by a constraint or by hand, so this is the"
-        " compiler's choice. It does not make it on Explicit axes, or in `treeshard.manual`.",
+        " compiler's choice. On Explicit axes, and in `treeshard.manual`, it makes it for small"
+        " gradients only.",
         "all-reduces full gradients ({size}) where a reduce-scatter was planned",
     ),
     "wider": _Words(
