@@ -7,10 +7,11 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+SMALLEST = 512  # bytes of what is no scalar in a tile
 _DEEPEST = 8  # loops in loops
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _LINE = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z\-]+)\(([^)]*)\)(.*)$")
@@ -31,6 +32,12 @@ class _Moved(NamedTuple):
     kind: str
     bytes: int
     depth: int
+
+
+def kind_in_text(one: Any) -> str:
+    """The kind of the op of a `Collective`: some gathers are all-reduces, of shards in zeros."""
+    is_sum = one.kind == "all-gather" and one.wire_bytes >= one.bytes
+    return "all-reduce" if is_sum else one.kind
 
 
 def count_bytes(text: str, *, slices: int = 1, trips: int) -> Mapping[str, int]:
@@ -65,7 +72,7 @@ def _all_moved(text: str, slices: int, trips: Sequence[int]) -> Iterator[_Moved]
             entry = current if head[1] else entry
         elif (op := _LINE.match(line)) is not None:
             bodies[current].append((op[1], op[2], op[3], op[4], op[5]))
-    least = 513 if "_xla_megascale_" in text else 512
+    least = SMALLEST + ("_xla_megascale_" in text)
 
     def visit(name: str, times: int, depth: int) -> Iterator[_Moved]:
         types = {op[0]: op[1] for op in bodies[name]}

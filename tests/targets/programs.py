@@ -163,6 +163,58 @@ def by_hand(
     return Case(plan, step, jax.ShapeDtypeStruct((ROWS, WIDTH), dtype), chosen, chosen)
 
 
+def with_biases(mesh: jax.sharding.Mesh, *, stacked: bool, hand: bool = False) -> Case:
+    """FSDP of a model with norms and biases: compilers all-reduce small gathers and gradients."""
+    width, hidden, axes = 256, 512, tuple(mesh.axis_names)
+    shapes = {"norm": (width,), "up": (width, hidden), "up_bias": (hidden,)}
+    shapes |= {"down": (hidden, width), "down_bias": (width,)}
+    if stacked:
+        layers = {k: jax.ShapeDtypeStruct((LAYERS, *s), "float32") for k, s in shapes.items()}
+    else:
+        one = {k: jax.ShapeDtypeStruct(s, "float32") for k, s in shapes.items()}
+        layers = {f"layer{i}": one for i in range(LAYERS)}
+    norm = jax.ShapeDtypeStruct((width,), "float32")
+    state = _state({"layers": layers, "norm": norm}, ADAMW)
+    skip = (0,) if stacked else ()
+    rules = [("layer", ts.fsdp("fsdp", skip=skip)), (".*", P("fsdp"))]
+    plan = ts.plan(state, rules, mesh, min_size=0)
+    specs = plan.specs["params"]
+
+    def use(weights: Any, specs: Any) -> Any:
+        if hand:
+            return gather_params(weights, axes, specs)
+        return ts.unshard(weights, specs, "fsdp")
+
+    def normed(x: jax.Array, scale: jax.Array) -> jax.Array:
+        return x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6) * scale
+
+    def layer(x: jax.Array, w: Any) -> jax.Array:
+        hidden = jax.nn.relu(normed(x, w["norm"]) @ w["up"] + w["up_bias"])
+        return x + hidden @ w["down"] + w["down_bias"]
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        if stacked:
+            of_layer = ts.layer_specs(specs["layers"])
+            body = lambda x, w: (layer(x, use(w, of_layer)), None)  # noqa: E731
+            x, _ = jax.lax.scan(body, x, params["layers"])
+        else:
+            for name, w in params["layers"].items():
+                x = layer(x, use(w, specs["layers"][name]))
+        return jnp.mean(normed(x, use(params["norm"], specs["norm"])) ** 2)
+
+    grad = training.value_and_grad(loss)
+    if hand:
+        grad = value_and_grad(loss, axes, specs, gather=False)
+
+    @(shard_map_step if hand else jit_step)(plan=plan, batch=P(axes))
+    def step(state: Any, batch: Any) -> Any:
+        value, grads = grad(state["params"], batch)
+        return _update(ADAMW, state, grads), value
+
+    struct = jax.ShapeDtypeStruct((64, width), "float32")
+    return Case(plan, step, struct, scan="params/layers" if stacked else False)
+
+
 def zero_1(mesh: jax.sharding.Mesh, *, gradient: Any = jax.value_and_grad) -> Case:
     """Parameters replicated, optimizer state sharded."""
     state = _state(_params(False, "float32"), ADAMW)
@@ -241,6 +293,9 @@ CASES: dict[str, tuple[str, Callable[[jax.sharding.Mesh], Case]]] = {
     "hsdp_hand": ("data=2,fsdp=4", by_hand),
     "hand": ("fsdp=8", by_hand),
     "hand_scan": ("fsdp=8", _bf16(by_hand, scan=True)),
+    "biases": ("fsdp=8", partial(with_biases, stacked=False)),
+    "biases_scan": ("fsdp=8", partial(with_biases, stacked=True)),
+    "biases_hand": ("fsdp=8", partial(with_biases, stacked=True, hand=True)),
     "scan": ("fsdp=8", scanned),
     "scan_remat": ("fsdp=8", _bf16(scanned, remat=True)),
     "zero_1": ("fsdp=8", zero_1),

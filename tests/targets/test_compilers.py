@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from counting import count_bytes
+from counting import SMALLEST, count_bytes, kind_in_text
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from programs import CASES, LAYERS, case_of
@@ -31,7 +31,16 @@ if "TREESHARD_TARGETS" not in os.environ:
 ROOT = Path(__file__).parents[2]
 TARGETS = ["v5e:2x4", "v6e:2x4", "v5p:2x2x2", "h100:8"]
 # Compiling for TPUs takes 5 to 20 s each. The compiler of v6e and v5p is that of v5e.
-OF_EACH_KIND = {"adamw_jit", "hand_scan", "hsdp_explicit", "mlp_f32", "tensor"}
+OF_EACH_KIND = {
+    "adamw_jit",
+    "biases",
+    "biases_hand",
+    "biases_scan",
+    "hand_scan",
+    "hsdp_explicit",
+    "mlp_f32",
+    "tensor",
+}
 PROGRAMS = [
     (name, target)
     for name in CASES
@@ -44,9 +53,9 @@ FINDINGS = {
     "accumulate": {"again", "inside-loop"},  # gathered and reduced for each minibatch
     "tensor_rows": {"sharded-further"},  # weights are gathered along `tensor` too
 }
-# Compilers may all-reduce gradients where a reduce-scatter was planned: over two axes at once, and
-# on v5p:2x2x2, where the axis covers the torus, those of `jax.grad`.
-MAY_ALL_REDUCE = {"hsdp"}
+# Compilers may all-reduce gradients where a reduce-scatter was planned: small ones, those over two
+# axes at once, and on v5p:2x2x2, where the axis covers the torus, those of `jax.grad`.
+MAY_ALL_REDUCE = {"hsdp", "biases", "biases_hand", "biases_scan"}
 # MiB of temporaries at most on v5e; with gradients that are all-reduced they are 144 and 132.
 TEMPORARIES = {"adamw": 24, "adamw_jit": 24, "hsdp_explicit": 61}
 # What is live at the peak adds up to more than the temporaries: compilers put it into the memory of
@@ -67,9 +76,8 @@ def test_a_program_is_read_as_it_is(name: str, target: str) -> None:
     assert None not in {one.axes for one in compared.compiled}
     for one in ts.communication.collectives(compiled.compiled):  # which has steps apart
         assert one.kind != "unknown"
-        if one.rank:
-            by_all_reduce = one.kind == "all-gather" and one.wire_bytes >= one.bytes
-            moved["all-reduce" if by_all_reduce else one.kind] += one.total_bytes
+        if one.rank and one.bytes >= SMALLEST:
+            moved[kind_in_text(one)] += one.total_bytes
     assert +moved == count_bytes(compiled.text, trips=LAYERS)
 
     codes = {difference.code for difference in compared.unplanned}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from counting import count_bytes
+from counting import SMALLEST, count_bytes, kind_in_text
 from programs import CASES, LAYERS
 
 import treeshard as ts
@@ -18,6 +18,8 @@ NAMES = sorted(path.name.removesuffix(".txt.gz") for path in TEXTS.glob("*.txt.g
 # What differs from the plan, and why. All other programs move what is planned.
 DIFFERENCES = {
     "mlp_no_hints": {"activation", "not-moved"},  # nothing gathers the weights
+    # Small gradients are all-reduced, and on v5p:2x2x2 those of an axis that covers the torus.
+    **{name: {"all-reduce"} for name in ("biases", "biases_hand", "biases_scan")},
     "hsdp": {"all-reduce"},  # within one slice, compilers all-reduce over both axes at once
     # Weights are gathered, and gradients scattered, for each minibatch.
     "accumulate": {"again", "inside-loop"},
@@ -39,20 +41,21 @@ def test_programs_move_what_is_planned_and_what_a_second_count_finds(program: st
     name, target = program.split(".")
     text = text_of(name, target)
     case = CASES[name][1](ts.make_mesh(CASES[name][0]))
+    mesh = mesh_of(name, target)
     compared = ts.compare_communication(
-        case.plan.on(mesh_of(name, target)),
+        case.plan.on(mesh),
         text,
         batch=case.step.batch_specs,
         scan=case.scan,
         remat=case.remat,
     )
+    assert None not in {one.axes for one in compared.compiled}
     moved: Counter[str] = Counter()
-    for one in compared.compiled:
+    for one in ts.collectives(text, mesh):  # which has steps apart
         assert one.kind != "unknown"
-        assert one.axes
-        if one.rank:
-            moved[one.kind] += one.total_bytes
-    assert moved == count_bytes(text, slices=2, trips=LAYERS)
+        if one.rank and one.bytes >= SMALLEST:
+            moved[kind_in_text(one)] += one.total_bytes
+    assert +moved == count_bytes(text, slices=2, trips=LAYERS)
     expected = set() if "times" in target else DIFFERENCES.get(name, set())
     assert {difference.code for difference in compared.unplanned} == expected, str(compared)
 
