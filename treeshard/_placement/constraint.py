@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jax.tree_util import tree_flatten, tree_leaves, tree_map, tree_structure
 
 from treeshard._core.arrays import is_array
+from treeshard._core.contexts import plan_in_force
 from treeshard._core.jax_private import is_in_jit, is_tracing, vmapped_axes
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.mesh import (
@@ -61,7 +62,6 @@ from treeshard._planning.plan_in_force import (
     PlanInForce,
     current_plan,
     default_batch,
-    plan_in_force,
     row_axes,
 )
 from treeshard.errors import SpecError, did_you_mean, listed, warn

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import PartitionSpec
 
+from treeshard._core.contexts import logical_rules
 from treeshard._core.mesh import MeshLike, axis_sizes, describe_sizes, get_incontext_mesh
 from treeshard._core.specs import (
     UNCONSTRAINED,
@@ -266,12 +267,8 @@ def logical_axis_rules(rules: LogicalRules) -> Iterator[None]:
     Source:
         Flax's context of this name. Its rules apply where no treeshard context is active.
     """
-    with _in_force(read_logical_rules(rules)):
+    with logical_rules(read_logical_rules(rules)):
         yield
-
-
-# A user context is part of the key of jit's caches; a plain `ContextVar` is not.
-_in_force = jax.make_user_context(None)
 
 
 # ------------------------------------------------------------------ for other modules
@@ -279,8 +276,8 @@ _in_force = jax.make_user_context(None)
 
 def current_logical_rules() -> ReadLogicalRules | None:
     """The rules in force: treeshard's, else those of Flax or of haliax, else `None`."""
-    if _in_force.value is not None:
-        return _in_force.value
+    if logical_rules.value is not None:
+        return logical_rules.value
     # Linen and nnx both keep the rules of their contexts in this module.
     ambient = getattr(sys.modules.get("flax.core.spmd"), "get_logical_axis_rules", tuple)()
     if not ambient:

@@ -15,6 +15,7 @@ from jax.tree_util import tree_leaves
 
 from treeshard._core.arguments import check_tree, described
 from treeshard._core.arrays import array_text, is_array, same_arrays
+from treeshard._core.contexts import plan_in_force
 from treeshard._core.make_mesh import with_devices
 from treeshard._core.meetings import in_turn, last_meeting, set_origin
 from treeshard._core.mesh import MeshLike, axis_sizes, check_axes
@@ -32,7 +33,7 @@ from treeshard._placement.padding import resize
 from treeshard._placement.targets import without_names
 from treeshard._planning.axis_names import may_split_rows, use_of
 from treeshard._planning.plan import Plan, plan
-from treeshard._planning.plan_in_force import INITIALISING, default_batch, plan_in_force
+from treeshard._planning.plan_in_force import INITIALISING, default_batch
 from treeshard.errors import ArgumentError, StateError, warn
 from treeshard.training._accumulation import accumulate_gradients
 from treeshard.training._gradients import value_and_grad
