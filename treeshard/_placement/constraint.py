@@ -130,6 +130,8 @@ def with_sharding_constraint(
         known, hint = get_args(Uneven), did_you_mean(str(uneven), get_args(Uneven))
         raise SpecError(f"uneven={uneven!r} is none of {', '.join(map(repr, known))}.{hint}")
     mesh = as_mesh(mesh, make_mesh)
+    if isinstance(shardings, SpecCarrier):
+        shardings.check_before_use()
     return _constrain_tree("with_sharding_constraint", tree, shardings, mesh, uneven)
 
 
@@ -186,8 +188,9 @@ def unshard(
         MaxText gathers a layer's weights this way; the name is PyTorch FSDP2's.
     """
     step = source = current_plan()
-    if mesh is None and isinstance(specs, SpecCarrier):
-        mesh = specs.mesh
+    if isinstance(specs, SpecCarrier):
+        specs.check_before_use()
+        mesh = specs.mesh if mesh is None else mesh
     if isinstance(specs, Plan):
         source = PlanInForce(specs, row_axes(default_batch(specs)))
         specs = _specs_in_plan(tree, source)

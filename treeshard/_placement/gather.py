@@ -303,6 +303,7 @@ def make_shard_and_gather_fns(
     """
     mesh = as_mesh(mesh, make_mesh)
     if isinstance(specs, SpecCarrier):
+        specs.check_before_use()
         specs, mesh = specs.specs, mesh or specs.mesh
     leaf_specs, treedef = flatten_specs(specs, resolve=resolver(mesh))
     shard_fns: list[Callable[[Any], Any]] = []

@@ -70,6 +70,7 @@ def lay_on_devices(
     Returns what each leaf that is to be placed has, by index.
     """
     if isinstance(specs, SpecCarrier):
+        specs.check_before_use()
         specs, mesh = specs.placements, mesh or specs.mesh
 
     def choose_mesh(mesh: AnyMesh | None, leaf: Any) -> Mesh:

@@ -245,6 +245,7 @@ def _leaves_beside(tree: PyTree, specs: SpecTree) -> tuple[list[Leaf], Any]:
     values, treedef = tree_flatten(tree)
     unpadded: list[Shape | None] = [None] * len(values)
     if isinstance(specs, Plan):
+        specs.check_before_use()
         specs, unpadded = _specs_and_true_shapes(specs, values)
     leaves = []
     rows = zip(leaf_paths(tree), values, specs_of_leaves(specs, tree), unpadded, strict=True)

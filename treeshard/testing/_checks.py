@@ -152,7 +152,8 @@ def check_step(
     """Checks that a training step does the same on one device and in other layouts, twice in a row.
 
     Examples:
-        >>> planned = plan({"w": jnp.zeros(8)}, [("w", P("fsdp"))], make_mesh("fsdp=8"))
+        >>> mesh = make_mesh("fsdp=8")
+        >>> planned = plan({"w": jnp.zeros(8)}, [("w", P("fsdp"))], mesh, min_size=0)
         >>> batch = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
         >>> def sgd(state, x):
         ...     grad = jax.grad(lambda w: jnp.mean((x @ w - 1) ** 2))(state["w"])

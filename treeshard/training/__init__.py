@@ -149,12 +149,10 @@ def init_sharded(
         with agreeing("init_sharded", among=processes) as facts:
             # Only inside the trace can two leaves be seen to be one array.
             structs, pairs = eqx.filter_eval_shape(make_and_compare, arguments)
-            tree_plan = plan(structs, rules, mesh, min_size=min_size).with_same_arrays(pairs)
+            tree_plan = plan(structs, rules, mesh, min_size=min_size, strict=strict)
+            tree_plan = tree_plan.with_same_arrays(pairs)
             tree_plan = tree_plan.padded() if pad else tree_plan
-            if strict:
-                tree_plan.check()
-            else:
-                tree_plan.warn_of_small_leaves()
+            tree_plan.check_before_use()
             shardings = tree_plan.sharding_of_each()
             if processes:  # all of them must compile the same program
                 leaves = zip(tree_plan.leaves, shardings, strict=True)
@@ -333,6 +331,7 @@ def _make_step(
             f"{where}: the plan is {described(plan)}. Plan the state first:"
             f" `{where}(fn, plan(state, rules, mesh))`."
         )
+    plan.check_before_use()
     specs = without_names(default_batch(plan) if batch is None else batch, plan.mesh)
     check_axes(get_names_from_partition_spec(specs), axis_sizes(plan.mesh), f"{where}: batch")
     step = Step(fn, plan, specs, donate=donate, per_device=per_device)

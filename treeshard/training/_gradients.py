@@ -78,6 +78,7 @@ def value_and_grad(
     """
     given = None
     if isinstance(specs, Plan):
+        specs.check_before_use()
         given = PlanInForce(specs, row_axes(default_batch(specs)))
 
     def value_and_grad_of_loss(params: PyTree, *args: Any) -> tuple[Any, PyTree]:

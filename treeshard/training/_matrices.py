@@ -99,6 +99,7 @@ def by_matrix(
             f"by_matrix: the plan is {described(plan)}. Plan the parameters first:"
             " `by_matrix(optimizer, plan(params, rules, mesh))`."
         )
+    plan.check_before_use()
     made = _ByMatrix(optimizer, plan, is_matrix or (lambda _path, _leaf: True))
     return optimizer._replace(init=made.init, update=made.update)
 
