@@ -13,6 +13,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten, tree_leaves, tree_map, tree_structure
 
+from treeshard._core.arguments import check_no_refs
 from treeshard._core.arrays import is_array
 from treeshard._core.contexts import plan_in_force
 from treeshard._core.jax_private import is_in_jit, is_tracing, vmapped_axes
@@ -130,6 +131,7 @@ def with_sharding_constraint(
         known, hint = get_args(Uneven), did_you_mean(str(uneven), get_args(Uneven))
         raise SpecError(f"uneven={uneven!r} is none of {', '.join(map(repr, known))}.{hint}")
     mesh = as_mesh(mesh, make_mesh)
+    check_no_refs(tree, "with_sharding_constraint")
     if isinstance(shardings, SpecCarrier):
         shardings.check_before_use()
     return _constrain_tree("with_sharding_constraint", tree, shardings, mesh, uneven)
@@ -187,6 +189,7 @@ def unshard(
     Source:
         MaxText gathers a layer's weights this way; the name is PyTorch FSDP2's.
     """
+    check_no_refs(tree, "unshard")
     step = source = current_plan()
     if isinstance(specs, SpecCarrier):
         specs.check_before_use()

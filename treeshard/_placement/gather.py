@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import tree_flatten
 
+from treeshard._core.arguments import check_no_refs
 from treeshard._core.arrays import (
     Region,
     data_of,
@@ -195,6 +196,7 @@ def _agreed_paths(call: _Call) -> list[str]:
     paths = leaf_paths(call.tree) if call.processes else []
     paths = [path_under(call.prefix, path) for path in paths]
     with agreeing(call.where, among=call.processes, timeout=call.timeout) as facts:
+        check_no_refs(call.tree, call.where, call.prefix)
         # numpy arrays can always be copied, whatever their dtype.
         of_jax = jax.Array | jax.ShapeDtypeStruct
         misfits = {i: unreadable(x) for i, x in enumerate(call.leaves) if isinstance(x, of_jax)}

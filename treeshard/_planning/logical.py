@@ -326,6 +326,32 @@ def resolve_by(
     return _on_mesh(spec, mesh, shape)
 
 
+def rules_of_variable(
+    given: ReadLogicalRules | None, own: ReadLogicalRules | None
+) -> ReadLogicalRules | None:
+    """The rules for an nnx variable: those given, or in force, and its own ones for other names.
+
+    Raises:
+        SpecError: If both have rules for a name, and they differ.
+    """
+    rules = current_logical_rules() if given is None else given
+    if isinstance(rules, tuple) and given is None and logical_rules.value is None:
+        rules = tuple(dict(rules).items())  # in Flax's context, nnx takes the last rule of a name
+    if not own:
+        return rules
+    pairs = rules._axes_by_name("train").items() if isinstance(rules, PartitionAxis) else rules
+    merged = list(pairs or ())
+    for name, axes in dict(own).items():
+        others = [axes_of_name for other, axes_of_name in merged if other == name]
+        if others and axes not in others:
+            raise SpecError(
+                f"the rules in force have {name!r} as {others[0]!r}, and the variable's own"
+                f" `sharding_rules` have it as {axes!r}. Flax refuses both together: remove one."
+            )
+        merged += [] if others else [(name, axes)]
+    return tuple(merged)
+
+
 def lost_axes(
     names: Sequence[Entry], rules: ReadLogicalRules, sizes: Mapping[str, int]
 ) -> list[str]:

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten, tree_leaves, tree_structure
 
-from treeshard._core.arguments import check_tree
+from treeshard._core.arguments import check_no_refs, check_tree
 from treeshard._core.arrays import StaticSplit, device_dtype, has_shape, same_arrays
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.mesh import (
@@ -508,6 +508,7 @@ class Plan(SpecCarrier):
             `optax.tree_map_params`, for states that hold copies of the parameters; ZeRO stage
             1: Rajbhandari et al. 2020, arXiv:1910.02054.
         """
+        check_no_refs(tree, "Plan.follow")
         leaves = copied_leaves(tree, self._original())
         if extra_axis:
             leaves = sharded_further(leaves, extra_axis, self.mesh, self.min_size)

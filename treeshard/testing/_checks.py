@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from treeshard._core.arguments import check_no_refs
 from treeshard._core.arrays import data_of
 from treeshard._core.mesh import MeshLike
 from treeshard._core.paths import PyTree
@@ -134,6 +135,8 @@ def check_gradients(
         StateError: If `by_hand` does not return `(loss, grads)`.
         MeshError: If the plan's mesh has one device, or none.
     """
+    check_no_refs(params, "check_gradients")
+    check_no_refs(batch, "check_gradients", "batch")
     available = default_layouts(plan, batch, batch_specs, by_hand=by_hand is not None)
     chosen = selected("check_gradients", available, layouts)
     computation = Gradients(loss, params, batch, plan, by_hand)
@@ -191,6 +194,8 @@ def check_step(
             name.
         MeshError: If the plan's mesh has one device.
     """
+    check_no_refs(state, "check_step")
+    check_no_refs(batch, "check_step", "batch")
     names = ["plan", "mesh", "axes"] if step.is_by_hand else ["plan", "mesh", "axes", "batch"]
     available = default_layouts(step.plan, batch, step.batch_specs)
     available = [layout for layout in available if layout.name in names]

@@ -13,7 +13,7 @@ import equinox as eqx
 import jax
 from jax.tree_util import tree_leaves
 
-from treeshard._core.arguments import check_tree, described
+from treeshard._core.arguments import check_no_refs, check_tree, described
 from treeshard._core.arrays import array_text, is_array, same_arrays
 from treeshard._core.contexts import plan_in_force
 from treeshard._core.make_mesh import with_devices
@@ -132,6 +132,7 @@ def init_sharded(
             " `shard(tree, plan(tree, rules, mesh))`."
         )
     mesh = with_devices(mesh, "init_sharded")
+    check_no_refs(args, "init_sharded", "argument")
     arguments, static_arguments = eqx.partition(args, is_array)
 
     def make(arguments: Any) -> PyTree:

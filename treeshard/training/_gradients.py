@@ -8,6 +8,7 @@ import jax
 from jax.sharding import AxisType
 from jax.tree_util import tree_flatten
 
+from treeshard._core.arguments import check_no_refs
 from treeshard._core.arrays import StaticSplit, has_gradient
 from treeshard._core.jax_private import is_tracing, vmapped_axes
 from treeshard._core.mesh import (
@@ -82,6 +83,7 @@ def value_and_grad(
         given = PlanInForce(specs, row_axes(default_batch(specs)))
 
     def value_and_grad_of_loss(params: PyTree, *args: Any) -> tuple[Any, PyTree]:
+        check_no_refs(params, "value_and_grad")
         step = current_plan()
         if given is not None and (step is None or step.plan is not given.plan):
             return given.inside(value_and_grad_of_loss)(params, *args)

@@ -18,7 +18,7 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import PartitionSpec
 from jax.tree_util import tree_flatten, tree_leaves, tree_map
 
-from treeshard._core.arguments import described
+from treeshard._core.arguments import check_no_refs, described
 from treeshard._core.arrays import array_text
 from treeshard._core.mesh import axis_sizes, context_mesh
 from treeshard._core.paths import PyTree, leaf_paths
@@ -111,6 +111,7 @@ class _ByMatrix:
     is_matrix: Callable[[str, Any], bool]
 
     def init(self, params: PyTree) -> ByMatrixState:
+        check_no_refs(params, "by_matrix")
         leaves, treedef = tree_flatten(params)
         groups = _groups(params, self.plan, self.is_matrix)
         matrices: dict[str, PyTree] = {}
