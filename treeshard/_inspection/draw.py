@@ -44,7 +44,7 @@ def draw(x: Any, to: str | Path | None = None) -> None:
             each device.
 
     Raises:
-        LeafError: If there are no arrays in `x`.
+        LeafError: If there are no arrays in `x`, or it has a mutable reference (`jax.Ref`).
         SpecError: If arrays in it are traced: all are named.
         FormatError: If `to` has another file extension.
         ImportError: If rich is not installed.

@@ -74,6 +74,7 @@ def diff_shardings(a: PyTree, b: PyTree) -> ShardingDiff:
 
     Raises:
         SpecError: If leaves are traced and so have no sharding yet. All such leaves are named.
+        LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
     Examples:
         >>> mesh = make_mesh("fsdp=8")
@@ -106,6 +107,7 @@ def assert_stable_step(step: Callable[..., Any], state: PyTree, *args: Any) -> A
         UnstableStepError: If anything changed: it lists all leaves, what changed, and the fix. It
             is an `AssertionError`.
         SpecError: If a leaf of the state is traced.
+        LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
     Examples:
         >>> step = jax.jit(lambda state, x: ({"w": state["w"] + x.mean()}, x.sum()))

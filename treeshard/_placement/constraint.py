@@ -118,6 +118,9 @@ def with_sharding_constraint(
             elsewhere than in a trace on Explicit axes alone; if `shardings` does not fit the tree,
             logical names do not resolve, or `uneven` is unknown; with `"error"` and `"keep"`, also
             for uneven dims.
+        ShardingRuleError: If `shardings` is a `Plan` with errors, as `Plan.check_before_use`, whose
+            warnings apply too.
+        LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
     Warns:
         ShardingWarning: If axes were dropped because they do not divide a dim
@@ -181,6 +184,9 @@ def unshard(
             the plan in force has no subtree of this structure and these shapes, or several with
             different specs. Without `axis`, if no plan is in force.
         TypeError: If `axis` is neither a string nor a sequence of strings.
+        ShardingRuleError: If `specs` is a `Plan` with errors, as `Plan.check_before_use`, whose
+            warnings apply too.
+        LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
     Warns:
         ShardingWarning: If `axis` looks like a misspelling of one that the specs name. Without

@@ -84,7 +84,8 @@ def gather(
 
     Raises:
         DeletedLeafError: If a leaf was deleted or donated. Nothing is copied.
-        LeafError: If a leaf is a tracer, a `ShapeDtypeStruct`, or unreduced. Nothing is copied.
+        LeafError: If a leaf is a tracer, a `ShapeDtypeStruct`, a mutable reference (`jax.Ref`), or
+            unreduced. Nothing is copied.
         ProcessError: If processes do not make the same call with the same tree, or one of them
             does not make it within `timeout`, or fails. Nothing is copied.
         DoesNotFitError: If this process receives more than its host memory. Nothing is copied.
@@ -293,6 +294,8 @@ def make_shard_and_gather_fns(
         SpecError: If a leaf of `specs` is not a spec.
         NoMeshError: If a spec needs a mesh and there is none.
         MeshError: If the mesh is an `AbstractMesh`, which has no devices.
+        ShardingRuleError: If `specs` is a `Plan` with errors, as `Plan.check_before_use`, whose
+            warnings apply too.
 
     Examples:
         >>> shard_fns, gather_fns = make_shard_and_gather_fns({"w": P("fsdp")}, make_mesh("fsdp=8"))

@@ -36,6 +36,7 @@ def extract_shardings(tree: PyTree, mesh: MeshLike | None = None) -> SpecTree:
     Raises:
         SpecError: If specs do not fit `mesh`. All such leaves are listed. It is an
             `UnknownAxisError` too if the mesh lacks an axis.
+        LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
     Examples:
         >>> tree = shard({"w": np.ones(8)}, P("fsdp"), make_mesh("fsdp=8"))
@@ -71,6 +72,7 @@ def get_partition_spec(tree: PyTree) -> SpecTree:
         SpecError: If a leaf has no spec, because it is neither an array nor a number, has
             another kind of sharding, or is a tracer or `ShapeDtypeStruct` without one. All
             such leaves are listed with their types.
+        LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
     Examples:
         >>> tree = shard({"w": np.ones(8)}, P("fsdp"), make_mesh("fsdp=8"))

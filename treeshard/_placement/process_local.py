@@ -95,6 +95,7 @@ def from_process_local(
 
     Raises:
         UnknownAxisError, SpecError, DeletedLeafError, NoMeshError, MeshError: As `shard`.
+        ShardingRuleError: As `shard`, whose warnings apply too.
         SpecError: Also if processes hold overlapping parts of a dim, so that it is undefined
             which part each of them passes.
         LeafError: As `shard`; and if a leaf is already on devices of several processes.

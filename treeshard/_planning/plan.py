@@ -175,7 +175,8 @@ class Plan(SpecCarrier):
 
         A path has the keys of the tree, as JAX's key paths have them: `plan["model"]`, `plan[0]` of
         a tuple, `plan["model/layers/0"]`. Paths of the subtree's leaves begin there. `on`, `padded`
-        and `findings` are those of the whole plan, whose rules are about whole paths.
+        and `findings` are those of the whole plan, whose rules are about whole paths. `check`, and
+        functions that apply the subtree's plan, raise for its own leaves only.
 
         Raises:
             SpecError: If the tree has no such path. The message has the keys that there are.
@@ -497,6 +498,7 @@ class Plan(SpecCarrier):
             UnknownAxisError: If the mesh does not have `extra_axis`.
             SpecError: If `extra_axis` has a name twice.
             TypeError: If `extra_axis` is neither a string nor a sequence of strings.
+            LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
         Examples:
             >>> params = {"w": jax.numpy.zeros((512, 64))}
@@ -759,6 +761,7 @@ def plan(
             arguments are in another order.
         ArgumentError: If the tree is a class, a function or another opaque object.
         MeshError: If `mesh` is not one.
+        LeafError: If a leaf is a mutable reference (`jax.Ref`).
     """
     call = "plan(tree, rules, mesh)"
     check_order(rules, tree, "plan", call)

@@ -76,6 +76,7 @@ def match_partition_rules(
         ArgumentError: If the tree is a class, a function or another opaque object.
         MeshError: If `mesh` is not a mesh.
         NoMeshError: If the rules contain tactics, and there is no mesh.
+        LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
     Warns:
         ShardingWarning: If leaves are replicated for `min_size` although their action is a spec.

@@ -47,6 +47,7 @@ def analyze_sharding_strategy(
             or not in the mesh (then also an `UnknownAxisError`), there are entries beyond the
             rank, or a dim is `UNCONSTRAINED`. All such leaves are listed.
         NoMeshError: If there are specs, and no mesh.
+        LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
     Examples:
         >>> mesh = make_mesh("data=2,fsdp=4")

@@ -61,6 +61,7 @@ def infer_sharding(tree: PyTree, strategy: Strategy, mesh: MeshLike) -> SpecTree
         ShardingRuleError: If the strategy is malformed, an op does not return a spec, or
             a spec does not fit its leaf. All such leaves are listed. It is an
             `UnknownAxisError` too if the mesh lacks an axis.
+        LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
     Examples:
         >>> params = {"head": {"kernel": jax.ShapeDtypeStruct((4096, 1024), "float32")}}

@@ -89,6 +89,9 @@ def partition_specs(tree: PyTree) -> SpecTree:
     Returns:
         A prefix of `tree`, with a `PartitionSpec` in place of each box and leaf.
 
+    Raises:
+        LeafError: If a leaf is a mutable reference (`jax.Ref`).
+
     Examples:
         >>> partition_specs({"step": 0, "w": Partitioned(jnp.ones((8, 4)), ("fsdp", None))})
         {'step': P(), 'w': P('fsdp', None)}
@@ -218,6 +221,8 @@ def leaves_with_specs(tree: PyTree, specs: SpecTree, where: str) -> tuple[list[L
     Raises:
         SpecError: If `specs` does not fit the tree, or specs do not fit their leaves.
         UnknownAxisError: If specs name an axis that the mesh lacks.
+        ShardingRuleError: If `specs` is a plan with errors.
+        LeafError: If a leaf is a mutable reference (`jax.Ref`).
     """
     check_no_refs(tree, where)
     if specs is None:

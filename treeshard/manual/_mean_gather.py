@@ -169,6 +169,7 @@ def vary(tree: PyTree, axis_names: AxisNames) -> PyTree:
 
     Raises:
         UnknownAxisError: If an axis is not bound here.
+        LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
     Examples:
         >>> def step(w, x):  # plain data parallel

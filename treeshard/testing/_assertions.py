@@ -154,6 +154,7 @@ def assert_trees_sharded_as(tree: PyTree, expected: SpecTree) -> None:
         UnexpectedShardingError: If an array is sharded differently; the message lists all of
             them. If `expected` has another structure. It is an `AssertionError`.
         SpecError: If `expected` has a leaf that is not a spec.
+        LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
     Examples:
         >>> mesh = make_mesh("data=2,fsdp=4")

@@ -134,6 +134,7 @@ def check_gradients(
             nor the plan says how the batch is split; if there is no layout of a name.
         StateError: If `by_hand` does not return `(loss, grads)`.
         MeshError: If the plan's mesh has one device, or none.
+        LeafError: If `params` or `batch` has a mutable reference (`jax.Ref`).
     """
     check_no_refs(params, "check_gradients")
     check_no_refs(batch, "check_gradients", "batch")
@@ -193,6 +194,7 @@ def check_step(
         SpecError: If the state does not match the plan of the step, or there is no layout of a
             name.
         MeshError: If the plan's mesh has one device.
+        LeafError: As `check_gradients`.
     """
     check_no_refs(state, "check_step")
     check_no_refs(batch, "check_step", "batch")

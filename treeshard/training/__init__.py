@@ -98,7 +98,7 @@ def init_sharded(
             it as the mesh in force.
         min_size: Leaves with fewer elements are replicated.
         strict: Whether an unmatched leaf, or a spec that does not fit its leaf, is an error.
-            Otherwise the plan records it.
+            Otherwise what fits is kept, with a warning, as in `treeshard.plan`.
         pad: Whether to pad dims with zeros where the rules' axes do not divide them, as
             `Plan.padded` says. In a step, `treeshard.unpad_leaves` removes the padding.
 
@@ -115,10 +115,13 @@ def init_sharded(
         ProcessError: If the processes of the mesh do not make the same tree by the same rules
             from the same arguments, or one of them fails or does not arrive. Nothing has been
             allocated then.
+        LeafError: If a leaf of the arguments, or of what `fn` returns, is a mutable reference
+            (`jax.Ref`).
 
     Warns:
         ShardingWarning: If leaves are replicated for `min_size` although their action is a
-            spec, as in `treeshard.match_partition_rules`.
+            spec, as in `treeshard.match_partition_rules`. If rules match no leaf. Without
+            `strict`, of what it would raise.
 
     Source:
         Shapes first, then a jitted init with `out_shardings`, as in EasyLM and in Flax's
@@ -245,6 +248,10 @@ def jit_step(
             not arrive.
         DeletedLeafError: When called, if the state was donated to an earlier step.
         MeshError: If the plan was made for an abstract mesh.
+        ShardingRuleError: If the plan has errors, as `Plan.check_before_use`, whose warnings apply
+            too.
+        LeafError: When called, if leaves of the state or the batch are mutable references
+            (`jax.Ref`).
 
     Warns:
         ShardingWarning: If all devices along an axis do the same work, since it does not split
@@ -302,6 +309,7 @@ def shard_map_step(
         StateError: When called, if leaves of the new state, or `aux`, may differ between
             devices; lists all of them, with the axes.
         UnknownAxisError, SpecError, StateError, DeletedLeafError, MeshError: As `jit_step`.
+        ShardingRuleError, LeafError: As `jit_step`.
 
     Warns:
         ShardingWarning: As `jit_step`.

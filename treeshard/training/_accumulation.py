@@ -97,6 +97,7 @@ def accumulate_gradients(
             keys, which have no mean. Lists all of them.
         UnknownAxisError: If the mesh lacks one of `axis_names`.
         NoMeshError: If `axis_names` is given and no mesh is in force.
+        LeafError: Also if a leaf of the batch is a mutable reference (`jax.Ref`).
 
     Source:
         The function of this name in the UvA deep-learning tutorials.

@@ -77,6 +77,9 @@ def by_matrix(
         ArgumentError: If `optimizer` has no `init` and `update`, or `plan` is not a plan.
         SpecError: When called, if leaves are not in the plan, or stacked dims that are sharded
             cannot be split further. Lists all of them.
+        ShardingRuleError: If the plan has errors, as `Plan.check_before_use`, whose warnings apply
+            too.
+        LeafError: When called, if a leaf is a mutable reference (`jax.Ref`).
 
     Examples:
         >>> params = {"w": jnp.ones((2, 128, 128))}
