@@ -1,13 +1,15 @@
 """Decides, applies and checks how a PyTree is split over devices.
 
 `__init__.pyi` is the table of names, for type checkers and for `dir` alike. A name loads its module
-when it is first used: JAX is imported then at the latest, and Equinox and Chex only by what needs
-them.
+when it is first used, and Equinox and Chex are loaded only by what needs them.
 """
 
 from typing import Any as _Any
 
 import lazy_loader as _lazy_loader
+
+# JAX forgets all traces when a context is made, so they are made now.
+from treeshard._core import contexts as _contexts  # noqa: F401  (loading it makes them)
 
 __version__ = "0.4.0"
 

@@ -97,7 +97,7 @@ class SpecError(TreeShardError, ValueError):
 
 
 class ShardingRuleError(TreeShardError, ValueError):
-    """A list of rules is malformed, or no rule matches some leaf."""
+    """A list of rules is malformed, no rule matches some leaf, or a spec does not fit its leaf."""
 
 
 class UnknownAxisInRuleError(ShardingRuleError, UnknownAxisError):
@@ -130,8 +130,8 @@ class DoesNotFitError(TreeShardError, MemoryError):
 
 
 class LeafError(TreeShardError, TypeError):
-    """A leaf has no values to move or save: a tracer, a `ShapeDtypeStruct`, a class that JAX does
-    not know."""
+    """A leaf has no values to move or save: a tracer, a `ShapeDtypeStruct`, a mutable reference, a
+    class that JAX does not know."""
 
 
 class StateError(TreeShardError, TypeError):

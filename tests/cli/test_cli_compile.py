@@ -168,5 +168,5 @@ def test_json_has_the_same_facts(run) -> None:
 def test_wrong_input_is_exit_code_2_and_says_the_way_out(run, function, options, message) -> None:
     code, out, err = run(function, *options.split())
     assert (code, out) == (2, "")
-    assert err.split("\n")[-2].startswith("treeshard: error: ")
+    assert "\ntreeshard: error: " in f"\n{err}"
     assert message in err

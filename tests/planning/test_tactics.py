@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 from helpers import mesh_of, struct
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
@@ -135,6 +136,68 @@ def test_names_in_boxes_are_resolved(box, spec) -> None:
     for context_of_flax in (linen.logical_axis_rules, nnx.logical_axis_rules):
         with context_of_flax(RULES):
             assert logical_partitioning().refine(P(), MESH, "w", box, 0) == (spec, ())
+
+
+OWN: dict[str, tuple[Any, Any]] = {  # rules in force, and a variable's own
+    "added": ([("mlp", "data")], (("embed", "fsdp"),)),
+    "added, with the same rule for a name": (
+        [("embed", "fsdp"), ("mlp", "data")],
+        (("embed", "fsdp"),),
+    ),
+    "added, with several axes": ([("other", "fsdp")], [["embed", ["data", "fsdp"]], ["mlp", None]]),
+    "an axis of the mesh has a rule": ([("data", "fsdp")], (("embed", None), ("mlp", "data"))),
+    "no own": ([("embed", "fsdp"), ("mlp", "data")], None),
+    "own without any": ([("embed", "fsdp"), ("mlp", "data")], ()),
+    "the last of a name": ([("embed", "fsdp"), ("embed", None), ("mlp", "fsdp")], (("x", "data"),)),
+}
+
+
+@pytest.mark.parametrize(("in_force", "own"), OWN.values(), ids=OWN)
+@pytest.mark.parametrize("names", [("embed", "mlp"), (None, "mlp")], ids=str)
+def test_rules_of_an_nnx_variable_are_added_as_flax_adds_them(names, in_force, own) -> None:
+    box = variable(*names, sharding_rules=own)
+    for context in (linen.logical_axis_rules, nnx.logical_axis_rules):
+        with context(in_force):
+            theirs = nnx.get_partition_spec(box).get_value()
+            given, notes = logical_partitioning().refine(P(), MESH, "w", box, 0)
+        assert notes == ()
+        assert NamedSharding(MESH, given).is_equivalent_to(NamedSharding(MESH, theirs), 2)
+
+
+def test_rules_of_an_nnx_variable_are_added_to_those_of_treeshard() -> None:
+    box = variable("embed", "mlp", sharding_rules=(("embed", "fsdp"),))
+    for_plan = {"rules": [(".*", logical_partitioning())], "mesh": MESH, "min_size": 0}
+    with ts.logical_axis_rules([("mlp", "data")]):
+        assert refined_box(logical_partitioning(), box) == (P("fsdp", "data"), [])
+        decided = ts.plan({"w": box}, **for_plan)
+        assert decided.leaves[0].given == P("fsdp", "data")
+    assert decided.on("data=4,fsdp=2").leaves[0].given == P("fsdp", "data")
+    assert refined_box(logical_partitioning([("mlp", "data")]), box) == (P("fsdp", "data"), [])
+    axes = ts.PartitionAxis(mlp_intermediate_axis="data")
+    of_kinds = variable("embed", "mlp_intermediate", sharding_rules=(("embed", "fsdp"),))
+    with ts.logical_axis_rules(axes):
+        assert refined_box(logical_partitioning(), of_kinds) == (P("fsdp", "data"), [])
+    assert refined_box(logical_partitioning(), box) == (P("fsdp"), [])  # none in force
+
+
+def test_rules_of_a_linen_box_replace_those_in_force_as_in_flax() -> None:
+    box = linen.LogicallyPartitioned(struct(8, 8), ("embed", "mlp"), rules=(("embed", "data"),))
+    with linen.logical_axis_rules([("mlp", "fsdp")]):
+        theirs = linen.logical_to_mesh_axes(box.names, box.rules)
+        assert refined_box(logical_partitioning(), box) == (P("data"), [])
+    assert NamedSharding(MESH, theirs).is_equivalent_to(NamedSharding(MESH, P("data")), 2)
+
+
+@pytest.mark.parametrize("in_force", [[("embed", "data")], [("embed", None)]], ids=str)
+def test_a_name_with_two_rules_of_which_one_is_the_variables_own_is_an_error(in_force) -> None:
+    box = variable("embed", "mlp", sharding_rules=(("embed", "fsdp"),))
+    axes = in_force[0][1]
+    message = f"k: .* the rules in force have 'embed' as {axes!r}, and .* have it as 'fsdp'"
+    for context in (nnx.logical_axis_rules, ts.logical_axis_rules):
+        with context(in_force), pytest.raises(ts.ShardingRuleError, match=message):
+            ts.plan({"k": box}, [(".*", logical_partitioning())], MESH, min_size=0)
+    with nnx.logical_axis_rules(in_force), pytest.raises(ValueError, match="Inconsistent"):
+        nnx.get_partition_spec(box)
 
 
 def test_rules_of_the_tactic_come_before_those_in_force() -> None:

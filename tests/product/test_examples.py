@@ -62,6 +62,7 @@ def test_the_demo_splits_its_state_evenly() -> None:
 LLAMA = compile_llama.Size(layers=2, width=64, hidden=128, heads=4, kv_heads=2, vocabulary=256)
 
 
+@pytest.mark.usefixtures("all_sizes")
 def test_a_llama_compiles_and_trains_alike_on_both_kinds_of_axes(capsys) -> None:
     """Computed in bfloat16, and the gradients in other orders."""
 

@@ -28,7 +28,7 @@ from tests.training.gradient_programs import (
     state,
     step_of,
 )
-from treeshard._planning.plan_in_force import summed_later
+from treeshard._core.contexts import summed_later
 from treeshard.communication import collectives
 from treeshard.training import value_and_grad
 
@@ -265,8 +265,9 @@ def adding_one(plan: ts.Plan, **options: Any) -> Any:
 def test_a_state_on_a_mesh_with_other_types_of_axes_is_taken_without_a_copy(
     first: str, second: str
 ) -> None:
+    rules = [("w", P(None, "fsdp"))]
     there, here = (
-        ts.plan(state(WIDTH), [("w", P("fsdp"))], ts.make_mesh(HSDP, axis_types=kind), min_size=0)
+        ts.plan(state(WIDTH), rules, ts.make_mesh(HSDP, axis_types=kind), min_size=0)
         for kind in (first, second)
     )
     step = adding_one(here)

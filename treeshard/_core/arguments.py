@@ -7,11 +7,13 @@ error here; an empty container is not.
 import os
 from typing import Any
 
+import jax
 from jax.sharding import AbstractMesh, Mesh
-from jax.tree_util import all_leaves
+from jax.tree_util import all_leaves, tree_leaves
 
 from treeshard._core.arrays import array_text, has_shape
-from treeshard.errors import ArgumentError, short
+from treeshard._core.paths import leaf_paths, path_under
+from treeshard.errors import ArgumentError, LeafError, listed, short
 
 _VALUES = (bool, int, float, complex, str, bytes)
 
@@ -33,7 +35,8 @@ def described(x: Any) -> str:
 
 
 def check_tree(tree: Any, where: str, call: str, name: str = "the tree") -> None:
-    """Raises `ArgumentError` if a whole tree is a class, a function, or another opaque object.
+    """Raises `ArgumentError` if a whole tree is a class, a function, or another opaque object, and
+    `LeafError` as `check_no_refs`.
 
     Args:
         tree: What is passed as a tree.
@@ -41,6 +44,7 @@ def check_tree(tree: Any, where: str, call: str, name: str = "the tree") -> None
         call: How it is called.
         name: What the message calls the tree.
     """
+    check_no_refs(tree, where)
     if not all_leaves([tree]) or isinstance(tree, _VALUES) or hasattr(tree, "shape"):
         return
     if callable(tree):
@@ -49,6 +53,28 @@ def check_tree(tree: Any, where: str, call: str, name: str = "the tree") -> None
         advice = "Pass its arrays, or register its class as a pytree"
     what = f"{name} is {described(tree)}, which is not a pytree of arrays"
     raise ArgumentError(f"{where}: {what}. {advice}: `{call}`.")
+
+
+def check_no_refs(tree: Any, where: str, prefix: str = "") -> None:
+    """Raises `LeafError` if leaves are mutable references, which have the values of an array and
+    are none: JAX can neither return them from a function nor place them on devices.
+
+    Args:
+        tree: Any pytree.
+        where: The function, for the message.
+        prefix: The path of the tree in a larger one.
+    """
+    leaves = tree_leaves(tree)
+    if not any(isinstance(x, jax.Ref) for x in leaves):
+        return
+    pairs = zip(leaf_paths(tree), leaves, strict=True)
+    paths = [path_under(prefix, path) for path, x in pairs if isinstance(x, jax.Ref)]
+    facts = [f"{path or 'the tree'}: a mutable reference (`jax.Ref`)." for path in paths]
+    message = listed(f"{where}: leaves are mutable references, not arrays:", facts, headed=True)
+    raise LeafError(
+        f"{message}\nPass their values, `jax.tree.map(lambda x: x[...] if isinstance(x, jax.Ref)"
+        " else x, tree)`, and make references inside the jitted function that changes them."
+    )
 
 
 def check_path(path: Any, where: str, call: str) -> None:

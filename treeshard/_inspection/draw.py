@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from treeshard._core.arguments import check_no_refs
 from treeshard._core.arrays import is_array
 from treeshard._core.mesh import AnyMesh, axis_sizes
 from treeshard._core.specs import axes_of, entries
@@ -43,7 +44,7 @@ def draw(x: Any, to: str | Path | None = None) -> None:
             each device.
 
     Raises:
-        LeafError: If there are no arrays in `x`.
+        LeafError: If there are no arrays in `x`, or it has a mutable reference (`jax.Ref`).
         SpecError: If arrays in it are traced: all are named.
         FormatError: If `to` has another file extension.
         ImportError: If rich is not installed.
@@ -60,6 +61,7 @@ def draw(x: Any, to: str | Path | None = None) -> None:
         `jax.debug.visualize_array_sharding`, for trees and for ranks above 2.
     """
     is_table = hasattr(x, "__rich__")  # such as `Types`
+    check_no_refs(x, "draw")
     leaves = [] if is_table else placed_leaves(x)
     if not (is_table or leaves):
         raise LeafError(

@@ -12,6 +12,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.tree_util import tree_structure
 
+from treeshard._core.arguments import check_no_refs
 from treeshard._core.arrays import has_shape
 from treeshard._core.mesh import describe_mesh
 from treeshard._core.paths import PyTree, pair
@@ -73,6 +74,7 @@ def diff_shardings(a: PyTree, b: PyTree) -> ShardingDiff:
 
     Raises:
         SpecError: If leaves are traced and so have no sharding yet. All such leaves are named.
+        LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
     Examples:
         >>> mesh = make_mesh("fsdp=8")
@@ -81,6 +83,7 @@ def diff_shardings(a: PyTree, b: PyTree) -> ShardingDiff:
         >>> print(diff_shardings(whole, decided)[0])
         w: sharding P() -> P('fsdp',)
     """
+    check_no_refs((a, b), "diff_shardings")
     return _diff(_facts_by_path(a), _facts_by_path(b))
 
 
@@ -104,6 +107,7 @@ def assert_stable_step(step: Callable[..., Any], state: PyTree, *args: Any) -> A
         UnstableStepError: If anything changed: it lists all leaves, what changed, and the fix. It
             is an `AssertionError`.
         SpecError: If a leaf of the state is traced.
+        LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
     Examples:
         >>> step = jax.jit(lambda state, x: ({"w": state["w"] + x.mean()}, x.sum()))
@@ -112,6 +116,7 @@ def assert_stable_step(step: Callable[..., Any], state: PyTree, *args: Any) -> A
         >>> float(total)
         8.0
     """
+    check_no_refs(state, "assert_stable_step")
     treedef, before = tree_structure(state), _facts_by_path(state)  # the step may donate it
     out = step(state, *args)
     new_state = out

@@ -13,7 +13,9 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten, tree_leaves, tree_map, tree_structure
 
+from treeshard._core.arguments import check_no_refs
 from treeshard._core.arrays import is_array
+from treeshard._core.contexts import plan_in_force
 from treeshard._core.jax_private import is_in_jit, is_tracing, vmapped_axes
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.mesh import (
@@ -61,7 +63,6 @@ from treeshard._planning.plan_in_force import (
     PlanInForce,
     current_plan,
     default_batch,
-    plan_in_force,
     row_axes,
 )
 from treeshard.errors import SpecError, did_you_mean, listed, warn
@@ -117,6 +118,9 @@ def with_sharding_constraint(
             elsewhere than in a trace on Explicit axes alone; if `shardings` does not fit the tree,
             logical names do not resolve, or `uneven` is unknown; with `"error"` and `"keep"`, also
             for uneven dims.
+        ShardingRuleError: If `shardings` is a `Plan` with errors, as `Plan.check_before_use`, whose
+            warnings apply too.
+        LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
     Warns:
         ShardingWarning: If axes were dropped because they do not divide a dim
@@ -130,6 +134,9 @@ def with_sharding_constraint(
         known, hint = get_args(Uneven), did_you_mean(str(uneven), get_args(Uneven))
         raise SpecError(f"uneven={uneven!r} is none of {', '.join(map(repr, known))}.{hint}")
     mesh = as_mesh(mesh, make_mesh)
+    check_no_refs(tree, "with_sharding_constraint")
+    if isinstance(shardings, SpecCarrier):
+        shardings.check_before_use()
     return _constrain_tree("with_sharding_constraint", tree, shardings, mesh, uneven)
 
 
@@ -177,6 +184,9 @@ def unshard(
             the plan in force has no subtree of this structure and these shapes, or several with
             different specs. Without `axis`, if no plan is in force.
         TypeError: If `axis` is neither a string nor a sequence of strings.
+        ShardingRuleError: If `specs` is a `Plan` with errors, as `Plan.check_before_use`, whose
+            warnings apply too.
+        LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
     Warns:
         ShardingWarning: If `axis` looks like a misspelling of one that the specs name. Without
@@ -185,9 +195,11 @@ def unshard(
     Source:
         MaxText gathers a layer's weights this way; the name is PyTorch FSDP2's.
     """
+    check_no_refs(tree, "unshard")
     step = source = current_plan()
-    if mesh is None and isinstance(specs, SpecCarrier):
-        mesh = specs.mesh
+    if isinstance(specs, SpecCarrier):
+        specs.check_before_use()
+        mesh = specs.mesh if mesh is None else mesh
     if isinstance(specs, Plan):
         source = PlanInForce(specs, row_axes(default_batch(specs)))
         specs = _specs_in_plan(tree, source)

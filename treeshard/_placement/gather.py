@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import tree_flatten
 
+from treeshard._core.arguments import check_no_refs
 from treeshard._core.arrays import (
     Region,
     data_of,
@@ -83,7 +84,8 @@ def gather(
 
     Raises:
         DeletedLeafError: If a leaf was deleted or donated. Nothing is copied.
-        LeafError: If a leaf is a tracer, a `ShapeDtypeStruct`, or unreduced. Nothing is copied.
+        LeafError: If a leaf is a tracer, a `ShapeDtypeStruct`, a mutable reference (`jax.Ref`), or
+            unreduced. Nothing is copied.
         ProcessError: If processes do not make the same call with the same tree, or one of them
             does not make it within `timeout`, or fails. Nothing is copied.
         DoesNotFitError: If this process receives more than its host memory. Nothing is copied.
@@ -195,6 +197,7 @@ def _agreed_paths(call: _Call) -> list[str]:
     paths = leaf_paths(call.tree) if call.processes else []
     paths = [path_under(call.prefix, path) for path in paths]
     with agreeing(call.where, among=call.processes, timeout=call.timeout) as facts:
+        check_no_refs(call.tree, call.where, call.prefix)
         # numpy arrays can always be copied, whatever their dtype.
         of_jax = jax.Array | jax.ShapeDtypeStruct
         misfits = {i: unreadable(x) for i, x in enumerate(call.leaves) if isinstance(x, of_jax)}
@@ -291,6 +294,8 @@ def make_shard_and_gather_fns(
         SpecError: If a leaf of `specs` is not a spec.
         NoMeshError: If a spec needs a mesh and there is none.
         MeshError: If the mesh is an `AbstractMesh`, which has no devices.
+        ShardingRuleError: If `specs` is a `Plan` with errors, as `Plan.check_before_use`, whose
+            warnings apply too.
 
     Examples:
         >>> shard_fns, gather_fns = make_shard_and_gather_fns({"w": P("fsdp")}, make_mesh("fsdp=8"))
@@ -303,6 +308,7 @@ def make_shard_and_gather_fns(
     """
     mesh = as_mesh(mesh, make_mesh)
     if isinstance(specs, SpecCarrier):
+        specs.check_before_use()
         specs, mesh = specs.specs, mesh or specs.mesh
     leaf_specs, treedef = flatten_specs(specs, resolve=resolver(mesh))
     shard_fns: list[Callable[[Any], Any]] = []

@@ -11,6 +11,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten
 
+from treeshard._core.arguments import check_no_refs
 from treeshard._core.arrays import is_array
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.mesh import MeshLike, as_mesh
@@ -35,6 +36,7 @@ def extract_shardings(tree: PyTree, mesh: MeshLike | None = None) -> SpecTree:
     Raises:
         SpecError: If specs do not fit `mesh`. All such leaves are listed. It is an
             `UnknownAxisError` too if the mesh lacks an axis.
+        LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
     Examples:
         >>> tree = shard({"w": np.ones(8)}, P("fsdp"), make_mesh("fsdp=8"))
@@ -45,6 +47,7 @@ def extract_shardings(tree: PyTree, mesh: MeshLike | None = None) -> SpecTree:
         EasyDeL's functions of this name, `extract_sharding_structure` and
         `get_shardings_with_structure`.
     """
+    check_no_refs(tree, "extract_shardings")
     leaves, treedef = tree_flatten(tree)
     shardings = treedef.unflatten([_named_sharding(leaf) for leaf in leaves])
     if mesh is None:
@@ -69,6 +72,7 @@ def get_partition_spec(tree: PyTree) -> SpecTree:
         SpecError: If a leaf has no spec, because it is neither an array nor a number, has
             another kind of sharding, or is a tracer or `ShapeDtypeStruct` without one. All
             such leaves are listed with their types.
+        LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
     Examples:
         >>> tree = shard({"w": np.ones(8)}, P("fsdp"), make_mesh("fsdp=8"))
@@ -78,6 +82,7 @@ def get_partition_spec(tree: PyTree) -> SpecTree:
     Source:
         EasyDeL's function of this name.
     """
+    check_no_refs(tree, "get_partition_spec")
     leaves, treedef = tree_flatten(tree)
     specs = [_spec(leaf) for leaf in leaves]
     if any(spec is None for spec in specs):

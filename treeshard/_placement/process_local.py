@@ -14,6 +14,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten, tree_structure
 
+from treeshard._core.arguments import check_no_refs
 from treeshard._core.arrays import array_text, device_dtype, has_shape
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.meetings import check_in_step, count_batch, note, set_origin, tell_batch
@@ -94,6 +95,7 @@ def from_process_local(
 
     Raises:
         UnknownAxisError, SpecError, DeletedLeafError, NoMeshError, MeshError: As `shard`.
+        ShardingRuleError: As `shard`, whose warnings apply too.
         SpecError: Also if processes hold overlapping parts of a dim, so that it is undefined
             which part each of them passes.
         LeafError: As `shard`; and if a leaf is already on devices of several processes.
@@ -189,6 +191,7 @@ def _joint_shardings(
     structs: bool = False,
 ) -> dict[int, NamedSharding]:
     """The shardings of the joint arrays; raises one error for all leaves that cannot be joined."""
+    check_no_refs(tree, WHERE)
     laid_specs = lay_on_devices(tree, specs, mesh, WHERE)
     joint = {i: _joint_spec(leaves[i], laid, structs=structs) for i, laid in laid_specs.items()}
     raise_unmovable(tree, {i: x for i, x in joint.items() if isinstance(x, Misfit)}, WHERE)

@@ -98,13 +98,19 @@ def shard(
         SpecError: If a spec does not fit its leaf, names an axis twice, or has `UNCONSTRAINED`,
             `unreduced` or `reduced` parts; if `specs` does not fit the tree.
         DeletedLeafError: If a leaf was deleted or donated.
-        LeafError: If a leaf has no values, is masked, or has a dtype that JAX lacks.
+        LeafError: If a leaf has no values, is a mutable reference (`jax.Ref`) or masked, or has a
+            dtype that JAX lacks.
+        ShardingRuleError: If `specs` is a `Plan` with errors.
         NoMeshError: If there is no mesh.
         MeshError: If the mesh is abstract.
         MismatchError: If `read` returns another shape or dtype.
         ProcessError: If the processes' calls differ, or one fails or does not arrive.
         ValueError: If `check` is another word.
         ImportError: If `progress` is set and `tqdm` is not installed.
+
+    Warns:
+        ShardingWarning: If `specs` is a `Plan`, as `Plan.check_before_use`: once, of rules that
+            match no leaf, for example.
     """
     if not isinstance(tree, SpecCarrier):  # swapped with the tree, of which `lay` tells
         check_tree(tree, "shard", "shard(tree, specs)")
@@ -156,6 +162,7 @@ def reshard(
     Raises:
         UnknownAxisError, SpecError, NoMeshError, MeshError: As `shard`, for specs and meshes.
         DeletedLeafError, LeafError, ProcessError: As `shard`, for leaves and processes.
+        ShardingRuleError: As `shard`, whose warnings apply too.
     """
     call = Call(
         "reshard", replicate_then_split, sends_local=True, progress=progress, timeout=timeout

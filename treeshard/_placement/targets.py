@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.tree_util import tree_flatten, tree_leaves, tree_map
 
+from treeshard._core.arguments import check_no_refs
 from treeshard._core.make_mesh import with_devices
 from treeshard._core.mesh import AnyMesh, get_incontext_mesh
 from treeshard._core.paths import PyTree
@@ -47,6 +48,7 @@ def targets(
     With `accept_structs`, leaves may be `ShapeDtypeStruct`s, whose values are read later, and the
     devices may be absent.
     """
+    check_no_refs(tree, where, prefix)
     leaves = tree_leaves(tree)
     laid_specs = lay_on_devices(tree, specs, mesh, where, compile_only=accept_structs)
     misfits = {i: laid.misfit(UNPLACEABLE) for i, laid in laid_specs.items()}
@@ -70,6 +72,7 @@ def lay_on_devices(
     Returns what each leaf that is to be placed has, by index.
     """
     if isinstance(specs, SpecCarrier):
+        specs.check_before_use()
         specs, mesh = specs.placements, mesh or specs.mesh
 
     def choose_mesh(mesh: AnyMesh | None, leaf: Any) -> Mesh:

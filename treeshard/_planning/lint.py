@@ -66,7 +66,7 @@ def find(plan: "Plan") -> tuple[Finding, ...]:
     return (
         *_misfits(plan),
         *collisions(plan),
-        *(_unused_rules(plan) if is_ruled else ()),
+        *(unused_rules(plan) if is_ruled else ()),
         *_unused_specs(plan),
         *(all_too_small(plan) if is_ruled else ()),
         *_related(plan),
@@ -134,7 +134,7 @@ def _padded_state(plan: "Plan") -> Iterator[Finding]:
 # ------------------------------------------------------------------ rules
 
 
-def _unused_rules(plan: "Plan") -> Iterator[Finding]:
+def unused_rules(plan: "Plan") -> Iterator[Finding]:
     """Rules that decided no leaf: dead if they match none, else shadowed by earlier ones.
 
     A last rule that matches every leaf is a fallback, and not reported.

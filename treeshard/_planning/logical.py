@@ -16,6 +16,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import PartitionSpec
 
+from treeshard._core.contexts import logical_rules
 from treeshard._core.mesh import MeshLike, axis_sizes, describe_sizes, get_incontext_mesh
 from treeshard._core.specs import (
     UNCONSTRAINED,
@@ -266,12 +267,8 @@ def logical_axis_rules(rules: LogicalRules) -> Iterator[None]:
     Source:
         Flax's context of this name. Its rules apply where no treeshard context is active.
     """
-    with _in_force(read_logical_rules(rules)):
+    with logical_rules(read_logical_rules(rules)):
         yield
-
-
-# A user context is part of the key of jit's caches; a plain `ContextVar` is not.
-_in_force = jax.make_user_context(None)
 
 
 # ------------------------------------------------------------------ for other modules
@@ -279,8 +276,8 @@ _in_force = jax.make_user_context(None)
 
 def current_logical_rules() -> ReadLogicalRules | None:
     """The rules in force: treeshard's, else those of Flax or of haliax, else `None`."""
-    if _in_force.value is not None:
-        return _in_force.value
+    if logical_rules.value is not None:
+        return logical_rules.value
     # Linen and nnx both keep the rules of their contexts in this module.
     ambient = getattr(sys.modules.get("flax.core.spmd"), "get_logical_axis_rules", tuple)()
     if not ambient:
@@ -327,6 +324,32 @@ def resolve_by(
     is_by_dim = isinstance(rules, PartitionAxis)
     spec = rules.resolve(*names) if is_by_dim else _by_priority(names, rules)
     return _on_mesh(spec, mesh, shape)
+
+
+def rules_of_variable(
+    given: ReadLogicalRules | None, own: ReadLogicalRules | None
+) -> ReadLogicalRules | None:
+    """The rules for an nnx variable: those given, or in force, and its own ones for other names.
+
+    Raises:
+        SpecError: If both have rules for a name, and they differ.
+    """
+    rules = current_logical_rules() if given is None else given
+    if isinstance(rules, tuple) and given is None and logical_rules.value is None:
+        rules = tuple(dict(rules).items())  # in Flax's context, nnx takes the last rule of a name
+    if not own:
+        return rules
+    pairs = rules._axes_by_name("train").items() if isinstance(rules, PartitionAxis) else rules
+    merged = list(pairs or ())
+    for name, axes in dict(own).items():
+        others = [axes_of_name for other, axes_of_name in merged if other == name]
+        if others and axes not in others:
+            raise SpecError(
+                f"the rules in force have {name!r} as {others[0]!r}, and the variable's own"
+                f" `sharding_rules` have it as {axes!r}. Flax refuses both together: remove one."
+            )
+        merged += [] if others else [(name, axes)]
+    return tuple(merged)
 
 
 def lost_axes(

@@ -29,11 +29,13 @@ class NamesInBox(NamedTuple):
         names: An entry for each dim.
         rules: The box's own rules.
         logical: Whether names are never mesh axes.
+        adds_rules: Whether its own rules are added to those in force, and do not replace them.
     """
 
     names: tuple[Entry, ...]
     rules: Any = None
     logical: bool = False
+    adds_rules: bool = False
 
 
 def has_names(leaf: Any) -> bool:
@@ -57,7 +59,7 @@ def names_in(leaf: Any) -> NamesInBox:
     metadata = leaf.get_metadata()
     names: Any = metadata.get("out_sharding") or ()
     names = entries(names) if is_spec(names) else tuple(names)
-    return NamesInBox(names, metadata.get("sharding_rules"))
+    return NamesInBox(names, metadata.get("sharding_rules"), adds_rules=True)
 
 
 def _names_of_axes(array: Any) -> tuple[str, ...]:

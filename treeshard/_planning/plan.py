@@ -7,7 +7,7 @@ made again for another mesh, explain itself, and be compared, before anything is
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten, tree_leaves, tree_structure
 
-from treeshard._core.arguments import check_tree
+from treeshard._core.arguments import check_no_refs, check_tree
 from treeshard._core.arrays import StaticSplit, device_dtype, has_shape, same_arrays
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.mesh import (
@@ -42,6 +42,7 @@ from treeshard._planning.rules import (
     Rules,
     StoredAction,
     check_order,
+    describe_moves,
     read_rules,
     rules_error,
     warn_of_moves,
@@ -55,6 +56,7 @@ from treeshard.errors import (
     counted,
     did_you_mean,
     listed,
+    warn,
 )
 
 if TYPE_CHECKING:  # a training loop needs neither
@@ -75,6 +77,8 @@ class Plan(SpecCarrier):
         rules: The rules that decided.
         min_size: Leaves with fewer elements were not sharded.
         leaves: A `PlannedLeaf` for every array, in the order in which JAX flattens the tree.
+        strict: Whether a plan with errors raises when it is applied, or warns: see
+            `check_before_use`.
     """
 
     mesh: AnyMesh
@@ -83,6 +87,7 @@ class Plan(SpecCarrier):
     leaves: tuple[PlannedLeaf, ...]
     # The tree's structure, and its non-array leaves.
     _split: StaticSplit
+    strict: bool = True
     # The rules for logical names that were in force when the plan was made.
     _logical: ReadLogicalRules | None = None
     # `_mirrors`: the plan was made by `follow`. `_source`: by `follow` of this plan; a plan
@@ -97,6 +102,8 @@ class Plan(SpecCarrier):
     _narrowed: tuple[tuple[str, str], ...] = ()
     # Of a subtree: the plan of the whole tree, and the path of the subtree in it.
     _part_of: "tuple[Plan, str] | None" = None
+    # What it has warned of when it was applied, and plans made from it: one set for all of them.
+    _told: set[str] = field(default_factory=set)
 
     # -------------------------------------------------------------- the tree
 
@@ -168,7 +175,8 @@ class Plan(SpecCarrier):
 
         A path has the keys of the tree, as JAX's key paths have them: `plan["model"]`, `plan[0]` of
         a tuple, `plan["model/layers/0"]`. Paths of the subtree's leaves begin there. `on`, `padded`
-        and `findings` are those of the whole plan, whose rules are about whole paths.
+        and `findings` are those of the whole plan, whose rules are about whole paths. `check`, and
+        functions that apply the subtree's plan, raise for its own leaves only.
 
         Raises:
             SpecError: If the tree has no such path. The message has the keys that there are.
@@ -308,6 +316,8 @@ class Plan(SpecCarrier):
 
     def _shared_path_error(self) -> ShardingRuleError | None:
         """The error if leaves share a path."""
+        if len({leaf.path for leaf in self.leaves}) == len(self.leaves):
+            return None
         from treeshard._planning.lint import collisions
 
         shared = list(map(str, collisions(self)))
@@ -327,16 +337,72 @@ class Plan(SpecCarrier):
             ShardingWarning: If leaves are replicated for `min_size` although their action is
                 a spec, as in `match_partition_rules`.
         """
-        errors = [rules_error(self._adjusted(), self.mesh), self._shared_path_error()]
-        errors = [error for error in errors if error is not None]
-        if errors:
-            raise type(errors[0])("\n".join(map(str, errors)))
-        self.warn_of_small_leaves()
-
-    def warn_of_small_leaves(self) -> None:
-        """Warns once of all leaves that are replicated for `min_size` although a rule has a spec
-        for them."""
+        if self._error is not None:
+            raise self._error
         warn_of_moves(self._adjusted(), SMALL)
+
+    def check_before_use(self) -> None:
+        """Raises the plan's errors, as `check` does, before a function applies the plan.
+
+        Every function that places, gathers, constrains, reads or steps by a plan calls it.
+        `specs`, `shardings` and `structs` do not: they show what the plan gives.
+
+        - `plan[path]` has the errors of its own leaves.
+        - A plan by `follow` has those of the plan that it follows, whose rules decided it.
+        - A plan made with `strict=False` warns instead, and what fits is applied.
+
+        Raises:
+            ShardingRuleError: As `check`.
+
+        Warns:
+            ShardingWarning: Once for each plan: of its errors if it is not strict; of rules that
+                match no leaf; and of leaves that are replicated for `min_size` although their
+                action is a spec. The last two are about the whole plan, not about a subtree.
+        """
+        error = self._error
+        if error is not None and self.strict:
+            raise error
+        of_error = [] if error is None else [f"The plan is applied as far as it fits. {error}"]
+        for message in (*of_error, *self._decided_by_rules._unused):
+            if message not in self._told:
+                warn(message)
+                self._told.add(message)
+
+    @property
+    def _error(self) -> ShardingRuleError | None:
+        """One error for all errors of the plan, or `None`."""
+        return None if self._error_text is None else self._error_text[0](self._error_text[1])
+
+    @cached_property
+    def _error_text(self) -> tuple[type[ShardingRuleError], str] | None:
+        both = rules_error(self._adjusted(), self.mesh), self._shared_path_error()
+        errors = [error for error in both if error is not None]
+        if errors:
+            return type(errors[0]), "\n".join(map(str, errors))
+        # The copies of a leaf with an error may fit, as a factored moment does, which has fewer
+        # dims. They are still not sharded as the rule says.
+        return None if self._source is None else self._source._error_text
+
+    @cached_property
+    def _unused(self) -> list[str]:
+        """What its rules say and no leaf gets: warnings of a plan that is applied."""
+        small = describe_moves(self._adjusted(), SMALL)
+        messages = [] if small is None else [small]
+        used = {leaf.rule for leaf in self.leaves if leaf.shape}
+        if used and len(used - {None}) < len(self.rules) and not self._mirrors:
+            from treeshard._planning.lint import unused_rules
+
+            # Scalars need no rule, so a rule that matches only them misses nothing.
+            dead = [x for x in unused_rules(self) if x.code == "dead-rule" and not x.paths]
+            facts = [f"the plan's {x.fact} {x.fix}" for x in dead]
+            messages += [listed(f"{len(facts)} rules match no leaf:", facts)] if facts else []
+        return messages
+
+    @property
+    def _decided_by_rules(self) -> "Plan":
+        """The plan of the whole tree whose leaves the rules decided."""
+        origin = self._source if self._part_of is None else self._part_of[0]
+        return self if origin is None else origin._decided_by_rules
 
     def _adjusted(self) -> list[Row]:
         return [(x.path, x.shape, x.decision) for x in self.leaves if x.decision.adjustments]
@@ -367,7 +433,9 @@ class Plan(SpecCarrier):
             return self.unpadded().on(mesh).padded()
         self._check_has_rules()
         with nullcontext() if self._logical is None else logical_axis_rules(self._logical):
-            planned = plan(self._bare(), self.rules, mesh, min_size=self.min_size)
+            planned = plan(
+                self._bare(), self.rules, mesh, min_size=self.min_size, strict=self.strict
+            )
         return replace(planned, _same_arrays=self._same_arrays, _narrowed=self._narrowed)
 
     def _check_has_rules(self) -> None:
@@ -430,6 +498,7 @@ class Plan(SpecCarrier):
             UnknownAxisError: If the mesh does not have `extra_axis`.
             SpecError: If `extra_axis` has a name twice.
             TypeError: If `extra_axis` is neither a string nor a sequence of strings.
+            LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
         Examples:
             >>> params = {"w": jax.numpy.zeros((512, 64))}
@@ -441,6 +510,7 @@ class Plan(SpecCarrier):
             `optax.tree_map_params`, for states that hold copies of the parameters; ZeRO stage
             1: Rajbhandari et al. 2020, arXiv:1910.02054.
         """
+        check_no_refs(tree, "Plan.follow")
         leaves = copied_leaves(tree, self._original())
         if extra_axis:
             leaves = sharded_further(leaves, extra_axis, self.mesh, self.min_size)
@@ -649,7 +719,14 @@ def _mesh_of_text(text: str) -> AnyMesh:
     return make_mesh(text) if is_attached else abstract_mesh(text)
 
 
-def plan(tree: PyTree, rules: Rules, mesh: MeshLike, *, min_size: int | None = None) -> Plan:
+def plan(
+    tree: PyTree,
+    rules: Rules,
+    mesh: MeshLike,
+    *,
+    min_size: int | None = None,
+    strict: bool = True,
+) -> Plan:
     """Decides how every leaf of a tree is sharded, by the first rule that matches its path.
 
     Examples:
@@ -660,7 +737,7 @@ def plan(tree: PyTree, rules: Rules, mesh: MeshLike, *, min_size: int | None = N
 
     Nothing is moved and no values are read. A spec that does not fit its leaf raises no
     error: the plan records what was changed, as `adjustments` of the leaf. `Plan.check`
-    raises for it.
+    raises for it, and so does every function that applies the plan, such as `shard`.
 
     Args:
         tree: Arrays, or their `jax.ShapeDtypeStruct`s, in any pytree. Non-array leaves are
@@ -670,6 +747,8 @@ def plan(tree: PyTree, rules: Rules, mesh: MeshLike, *, min_size: int | None = N
             size, or its axes as text, such as `"data=16,fsdp=256"`. Text is a mesh of the devices,
             as in `init_sharded`, where just as many are attached. To see that, JAX starts.
         min_size: As in `match_partition_rules`.
+        strict: Whether applying the plan raises if it has errors. Otherwise it keeps what fits,
+            and warns once when it is applied: see `Plan.check_before_use`.
 
     Returns:
         A `Plan`. Leaves that no rule matches are replicated. Parts of a spec that do not
@@ -682,6 +761,7 @@ def plan(tree: PyTree, rules: Rules, mesh: MeshLike, *, min_size: int | None = N
             arguments are in another order.
         ArgumentError: If the tree is a class, a function or another opaque object.
         MeshError: If `mesh` is not one.
+        LeafError: If a leaf is a mutable reference (`jax.Ref`).
     """
     call = "plan(tree, rules, mesh)"
     check_order(rules, tree, "plan", call)
@@ -708,6 +788,7 @@ def plan(tree: PyTree, rules: Rules, mesh: MeshLike, *, min_size: int | None = N
         min_size_in_force(min_size),
         tuple(leaves),
         split,
+        strict,
         current_logical_rules(),
         _same_arrays=same_arrays(decided.paths, decided.leaves),
         _narrowed=_narrowed(leaves, split.dynamic(decided.leaves)),

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import Any, TypeVar
 
-import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_leaves, tree_map, tree_structure
 
 from treeshard._core.arrays import has_shape
+from treeshard._core.contexts import plan_in_force
 from treeshard._core.jax_private import mesh_set_outside
 from treeshard._core.mesh import AnyMesh, axis_sizes, context_mesh, manual_axes, same_axes
 from treeshard._core.paths import PyTree
@@ -45,7 +45,7 @@ def row_axes(batch: SpecTree) -> tuple[str, ...]:
     return tuple(dict.fromkeys(all_axes(on_dim_0)))
 
 
-@dataclass(frozen=True, eq=False)  # part of the key of jit's caches: comparing plans takes long
+@dataclass(frozen=True, eq=False)
 class PlanInForce:
     """What code inside a step may ask.
 
@@ -66,6 +66,17 @@ class PlanInForce:
     def gathered_axes(self) -> tuple[str, ...]:
         """The axes over which weights are gathered for use: those that split the batch."""
         return tuple(dict.fromkeys([*self.rows, *sorted(self.plan.fsdp_axes())]))
+
+    # Part of the key of jit's caches. Comparing plans takes long, and who passes one plan again and
+    # again, as `value_and_grad(loss, plan)` in a loop, passes the same object.
+    def _key(self) -> tuple[Any, ...]:
+        return id(self.plan), self.rows, self.gather, self.waits
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PlanInForce) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
 
     def inside(self, fn: Callable[..., T]) -> Callable[..., T]:
         """`fn`, with this in force while it runs."""
@@ -184,9 +195,7 @@ def subtrees(plan: Plan, treedef: Any) -> Iterator[int]:
     return walk(plan.structure_of_arrays, 0) if count else iter(())
 
 
-# Part of the key of jit's caches, unlike a plain `ContextVar`. While a state is initialised, it is
-# `INITIALISING`: nothing is sharded yet.
-plan_in_force = jax.make_user_context(None)
+# The value of `plan_in_force` while a state is initialised: nothing is sharded yet.
 INITIALISING = "initialising"
 
 # The scope in which `accumulate_gradients` averages gradients over parts of the batch, by
@@ -194,10 +203,6 @@ INITIALISING = "initialising"
 AVERAGES_PARTS = "mean_of_parts"
 # The scope in which `by_matrix` moves matrices.
 BY_MATRIX = "by_matrix"
-
-# Whether gradients are summed later, by the function that accumulates them. Made here, and not in a
-# module that is imported while a step is traced: JAX forgets all traces when a context is made.
-summed_later = jax.make_user_context(False)
 
 
 def current_plan() -> PlanInForce | None:

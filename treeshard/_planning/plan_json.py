@@ -42,6 +42,7 @@ def to_json(plan: "Plan") -> str:
         "mesh": [{"axis": a, "size": n, "type": kind.name.lower()} for (a, n), kind in mesh],
         "min_size": plan.min_size,
         "mirrors": plan._mirrors,
+        **({} if plan.strict else {"strict": False}),
     }
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
     rules = [json.dumps(_rule_to_json(*rule)) for rule in plan.rules]
@@ -125,7 +126,8 @@ def from_json(plan_of: Callable[..., "Plan"], text: str, like: PyTree | None) ->
         paths = _paths_like(leaves, like)
     split = StaticSplit(*tree_flatten(like), has_shape)
     in_order = tuple(leaves[path] for path in paths)
-    return plan_of(mesh, tuple(rules), min_size, in_order, split, _mirrors=mirrors)
+    strict = typed(raw.get("strict", True), bool, "strict", "true or false")
+    return plan_of(mesh, tuple(rules), min_size, in_order, split, strict, _mirrors=mirrors)
 
 
 def _read_each(raw: dict[str, Any], key: str, read: Callable[[Any], Any]) -> list[Any]:

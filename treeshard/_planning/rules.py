@@ -76,6 +76,7 @@ def match_partition_rules(
         ArgumentError: If the tree is a class, a function or another opaque object.
         MeshError: If `mesh` is not a mesh.
         NoMeshError: If the rules contain tactics, and there is no mesh.
+        LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
     Warns:
         ShardingWarning: If leaves are replicated for `min_size` although their action is a spec.
@@ -127,9 +128,15 @@ def _fact(path: str, shape: Any, decision: Decision, adjustments: Iterable[Adjus
 
 
 def warn_of_moves(rows: Iterable[Row], kinds: frozenset[str]) -> None:
-    """Warns once of all leaves with adjustments of these kinds.
+    """Warns once of all leaves with adjustments of these kinds, as `describe_moves` says them."""
+    if message := describe_moves(rows, kinds):
+        warn(message)
 
-    With `LOG_SHARDING_MOVE` in the environment, also of trimmed specs and of leaves that are
+
+def describe_moves(rows: Iterable[Row], kinds: frozenset[str]) -> str | None:
+    """One message about all leaves with adjustments of these kinds; `None` if there are none.
+
+    With `LOG_SHARDING_MOVE` in the environment, also about trimmed specs and leaves that are
     replicated for their size.
     """
     if os.environ.get("LOG_SHARDING_MOVE", "") not in ("", "0"):
@@ -140,9 +147,10 @@ def warn_of_moves(rows: Iterable[Row], kinds: frozenset[str]) -> None:
         if adjustments := [each for each in decision.adjustments if each.kind in kinds]:
             facts.append(_fact(path, shape, decision, adjustments))
             some_small = some_small or any(each.kind in SMALL for each in adjustments)
-    if facts:
-        message = listed(f"{len(facts)} leaves are not sharded as their rules say:", facts)
-        warn(f"{message}\n{SMALL_FIX}" if some_small else message)
+    if not facts:
+        return None
+    message = listed(f"{len(facts)} leaves are not sharded as their rules say:", facts)
+    return f"{message}\n{SMALL_FIX}" if some_small else message
 
 
 # ------------------------------------------------------------------ actions

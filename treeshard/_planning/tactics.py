@@ -41,6 +41,7 @@ from treeshard._planning.logical import (
     read_logical_rules,
     resolve_by,
     resolve_names,
+    rules_of_variable,
 )
 from treeshard._planning.named_dims import NamesInBox, has_names, names_in, value_of
 from treeshard.errors import ShardingRuleError, SpecError, counted, misfit_error
@@ -255,8 +256,10 @@ def logical_partitioning(rules: LogicalRules | None = None) -> Tactic:
 
     Args:
         rules: As in `logical_axis_rules`; `list(mapping.items())` of an axis mapping of haliax.
-            By default the box's own rules, else those in force when the tactic is applied: of
-            `logical_axis_rules`, of Flax's context of that name, or of `hax.axis_mapping`.
+            By default those in force when the tactic is applied: of `logical_axis_rules`, of
+            Flax's context of that name, or of `hax.axis_mapping`. As in Flax, rules of a
+            `LogicallyPartitioned` replace those in force. `sharding_rules` of an nnx variable are
+            added to them, or to `rules`; if both have a name with other axes, planning raises.
 
     Returns:
         A tactic, for use as the action of a rule. It must come before tactics that shard
@@ -442,10 +445,7 @@ class ByNames(Step):
         return trimmed(projected), adjustments
 
     def _spec(self, box: NamesInBox, mesh: AnyMesh) -> PartitionSpec:
-        rules = self.rules
-        if rules is None:
-            own = box.rules is not None
-            rules = read_logical_rules(box.rules) if own else current_logical_rules()
+        rules = self._rules_for(box)
         if box.logical:
             if rules is None:
                 return resolve_names(box.names, mesh)  # raises: no rules are in force
@@ -459,6 +459,14 @@ class ByNames(Step):
             ruled = {name for name, _ in rules}
             rules += tuple((axis, axis) for axis in axes if axis not in ruled)
         return resolve_by(rules, box.names, mesh)
+
+    def _rules_for(self, box: NamesInBox) -> ReadLogicalRules | None:
+        own = None if box.rules is None else read_logical_rules(box.rules)
+        if box.adds_rules:
+            return rules_of_variable(self.rules, own)
+        if self.rules is not None:
+            return self.rules
+        return current_logical_rules() if own is None else own
 
 
 def _axis_conflicts(

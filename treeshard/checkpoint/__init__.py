@@ -82,9 +82,9 @@ def save(
         progress: Whether to show a progress bar of the bytes on disk (needs `tqdm`).
 
     Raises:
-        LeafError: If a leaf is a tracer, a `ShapeDtypeStruct`, of a dtype that JAX does not
-            support, or of a class that JAX does not know, such as a plain dataclass or a deque; if
-            there is nothing to save.
+        LeafError: If a leaf is a tracer, a `ShapeDtypeStruct`, a mutable reference (`jax.Ref`), of
+            a dtype that JAX does not support, or of a class that JAX does not know, such as a plain
+            dataclass or a deque; if there is nothing to save.
         DeletedLeafError: If a leaf was deleted or donated.
         CheckpointError: If `path` exists or cannot be written; if another run is writing there
             (not detected on object stores); if the processes do not share its directory; if

@@ -116,6 +116,9 @@ def restore(
         ProcessError: If the processes request different trees, or one fails or does not arrive.
         ValueError: If `mesh` or `min_size` is given without `rules`.
         ImportError: If `progress` is set and `tqdm` is not installed.
+        ShardingRuleError: Also if `like` is a `Plan` with errors, as `Plan.check_before_use`, whose
+            warnings apply too.
+        LeafError: If `like` has a mutable reference (`jax.Ref`).
     """
     # A restore to host memory alone needs no other process.
     among = [jax.process_index()] if like is None and rules is None else None

@@ -5,6 +5,7 @@ from typing import Any, cast
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_leaves
 
+from treeshard._core.arguments import check_no_refs
 from treeshard._core.arrays import has_shape
 from treeshard._core.mesh import AnyMesh, MeshLike
 from treeshard._core.paths import PyTree, leaf_paths
@@ -46,6 +47,7 @@ def analyze_sharding_strategy(
             or not in the mesh (then also an `UnknownAxisError`), there are entries beyond the
             rank, or a dim is `UNCONSTRAINED`. All such leaves are listed.
         NoMeshError: If there are specs, and no mesh.
+        LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
     Examples:
         >>> mesh = make_mesh("data=2,fsdp=4")
@@ -96,6 +98,7 @@ def _by_spec(leaves: list[PlacedLeaf]) -> dict[PartitionSpec | None, dict[str, i
 
 def _placed_leaves(tree: Any, specs: Any, mesh: MeshLike | None) -> list[PlacedLeaf]:
     """Every array with its sharding. Raises for all leaves whose spec does not fit."""
+    check_no_refs(tree, "analyze_sharding_strategy")
     laid = lay(tree, specs, mesh)
     kinds = MISFITS - {"indivisible"} | {"unconstrained"}
     misfits = {i: misfit for i, spec in enumerate(laid) if spec and (misfit := spec.misfit(kinds))}

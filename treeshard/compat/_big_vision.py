@@ -13,6 +13,7 @@ from typing import Any
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten, tree_structure
 
+from treeshard._core.arguments import check_no_refs
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh
 from treeshard._core.paths import PyTree, is_box
@@ -60,6 +61,7 @@ def infer_sharding(tree: PyTree, strategy: Strategy, mesh: MeshLike) -> SpecTree
         ShardingRuleError: If the strategy is malformed, an op does not return a spec, or
             a spec does not fit its leaf. All such leaves are listed. It is an
             `UnknownAxisError` too if the mesh lacks an axis.
+        LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
     Examples:
         >>> params = {"head": {"kernel": jax.ShapeDtypeStruct((4096, 1024), "float32")}}
@@ -70,6 +72,7 @@ def infer_sharding(tree: PyTree, strategy: Strategy, mesh: MeshLike) -> SpecTree
     Source:
         The function of this name in big_vision.
     """
+    check_no_refs(tree, "infer_sharding")
     mesh = as_mesh(mesh, make_mesh)
     # `u.make_mask_trees` of big_vision matches with `re.fullmatch`, the first pattern first.
     decided = decide(read_rules(strategy, _read_ops), tree, mesh, 0, whole_paths=True)

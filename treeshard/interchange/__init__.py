@@ -95,6 +95,7 @@ def save_safetensors(
         FormatError: If `max_file_size` is not an amount of bytes, or the header exceeds 64 MiB.
         ProcessError: If the processes pass different trees, or one failed or did not arrive.
         ImportError: If `progress` is set and `tqdm` is not installed.
+        LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
     Warns:
         ShardingWarning: If unfinished files of killed saves are removed here.
@@ -185,6 +186,9 @@ def load_safetensors(
         ProcessError: If the processes request different trees, or one failed or did not arrive.
         ValueError: If `mesh` or `min_size` is given without `rules`, or `rename` without `like`.
         ImportError: If `progress` is set and `tqdm` is not installed.
+        ShardingRuleError: Also if `like` is a `Plan` with errors, as `Plan.check_before_use`, whose
+            warnings apply too.
+        LeafError: If `like` has a mutable reference (`jax.Ref`).
     """
     where, source = "load_safetensors", file_path(path)
     if like is None and rename is not None:

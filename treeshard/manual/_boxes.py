@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import register_dataclass, tree_flatten
 
+from treeshard._core.arguments import check_no_refs
 from treeshard._core.arrays import has_shape, is_array
 from treeshard._core.mesh import context_mesh
 from treeshard._core.paths import PyTree, is_box, leaf_paths
@@ -88,10 +89,14 @@ def partition_specs(tree: PyTree) -> SpecTree:
     Returns:
         A prefix of `tree`, with a `PartitionSpec` in place of each box and leaf.
 
+    Raises:
+        LeafError: If a leaf is a mutable reference (`jax.Ref`).
+
     Examples:
         >>> partition_specs({"step": 0, "w": Partitioned(jnp.ones((8, 4)), ("fsdp", None))})
         {'step': P(), 'w': P('fsdp', None)}
     """
+    check_no_refs(tree, "partition_specs")
     leaves, treedef = tree_flatten(tree, is_leaf=is_box)
     return treedef.unflatten([spec_of(x) if is_box(x) else PartitionSpec() for x in leaves])
 
@@ -216,7 +221,10 @@ def leaves_with_specs(tree: PyTree, specs: SpecTree, where: str) -> tuple[list[L
     Raises:
         SpecError: If `specs` does not fit the tree, or specs do not fit their leaves.
         UnknownAxisError: If specs name an axis that the mesh lacks.
+        ShardingRuleError: If `specs` is a plan with errors.
+        LeafError: If a leaf is a mutable reference (`jax.Ref`).
     """
+    check_no_refs(tree, where)
     if specs is None:
         leaves, treedef = _leaves_in_boxes(tree)
         # The names in boxes may be logical ones of Flax, so no mesh is asked whether it has them.
@@ -245,6 +253,7 @@ def _leaves_beside(tree: PyTree, specs: SpecTree) -> tuple[list[Leaf], Any]:
     values, treedef = tree_flatten(tree)
     unpadded: list[Shape | None] = [None] * len(values)
     if isinstance(specs, Plan):
+        specs.check_before_use()
         specs, unpadded = _specs_and_true_shapes(specs, values)
     leaves = []
     rows = zip(leaf_paths(tree), values, specs_of_leaves(specs, tree), unpadded, strict=True)

@@ -128,6 +128,9 @@ def shard_params(
             `specs` and `pad` are given.
         UnknownAxisError: If an axis is not bound here, or a spec has an axis that the mesh
             lacks.
+        ShardingRuleError: If `specs` is a `Plan` with errors, as `Plan.check_before_use`, whose
+            warnings apply too.
+        LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
     Warns:
         ShardingWarning: If leaves are sharded over the axis already, or have no dim that is
@@ -334,6 +337,9 @@ def gather_params(
             over an axis because an axis further in still shards it.
         UnknownAxisError: If an axis is not bound here, or a spec has an axis that the mesh
             lacks.
+        ShardingRuleError: If `specs` is a `Plan` with errors, as `Plan.check_before_use`, whose
+            warnings apply too.
+        LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
     Source:
         The function of this name in the UvA deep-learning tutorials on FSDP; ZeRO stage 3,
@@ -408,8 +414,8 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames, specs: SpecTree = None)
         A tree of the same structure.
 
     Raises:
-        LeafError: If leaves are integers or keys, which have no mean.
-        SpecError, UnknownAxisError: As `gather_params`.
+        LeafError: If leaves are integers or keys, which have no mean, or mutable references.
+        SpecError, UnknownAxisError, ShardingRuleError: As `gather_params`.
 
     Examples:
         >>> f = lambda g: sync_gradients(g, "fsdp")
@@ -516,6 +522,7 @@ def value_and_grad(
             the loss varies over an axis that is not in `axis_names` and over which no
             parameter varies: its gradients would be sums over that axis.
         UnknownAxisError: When called, if an axis is not bound here.
+        ShardingRuleError, LeafError: When called, as `gather_params`.
     """
     where = "value_and_grad"
     axes = axis_tuple(axis_names, where)

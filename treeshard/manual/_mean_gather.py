@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from treeshard._core.arguments import check_no_refs
 from treeshard._core.arrays import is_array
 from treeshard._core.mesh import AnyMesh, axis_tuple, check_bound, vary_array
 from treeshard._core.paths import PyTree
@@ -168,6 +169,7 @@ def vary(tree: PyTree, axis_names: AxisNames) -> PyTree:
 
     Raises:
         UnknownAxisError: If an axis is not bound here.
+        LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
     Examples:
         >>> def step(w, x):  # plain data parallel
@@ -177,5 +179,6 @@ def vary(tree: PyTree, axis_names: AxisNames) -> PyTree:
         >>> jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())(w, x)
         Array([1., 1.], dtype=float32)
     """
+    check_no_refs(tree, "vary")
     axes = bound_axes(axis_names, "vary", "nothing varies, and `vary` is not needed")
     return jax.tree.map(lambda x: vary_array(x, axes) if is_array(x) else x, tree)

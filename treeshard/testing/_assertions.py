@@ -13,6 +13,7 @@ import chex
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import tree_leaves
 
+from treeshard._core.arguments import check_no_refs
 from treeshard._core.arrays import array_text, has_shape
 from treeshard._core.mesh import AnyMesh, describe_mesh, same_axes
 from treeshard._core.paths import PyTree, leaf_paths
@@ -153,6 +154,7 @@ def assert_trees_sharded_as(tree: PyTree, expected: SpecTree) -> None:
         UnexpectedShardingError: If an array is sharded differently; the message lists all of
             them. If `expected` has another structure. It is an `AssertionError`.
         SpecError: If `expected` has a leaf that is not a spec.
+        LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
     Examples:
         >>> mesh = make_mesh("data=2,fsdp=4")
@@ -163,6 +165,7 @@ def assert_trees_sharded_as(tree: PyTree, expected: SpecTree) -> None:
             ...
         treeshard.errors.UnexpectedShardingError: w: is P('fsdp',), expected P('data',).
     """
+    check_no_refs(tree, "assert_trees_sharded_as")
     spec_tree = expected.specs if isinstance(expected, SpecCarrier) else expected
     try:
         specs = specs_of_leaves(spec_tree, tree, "expected specs")

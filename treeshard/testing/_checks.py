@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from treeshard._core.arguments import check_no_refs
 from treeshard._core.arrays import data_of
 from treeshard._core.mesh import MeshLike
 from treeshard._core.paths import PyTree
@@ -133,7 +134,10 @@ def check_gradients(
             nor the plan says how the batch is split; if there is no layout of a name.
         StateError: If `by_hand` does not return `(loss, grads)`.
         MeshError: If the plan's mesh has one device, or none.
+        LeafError: If `params` or `batch` has a mutable reference (`jax.Ref`).
     """
+    check_no_refs(params, "check_gradients")
+    check_no_refs(batch, "check_gradients", "batch")
     available = default_layouts(plan, batch, batch_specs, by_hand=by_hand is not None)
     chosen = selected("check_gradients", available, layouts)
     computation = Gradients(loss, params, batch, plan, by_hand)
@@ -152,7 +156,8 @@ def check_step(
     """Checks that a training step does the same on one device and in other layouts, twice in a row.
 
     Examples:
-        >>> planned = plan({"w": jnp.zeros(8)}, [("w", P("fsdp"))], make_mesh("fsdp=8"))
+        >>> mesh = make_mesh("fsdp=8")
+        >>> planned = plan({"w": jnp.zeros(8)}, [("w", P("fsdp"))], mesh, min_size=0)
         >>> batch = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
         >>> def sgd(state, x):
         ...     grad = jax.grad(lambda w: jnp.mean((x @ w - 1) ** 2))(state["w"])
@@ -189,7 +194,10 @@ def check_step(
         SpecError: If the state does not match the plan of the step, or there is no layout of a
             name.
         MeshError: If the plan's mesh has one device.
+        LeafError: As `check_gradients`.
     """
+    check_no_refs(state, "check_step")
+    check_no_refs(batch, "check_step", "batch")
     names = ["plan", "mesh", "axes"] if step.is_by_hand else ["plan", "mesh", "axes", "batch"]
     available = default_layouts(step.plan, batch, step.batch_specs)
     available = [layout for layout in available if layout.name in names]

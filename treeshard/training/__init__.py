@@ -13,8 +13,9 @@ import equinox as eqx
 import jax
 from jax.tree_util import tree_leaves
 
-from treeshard._core.arguments import check_tree, described
+from treeshard._core.arguments import check_no_refs, check_tree, described
 from treeshard._core.arrays import array_text, is_array, same_arrays
+from treeshard._core.contexts import plan_in_force
 from treeshard._core.make_mesh import with_devices
 from treeshard._core.meetings import in_turn, last_meeting, set_origin
 from treeshard._core.mesh import MeshLike, axis_sizes, check_axes
@@ -32,7 +33,7 @@ from treeshard._placement.padding import resize
 from treeshard._placement.targets import without_names
 from treeshard._planning.axis_names import may_split_rows, use_of
 from treeshard._planning.plan import Plan, plan
-from treeshard._planning.plan_in_force import INITIALISING, default_batch, plan_in_force
+from treeshard._planning.plan_in_force import INITIALISING, default_batch
 from treeshard.errors import ArgumentError, StateError, warn
 from treeshard.training._accumulation import accumulate_gradients
 from treeshard.training._gradients import value_and_grad
@@ -97,7 +98,7 @@ def init_sharded(
             it as the mesh in force.
         min_size: Leaves with fewer elements are replicated.
         strict: Whether an unmatched leaf, or a spec that does not fit its leaf, is an error.
-            Otherwise the plan records it.
+            Otherwise what fits is kept, with a warning, as in `treeshard.plan`.
         pad: Whether to pad dims with zeros where the rules' axes do not divide them, as
             `Plan.padded` says. In a step, `treeshard.unpad_leaves` removes the padding.
 
@@ -114,10 +115,13 @@ def init_sharded(
         ProcessError: If the processes of the mesh do not make the same tree by the same rules
             from the same arguments, or one of them fails or does not arrive. Nothing has been
             allocated then.
+        LeafError: If a leaf of the arguments, or of what `fn` returns, is a mutable reference
+            (`jax.Ref`).
 
     Warns:
         ShardingWarning: If leaves are replicated for `min_size` although their action is a
-            spec, as in `treeshard.match_partition_rules`.
+            spec, as in `treeshard.match_partition_rules`. If rules match no leaf. Without
+            `strict`, of what it would raise.
 
     Source:
         Shapes first, then a jitted init with `out_shardings`, as in EasyLM and in Flax's
@@ -131,6 +135,7 @@ def init_sharded(
             " `shard(tree, plan(tree, rules, mesh))`."
         )
     mesh = with_devices(mesh, "init_sharded")
+    check_no_refs(args, "init_sharded", "argument")
     arguments, static_arguments = eqx.partition(args, is_array)
 
     def make(arguments: Any) -> PyTree:
@@ -148,12 +153,10 @@ def init_sharded(
         with agreeing("init_sharded", among=processes) as facts:
             # Only inside the trace can two leaves be seen to be one array.
             structs, pairs = eqx.filter_eval_shape(make_and_compare, arguments)
-            tree_plan = plan(structs, rules, mesh, min_size=min_size).with_same_arrays(pairs)
+            tree_plan = plan(structs, rules, mesh, min_size=min_size, strict=strict)
+            tree_plan = tree_plan.with_same_arrays(pairs)
             tree_plan = tree_plan.padded() if pad else tree_plan
-            if strict:
-                tree_plan.check()
-            else:
-                tree_plan.warn_of_small_leaves()
+            tree_plan.check_before_use()
             shardings = tree_plan.sharding_of_each()
             if processes:  # all of them must compile the same program
                 leaves = zip(tree_plan.leaves, shardings, strict=True)
@@ -245,6 +248,10 @@ def jit_step(
             not arrive.
         DeletedLeafError: When called, if the state was donated to an earlier step.
         MeshError: If the plan was made for an abstract mesh.
+        ShardingRuleError: If the plan has errors, as `Plan.check_before_use`, whose warnings apply
+            too.
+        LeafError: When called, if leaves of the state or the batch are mutable references
+            (`jax.Ref`).
 
     Warns:
         ShardingWarning: If all devices along an axis do the same work, since it does not split
@@ -302,6 +309,7 @@ def shard_map_step(
         StateError: When called, if leaves of the new state, or `aux`, may differ between
             devices; lists all of them, with the axes.
         UnknownAxisError, SpecError, StateError, DeletedLeafError, MeshError: As `jit_step`.
+        ShardingRuleError, LeafError: As `jit_step`.
 
     Warns:
         ShardingWarning: As `jit_step`.
@@ -332,6 +340,7 @@ def _make_step(
             f"{where}: the plan is {described(plan)}. Plan the state first:"
             f" `{where}(fn, plan(state, rules, mesh))`."
         )
+    plan.check_before_use()
     specs = without_names(default_batch(plan) if batch is None else batch, plan.mesh)
     check_axes(get_names_from_partition_spec(specs), axis_sizes(plan.mesh), f"{where}: batch")
     step = Step(fn, plan, specs, donate=donate, per_device=per_device)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from treeshard._core.arguments import check_no_refs
 from treeshard._core.jax_private import is_tracing, varying_axes_of_type
 from treeshard._core.mesh import (
     AnyMesh,
@@ -96,12 +97,14 @@ def accumulate_gradients(
             keys, which have no mean. Lists all of them.
         UnknownAxisError: If the mesh lacks one of `axis_names`.
         NoMeshError: If `axis_names` is given and no mesh is in force.
+        LeafError: Also if a leaf of the batch is a mutable reference (`jax.Ref`).
 
     Source:
         The function of this name in the UvA deep-learning tutorials.
     """
     if num_minibatches < 1:
         raise SpecError(f"accumulate_gradients: num_minibatches is {num_minibatches}, not >= 1.")
+    check_no_refs(batch, "accumulate_gradients", "batch")
     names = () if axis_names is None else axis_tuple(axis_names, "accumulate_gradients")
     by_hand = tuple(axis for axis in names if axis in manual_axes())
     mapped = tuple(axis for axis in names if axis not in by_hand)

@@ -8,6 +8,7 @@ import jax
 from jax.sharding import AxisType
 from jax.tree_util import tree_flatten
 
+from treeshard._core.arguments import check_no_refs
 from treeshard._core.arrays import StaticSplit, has_gradient
 from treeshard._core.jax_private import is_tracing, vmapped_axes
 from treeshard._core.mesh import (
@@ -72,15 +73,20 @@ def value_and_grad(
     Raises:
         SpecError: When called on a mesh, if no plan is in force and `specs` is not given, or the
             plan has no subtree like `params`, or several that differ; inside `shard_map_step`.
+        ShardingRuleError: If `specs` is a `Plan` with errors, as `Plan.check_before_use`, whose
+            warnings apply too.
+        LeafError: When called, if a leaf of `params` is a mutable reference (`jax.Ref`).
 
     Source:
         The twin of `treeshard.manual.value_and_grad`, for code that the compiler partitions.
     """
     given = None
     if isinstance(specs, Plan):
+        specs.check_before_use()
         given = PlanInForce(specs, row_axes(default_batch(specs)))
 
     def value_and_grad_of_loss(params: PyTree, *args: Any) -> tuple[Any, PyTree]:
+        check_no_refs(params, "value_and_grad")
         step = current_plan()
         if given is not None and (step is None or step.plan is not given.plan):
             return given.inside(value_and_grad_of_loss)(params, *args)

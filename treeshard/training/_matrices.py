@@ -18,7 +18,7 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import PartitionSpec
 from jax.tree_util import tree_flatten, tree_leaves, tree_map
 
-from treeshard._core.arguments import described
+from treeshard._core.arguments import check_no_refs, described
 from treeshard._core.arrays import array_text
 from treeshard._core.mesh import axis_sizes, context_mesh
 from treeshard._core.paths import PyTree, leaf_paths
@@ -77,6 +77,9 @@ def by_matrix(
         ArgumentError: If `optimizer` has no `init` and `update`, or `plan` is not a plan.
         SpecError: When called, if leaves are not in the plan, or stacked dims that are sharded
             cannot be split further. Lists all of them.
+        ShardingRuleError: If the plan has errors, as `Plan.check_before_use`, whose warnings apply
+            too.
+        LeafError: When called, if a leaf is a mutable reference (`jax.Ref`).
 
     Examples:
         >>> params = {"w": jnp.ones((2, 128, 128))}
@@ -99,6 +102,7 @@ def by_matrix(
             f"by_matrix: the plan is {described(plan)}. Plan the parameters first:"
             " `by_matrix(optimizer, plan(params, rules, mesh))`."
         )
+    plan.check_before_use()
     made = _ByMatrix(optimizer, plan, is_matrix or (lambda _path, _leaf: True))
     return optimizer._replace(init=made.init, update=made.update)
 
@@ -110,6 +114,7 @@ class _ByMatrix:
     is_matrix: Callable[[str, Any], bool]
 
     def init(self, params: PyTree) -> ByMatrixState:
+        check_no_refs(params, "by_matrix")
         leaves, treedef = tree_flatten(params)
         groups = _groups(params, self.plan, self.is_matrix)
         matrices: dict[str, PyTree] = {}

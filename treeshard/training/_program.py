@@ -15,13 +15,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, register_pytree_with_keys, tree_flatten, tree_leaves
 
 from treeshard._core.arrays import StaticSplit, array_text, has_shape, is_array
+from treeshard._core.contexts import plan_in_force
 from treeshard._core.jax_private import is_tracing, varying_axes
 from treeshard._core.paths import PyTree, leaf_paths, pair, path_under
 from treeshard._core.spec_trees import get_names_from_partition_spec
 from treeshard._core.text import fold_paths
 from treeshard._placement.constraint import with_sharding_constraint
 from treeshard._planning.plan import Plan
-from treeshard._planning.plan_in_force import PlanInForce, plan_in_force
+from treeshard._planning.plan_in_force import PlanInForce
 from treeshard.errors import SpecError, StateError, listed, warn
 from treeshard.training._batch import BatchPlacement
 from treeshard.training._pitfalls import warn_of_device_puts

@@ -10,7 +10,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import AxisType, Mesh
 from jax.tree_util import tree_flatten, tree_leaves
 
-from treeshard._core.arguments import check_tree
+from treeshard._core.arguments import check_no_refs, check_tree
 from treeshard._core.arrays import StaticSplit, has_shape
 from treeshard._core.jax_private import is_tracing
 from treeshard._core.make_mesh import is_attached, with_devices
@@ -146,6 +146,7 @@ class Step:
             if program.state.matches(leaves, treedef) and program.batch.matches(data, data_def):
                 return program
         check_tree(treedef.unflatten(leaves), self._name, "step(state, batch)", "the state")
+        check_no_refs(data_def.unflatten(data), self._name, "batch")
         program = Program(
             self._fn,
             self._in_force,

@@ -15,9 +15,9 @@ from jax.extend.core import Literal
 from jax.tree_util import tree_flatten
 
 from treeshard._core.arrays import StaticSplit
+from treeshard._core.contexts import summed_later
 from treeshard._core.spec_trees import get_names_from_partition_spec
 from treeshard._placement.reduced import loses_sums, summed, waiting_over
-from treeshard._planning.plan_in_force import summed_later
 from treeshard.training._pitfalls import equations
 
 

@@ -1,0 +1,15 @@
+"""The contexts that are part of the key under which JAX keeps traces and programs.
+
+JAX forgets all of them when a context is made, the user's too. So they are made here, by `import
+treeshard`, and not by modules that wait for their first use: it may be inside a trace, and the
+next call of the jitted function would then be traced and compiled again.
+"""
+
+import jax
+
+# The plan of the step that is traced, as `_planning/plan_in_force.py` has it.
+plan_in_force = jax.make_user_context(None)
+# The rules for logical names, as `_planning/logical.py` reads them.
+logical_rules = jax.make_user_context(None)
+# Whether gradients are summed later, by the function that accumulates them.
+summed_later = jax.make_user_context(False)
