@@ -15,11 +15,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.dtypes import float0
 from jax.sharding import AbstractMesh, PartitionSpec
-from jax.tree_util import tree_flatten, tree_leaves
+from jax.tree_util import tree_flatten
 from jax.typing import DTypeLike
 
 from treeshard._core.arrays import StaticSplit, has_gradient, is_array
 from treeshard._core.jax_private import varying_axes
+from treeshard._core.mean_gather import ScatteredOver, gather_shard, why_not_innermost
 from treeshard._core.mesh import (
     abstract_mesh,
     axis_sizes,
@@ -28,36 +29,33 @@ from treeshard._core.mesh import (
     context_mesh,
     manual_axes,
     still_differs,
-    vary_array,
 )
-from treeshard._core.paths import PyTree, is_box
+from treeshard._core.origins import origin_of
+from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import SpecTree
 from treeshard._core.specs import (
-    axes_of,
     dim_entries,
     dims_over,
-    entries,
     entry_of,
-    is_spec,
     project,
     with_entries,
     without_axes,
 )
-from treeshard._planning.plan_in_force import current_plan, mesh_in_force
+from treeshard._planning.plan_in_force import mesh_in_force
 from treeshard._planning.tactics import fsdp, min_size_in_force
 from treeshard.errors import LeafError, SpecError, UnknownAxisError, listed, warn
 from treeshard.manual._boxes import (
     Leaf,
     Shape,
     boxed,
+    find_specs,
     leaves_with_specs,
+    specs_in_boxes,
 )
 from treeshard.manual._mean_gather import (
     INSTEAD_OF_GATHER,
     AxisNames,
-    Gathering,
     bound_axes,
-    gather_by,
     vary,
 )
 
@@ -151,7 +149,9 @@ def shard_params(
             "shard_params: `pad=True` records true shapes in boxes, and with specs there are none."
             " Omit `pad`, and give a plan that `Plan.padded` returned as the specs."
         )
-    leaves, treedef = leaves_with_specs(params, specs, "shard_params")
+    leaves, treedef = leaves_with_specs(
+        params, specs_in_boxes(params) if specs is None else specs, "shard_params"
+    )
     mesh = _current_mesh(axes)
     if specs is None:
         least = min_size_in_force(min_size)
@@ -236,21 +236,8 @@ def _decide_by_spec(leaf: Leaf, axes: tuple[str, ...], mesh: AbstractMesh) -> De
     # The other axes have to shard the leaf already, so its shape here is that of a shard.
     new = without_axes(leaf.spec, [axis for axis in leaf.axes if axis not in axes])
     _, losses = project(new, mesh, leaf.value.shape, divisible=leaf.unpadded is None)
-    reasons = [_not_innermost(leaf.spec, axes), *(loss.why for loss in losses)]
+    reasons = [why_not_innermost(leaf.spec, axes), *(loss.why for loss in losses)]
     return Decision(leaf.spec, leaf.unpadded, error=" ".join(filter(None, reasons)))
-
-
-def _not_innermost(spec: PartitionSpec, axes: Sequence[str]) -> str:
-    """Why a dim that several axes shard cannot be split, or gathered, over some of them."""
-    for dim, over in dims_over(spec, axes):
-        sharded_by = axes_of(entries(spec)[dim])
-        # The shards along an outer axis are not contiguous: the inner ones lie between them.
-        if sharded_by[-len(over) :] != over:
-            return (
-                f"{spec} splits dim {dim} by {sharded_by}, the outermost first. Only the innermost"
-                f" axes can be split or gathered alone: name all of them, or write {over} last."
-            )
-    return ""
 
 
 def _sharded(leaf: Leaf, decision: Decision, axes: tuple[str, ...], in_boxes: bool) -> Any:
@@ -341,8 +328,10 @@ def gather_params(
     """
     axes = _axes_or_all(axis_names, "gather_params")
     check_bound(axes, "gather_params", INSTEAD_OF_GATHER)
+    if specs is None:
+        specs = find_specs(params, "gather_params(params, axis_names, {})")
     leaves, treedef = leaves_with_specs(params, specs, "gather_params")
-    if facts := _facts(leaves, [_not_innermost(leaf.spec, axes) for leaf in leaves]):
+    if facts := _facts(leaves, [why_not_innermost(leaf.spec, axes) for leaf in leaves]):
         raise SpecError(f"gather_params: {listed('these leaves cannot be gathered:', facts)}")
     return treedef.unflatten([_gathered(leaf, axes, dtype) for leaf in leaves])
 
@@ -363,15 +352,8 @@ def _gathered(leaf: Leaf, axes: tuple[str, ...], dtype: DTypeLike | None) -> Any
     if leaf.passes_through:
         return leaf.node
     x = leaf.value
-    convert = dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
-    how = Gathering(
-        dims=dims_over(leaf.spec, axes),
-        replicated=tuple(a for a in axes if a not in leaf.axes and not still_differs(x, a)),
-        wire_dtype=jnp.dtype(dtype) if convert else x.dtype,
-        dtype=x.dtype,
-        mesh=mesh_in_force(),
-    )
-    full = gather_by(vary_array(x, [a for a in leaf.axes if a in axes]), how)
+    converts = dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
+    full = gather_shard(x, leaf.spec, axes, mesh_in_force(), dtype if converts else None)
     rest = without_axes(leaf.spec, axes)
     if leaf.unpadded is not None:
         full = _without_padding(full, leaf.unpadded, rest)
@@ -422,13 +404,29 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames, specs: SpecTree = None)
     """
     instead = "under `jax.jit`, gradients need no averaging"
     axes = bound_axes(axis_names, "sync_gradients", instead)
+    if specs is None:
+        specs = find_specs(grads, "sync_gradients(grads, axis_names, {})", are_gradients=True)
     leaves, treedef = leaves_with_specs(grads, specs, "sync_gradients")
+    if facts := _facts(leaves, [_why_a_shard(leaf, axes) for leaf in leaves]):
+        raise SpecError(
+            f"sync_gradients: {listed('gradients of shards would be averaged:', facts)} Pass the"
+            " specs of the parameters: `sync_gradients(grads, axis_names, specs)`."
+        )
     if facts := _facts(leaves, map(_no_mean, leaves)):
         raise LeafError(
             f"sync_gradients: {listed('these leaves are not gradients:', facts)} Remove them"
             " from the tree, or use `value_and_grad`, which differentiates floating leaves only."
         )
     return treedef.unflatten([_averaged(leaf, axes) for leaf in leaves])
+
+
+def _why_a_shard(leaf: Leaf, axes: Sequence[str]) -> str:
+    """Why the average would be one of different rows, where that is known by identity."""
+    origin = origin_of(leaf.value)
+    if not isinstance(origin, ScatteredOver):
+        return ""
+    averaged = [axis for axis in origin.axes if axis in axes and axis not in leaf.axes]
+    return f"each device has its shard along {averaged}, not summands." if averaged else ""
 
 
 def _no_mean(leaf: Leaf) -> str:
@@ -448,22 +446,6 @@ def _averaged(leaf: Leaf, axes: tuple[str, ...]) -> Any:
 
 
 # ------------------------------------------------------------------ value and grad
-
-
-def _specs_in_force(params: PyTree) -> SpecTree:
-    """The specs of parameters in the plan of the step; `None` if boxes have them, or nothing."""
-    step = current_plan()
-    if step is None or any(is_box(x) for x in tree_leaves(params, is_leaf=is_box)):
-        return None
-    try:
-        specs = step.specs_of(params)
-    except SpecError as error:
-        raise SpecError(
-            f"value_and_grad: {error} Pass the specs of the parameters:"
-            " `value_and_grad(loss, axis_names, specs)`."
-        ) from None
-    # Parameters that were gathered before have none. Their gradients are averaged over all axes.
-    return specs if tree_leaves(specs, is_leaf=is_spec) else PartitionSpec()
 
 
 def value_and_grad(
@@ -522,7 +504,7 @@ def value_and_grad(
 
     def value_and_grad_of_loss(params: PyTree, *args: Any) -> tuple[Any, PyTree]:
         check_bound(axes, where, "`jax.value_and_grad` under `jax.jit` is enough")
-        own = _specs_in_force(params) if specs is None else specs
+        own = find_specs(params, "value_and_grad(loss, axis_names, {})") if specs is None else specs
         leaves, treedef = tree_flatten(params)
         split = StaticSplit(leaves, treedef, has_gradient)
 

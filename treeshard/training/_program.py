@@ -102,7 +102,7 @@ class Program:
 
     def _jit(self) -> None:
         mesh, in_force = self._placement.mesh, self._in_force
-        body = self._on_shards if in_force.gather else self._on_whole_arrays
+        body = self._on_shards if in_force.is_by_hand else self._on_whole_arrays
 
         def run(state: _Named, data: list[Any]) -> tuple[_Named, Any]:
             # An op on arrays in host and in device memory is an error in JAX: they are copied
@@ -152,6 +152,7 @@ class Program:
 
     def _step(self, arrays: list[Any], batch: PyTree) -> tuple[list[Any], Any]:
         """What the user's function returns: the new arrays, and `aux`."""
+        self._in_force.note_received(arrays)
         out = self._fn(self.state.combine(arrays), batch)
         if not isinstance(out, tuple) or len(out) != 2:
             raise StateError(f"the step must return (state, aux), not {type(out).__name__}.")
