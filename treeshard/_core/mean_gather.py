@@ -47,10 +47,16 @@ class Gathering(NamedTuple):
         return math.prod(lax.axis_size(axis) for axis in axes)
 
 
-class ScatteredOver(NamedTuple):
-    """The origin of a gradient of which this device has its shard: the mean over these axes."""
+class Reduced(NamedTuple):
+    """The origin of a gradient that was reduced by hand.
 
-    axes: tuple[str, ...]
+    Attributes:
+        scattered: The axes over which this device has its shard of the mean.
+        averaged: The axes over which all devices have the mean.
+    """
+
+    scattered: tuple[str, ...]
+    averaged: tuple[str, ...] = ()
 
 
 class GatheredFrom(NamedTuple):
@@ -84,9 +90,8 @@ def mean_scatter(g: Any, how: Gathering) -> Any:
 
 
 def _scattered(how: Gathering, _: None, g: Any) -> tuple[Any]:
-    axes = tuple(axis for _, over in how.dims for axis in over)
-    grad = mean_scatter(g, how)
-    return (note_origin(grad, ScatteredOver(axes)) if axes else grad,)
+    scattered = tuple(axis for _, axes in how.dims for axis in axes)
+    return (note_origin(mean_scatter(g, how), Reduced(scattered, how.replicated)),)
 
 
 mean_gather.defvjp(lambda x, how: (mean_gather(x, how), None), _scattered)

@@ -6,7 +6,7 @@ the structure and the shapes of what it is called with.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, reduce, wraps
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,7 +28,7 @@ from treeshard._core.mesh import (
 from treeshard._core.origins import note_origin, origin_of
 from treeshard._core.paths import PyTree, is_box_of_leaf, leaf_paths
 from treeshard._core.spec_trees import SpecTree, layer_specs
-from treeshard._core.specs import all_axes, entries, entry_of, is_spec, trimmed, without_axes
+from treeshard._core.specs import all_axes, entries, entry_of, is_spec, trimmed, with_entries, without_axes
 from treeshard._core.text import fold_paths
 from treeshard._planning.axis_names import splits_rows
 from treeshard._planning.matching import PlannedLeaf, Shape, parameters
@@ -92,6 +92,9 @@ class PlanInForce:
     rows: tuple[str, ...]
     is_by_hand: bool = False
     waits: bool = False
+    # The shapes and specs of shards whose gradients code by hand has reduced, and over which axes.
+    # It only grows: JAX does not run code again that it has traced before with this in force.
+    _reduced: dict[tuple[Shape, PartitionSpec], set[str]] = field(default_factory=dict)
 
     @property
     def gathered_axes(self) -> tuple[str, ...]:
@@ -112,6 +115,17 @@ class PlanInForce:
         """Notes which leaves of the plan the arrays are that a step has received."""
         for x, leaf in zip(arrays, self.plan.leaves, strict=True):
             note_origin(x, Received(self.plan, leaf))
+
+    def note_reduced(self, x: Any, spec: PartitionSpec, axes: Iterable[str]) -> None:
+        """Notes that the gradient of a shard was reduced over axes of its spec."""
+        self._reduced.setdefault((tuple(x.shape), trimmed(spec)), set()).update(axes)
+
+    def reduced_axes(self, leaf: PlannedLeaf) -> set[str]:
+        """The axes of its spec over which the gradient of a leaf, or of its layers, was reduced."""
+        spec, shape = trimmed(leaf.given), self._shape_of_shard(leaf, leaf.given)
+        of_layer = trimmed(with_entries(spec, entries(spec)[1:]))
+        none: set[str] = set()
+        return self._reduced.get((shape, spec), none) | self._reduced.get((shape[1:], of_layer), none)
 
     # -------------------------------------------------------------- the specs of a tree
 
@@ -149,7 +163,7 @@ class PlanInForce:
             outline = treedef.unflatten([arrays.get(i) for i in range(len(values))])
             where = call.partition("(")[0]
             parts = self._parts_like(outline, where, are_gradients=are_gradients)
-            if parts or not are_gradients or self._may_be_shards([arrays[i] for i in unknown]):
+            if parts or not are_gradients or self.may_be_shards([*arrays.values()]):
                 part = self._only(parts, outline, call, specs, are_gradients)
                 of_part = dict(zip(arrays, part.specs, strict=True))
             else:
@@ -197,13 +211,15 @@ class PlanInForce:
 
     def _shape_here(self, leaf: PlannedLeaf) -> Shape:
         """The shape of a leaf where this is traced: inside `shard_map`, that of a shard."""
-        mesh = self.plan.mesh
-        local = without_axes(leaf.given, axis_sizes(mesh).keys() - manual_axes())
-        return NamedSharding(mesh, local).shard_shape(leaf.shape)
+        others = axis_sizes(self.plan.mesh).keys() - manual_axes()
+        return self._shape_of_shard(leaf, without_axes(leaf.given, others))
 
-    def _may_be_shards(self, arrays: Sequence[Any]) -> bool:
+    def _shape_of_shard(self, leaf: PlannedLeaf, spec: PartitionSpec) -> Shape:
+        return NamedSharding(self.plan.mesh, spec).shard_shape(leaf.shape)
+
+    def may_be_shards(self, arrays: Sequence[Any]) -> bool:
         """Whether arrays have the shapes of shards, or of one layer of them."""
-        shapes = {tuple(x.shape) for x in arrays}
+        shapes = {tuple(x.shape) for x in arrays if self.known_spec(x) is UNKNOWN}
         here = {self._shape_here(leaf) for leaf in self.plan.leaves if self.part_by_hand(leaf.given)}
         return not shapes.isdisjoint(here | {shape[1:] for shape in here})
 

@@ -218,7 +218,9 @@ class FoundSpecs:
     specs: SpecTree
 
 
-def find_specs(tree: PyTree, call: str, *, are_gradients: bool = False) -> FoundSpecs:
+def find_specs(
+    tree: PyTree, axes: Sequence[str], call: str, *, are_gradients: bool = False
+) -> FoundSpecs:
     """Finds how a tree is sharded where no specs were passed.
 
     The plan in force decides: it has sharded the arguments of the step. Boxes that name axes
@@ -227,6 +229,7 @@ def find_specs(tree: PyTree, call: str, *, are_gradients: bool = False) -> Found
 
     Args:
         tree: Any pytree.
+        axes: The axes over which it is gathered or averaged.
         call: How to pass specs, for messages: `"gather_params(params, axis_names, {})"`.
         are_gradients: As in `PlanInForce.specs_of`.
 
@@ -238,7 +241,7 @@ def find_specs(tree: PyTree, call: str, *, are_gradients: bool = False) -> Found
     step, own = current_plan(), specs_in_boxes(tree)
     if step is None:
         if not are_gradients:
-            _check_no_shards(tree, call)
+            _check_no_shards(tree, axes, call)
         return own
     nodes, treedef = tree_flatten(tree, is_leaf=is_box_of_leaf)
     in_boxes = [_axes_named(spec, step) for spec in tree_leaves(own.specs, is_leaf=is_spec)]
@@ -248,7 +251,10 @@ def find_specs(tree: PyTree, call: str, *, are_gradients: bool = False) -> Found
             treedef.unflatten(range(len(nodes))),
         )
     except SpecError:
-        if all(in_boxes):
+        values = [value_in(node) if is_box(node) else node for node in nodes]
+        unnamed = [x for x, named in zip(values, in_boxes, strict=True) if not named and is_array(x)]
+        # Beside boxes with names, what has none and cannot be a shard is replicated.
+        if any(in_boxes) and not step.may_be_shards(unnamed):
             return own
         raise
     facts = []
@@ -267,7 +273,7 @@ def find_specs(tree: PyTree, call: str, *, are_gradients: bool = False) -> Found
     return FoundSpecs(treedef.unflatten([spec or PartitionSpec() for spec in in_plan]))
 
 
-def _check_no_shards(tree: PyTree, call: str) -> None:
+def _check_no_shards(tree: PyTree, axes: Sequence[str], call: str) -> None:
     """Raises if no leaf has a box, and some differ between devices: they are shards, most likely.
 
     JAX tells only under `check_vma=True`. What `vary` has marked was equal on all devices.
@@ -278,8 +284,9 @@ def _check_no_shards(tree: PyTree, call: str) -> None:
     facts = []
     for path, x in zip(leaf_paths(tree), nodes, strict=True):
         origin = origin_of(x)
-        if is_array(origin) and (axes := varying_axes(origin)):
-            facts.append(f"{path or 'the array'}: {array_text(x)} differs along {sorted(axes)}.")
+        over = varying_axes(origin).intersection(axes) if is_array(origin) else ()
+        if over:
+            facts.append(f"{path or 'the array'}: {array_text(x)} differs along {sorted(over)}.")
     if facts:
         where, with_specs = call.partition("(")[0], call.format("specs")
         headline = "no specs say how these leaves are sharded, and they differ between devices:"

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from treeshard._core.arrays import StaticSplit, has_gradient, is_array
 from treeshard._core.jax_private import varying_axes
-from treeshard._core.mean_gather import ScatteredOver, gather_shard, why_not_innermost
+from treeshard._core.mean_gather import Reduced, gather_shard, why_not_innermost
 from treeshard._core.mesh import (
     abstract_mesh,
     axis_sizes,
@@ -30,7 +30,7 @@ from treeshard._core.mesh import (
     manual_axes,
     still_differs,
 )
-from treeshard._core.origins import origin_of
+from treeshard._core.origins import note_origin, origin_of
 from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import SpecTree
 from treeshard._core.specs import (
@@ -41,7 +41,7 @@ from treeshard._core.specs import (
     with_entries,
     without_axes,
 )
-from treeshard._planning.plan_in_force import mesh_in_force
+from treeshard._planning.plan_in_force import current_plan, mesh_in_force
 from treeshard._planning.tactics import fsdp, min_size_in_force
 from treeshard.errors import LeafError, SpecError, UnknownAxisError, listed, warn
 from treeshard.manual._boxes import (
@@ -329,7 +329,7 @@ def gather_params(
     axes = _axes_or_all(axis_names, "gather_params")
     check_bound(axes, "gather_params", INSTEAD_OF_GATHER)
     if specs is None:
-        specs = find_specs(params, "gather_params(params, axis_names, {})")
+        specs = find_specs(params, axes, "gather_params(params, axis_names, {})")
     leaves, treedef = leaves_with_specs(params, specs, "gather_params")
     if facts := _facts(leaves, [why_not_innermost(leaf.spec, axes) for leaf in leaves]):
         raise SpecError(f"gather_params: {listed('these leaves cannot be gathered:', facts)}")
@@ -405,7 +405,8 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames, specs: SpecTree = None)
     instead = "under `jax.jit`, gradients need no averaging"
     axes = bound_axes(axis_names, "sync_gradients", instead)
     if specs is None:
-        specs = find_specs(grads, "sync_gradients(grads, axis_names, {})", are_gradients=True)
+        call = "sync_gradients(grads, axis_names, {})"
+        specs = find_specs(grads, axes, call, are_gradients=True)
     leaves, treedef = leaves_with_specs(grads, specs, "sync_gradients")
     if facts := _facts(leaves, [_why_a_shard(leaf, axes) for leaf in leaves]):
         raise SpecError(
@@ -417,15 +418,18 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames, specs: SpecTree = None)
             f"sync_gradients: {listed('these leaves are not gradients:', facts)} Remove them"
             " from the tree, or use `value_and_grad`, which differentiates floating leaves only."
         )
+    if (step := current_plan()) is not None:
+        for leaf in leaves:
+            if over := set(axes).intersection(leaf.axes):
+                step.note_reduced(leaf.value, leaf.spec, over)
     return treedef.unflatten([_averaged(leaf, axes) for leaf in leaves])
 
 
 def _why_a_shard(leaf: Leaf, axes: Sequence[str]) -> str:
     """Why the average would be one of different rows, where that is known by identity."""
     origin = origin_of(leaf.value)
-    if not isinstance(origin, ScatteredOver):
-        return ""
-    averaged = [axis for axis in origin.axes if axis in axes and axis not in leaf.axes]
+    scattered = origin.scattered if isinstance(origin, Reduced) else ()
+    averaged = [axis for axis in scattered if axis in axes and axis not in leaf.axes]
     return f"each device has its shard along {averaged}, not summands." if averaged else ""
 
 
@@ -440,9 +444,12 @@ def _no_mean(leaf: Leaf) -> str:
 def _averaged(leaf: Leaf, axes: tuple[str, ...]) -> Any:
     if leaf.passes_through or leaf.value.dtype == float0:
         return leaf.node
-    over = [a for a in axes if a not in leaf.axes and still_differs(leaf.value, a)]
+    over = tuple(a for a in axes if a not in leaf.axes and still_differs(leaf.value, a))
+    if not over:
+        return leaf.node
+    scattered = tuple(axis for axis in leaf.axes if axis in axes)
     # One call for each leaf is enough: XLA combines small all-reduces.
-    return leaf.with_value(lax.pmean(leaf.value, tuple(over))) if over else leaf.node
+    return leaf.with_value(note_origin(lax.pmean(leaf.value, over), Reduced(scattered, over)))
 
 
 # ------------------------------------------------------------------ value and grad
@@ -504,7 +511,8 @@ def value_and_grad(
 
     def value_and_grad_of_loss(params: PyTree, *args: Any) -> tuple[Any, PyTree]:
         check_bound(axes, where, "`jax.value_and_grad` under `jax.jit` is enough")
-        own = find_specs(params, "value_and_grad(loss, axis_names, {})") if specs is None else specs
+        call = "value_and_grad(loss, axis_names, {})"
+        own = find_specs(params, axes, call) if specs is None else specs
         leaves, treedef = tree_flatten(params)
         split = StaticSplit(leaves, treedef, has_gradient)
 

@@ -17,6 +17,7 @@ from jax.tree_util import DictKey, register_pytree_with_keys, tree_flatten, tree
 from treeshard._core.arrays import StaticSplit, array_text, has_shape, is_array
 from treeshard._core.jax_private import is_tracing, varying_axes
 from treeshard._core.paths import PyTree, leaf_paths, pair, path_under
+from treeshard._core.reports import report
 from treeshard._core.spec_trees import get_names_from_partition_spec
 from treeshard._core.text import fold_paths
 from treeshard._placement.constraint import with_sharding_constraint
@@ -82,6 +83,8 @@ class Program:
         """Traces the step, and warns of pitfalls that the trace shows, once."""
         traced = self._traced(_Named(arrays, self._names), data)
         if not self.is_traced:
+            if self._in_force.is_by_hand:
+                self._check_gathered(traced.jaxpr.jaxpr)
             self.is_traced = True
             warn_of_device_puts(traced.jaxpr, self._placement.where)
         return traced
@@ -97,6 +100,25 @@ class Program:
             self._jit()
         with explaining_types(self._placement.mesh, self._in_force):
             return self.run.trace(state, data)
+
+    def _check_gathered(self, jaxpr: Any) -> None:
+        """Raises if gradients were reduced as those of shards of weights, which were not gathered."""
+        reduced = {x.path: axes for x in self.leaves if (axes := self._in_force.reduced_axes(x))}
+        if not reduced:
+            return
+        find_ungathered = report("_trace.by_hand").find_ungathered
+        specs = {leaf.path: leaf.given for leaf in self.leaves}
+        facts = [
+            f"{path}: {specs[path]} splits it over {axes}."
+            for path, axes in find_ungathered(jaxpr, self._in_force.plan, reduced).items()
+        ]
+        if facts:
+            headline = "shards are used as if they were full weights: the step never gathers"
+            raise SpecError(
+                f"{self._placement.where}: {listed(headline, facts, headed=True)}\nCall"
+                " `treeshard.unshard(params)` in the loss, or let"
+                " `treeshard.manual.value_and_grad(loss, axis_names)` gather."
+            )
 
     # -------------------------------------------------------------- the traced function
 
