@@ -244,33 +244,35 @@ def find_specs(
             _check_no_shards(tree, axes, call)
         return own
     nodes, treedef = tree_flatten(tree, is_leaf=is_box_of_leaf)
+    values = [value_in(node) if is_box(node) else node for node in nodes]
     in_boxes = [_axes_named(spec, step) for spec in tree_leaves(own.specs, is_leaf=is_spec)]
+    outline = treedef.unflatten(range(len(nodes)))
     try:
-        in_plan = specs_of_leaves(
-            step.specs_of(tree, call, are_gradients=are_gradients),
-            treedef.unflatten(range(len(nodes))),
-        )
+        specs = step.specs_of(tree, call, are_gradients=are_gradients)
     except SpecError:
-        values = [value_in(node) if is_box(node) else node for node in nodes]
-        unnamed = [x for x, named in zip(values, in_boxes, strict=True) if not named and is_array(x)]
+        unnamed = [
+            x for x, named in zip(values, in_boxes, strict=True) if not named and is_array(x)
+        ]
         # Beside boxes with names, what has none and cannot be a shard is replicated.
         if any(in_boxes) and not step.may_be_shards(unnamed):
             return own
         raise
-    facts = []
-    for path, node, planned, named in zip(
-        leaf_paths(tree, is_leaf=is_box_of_leaf), nodes, in_plan, in_boxes, strict=True
-    ):
-        is_known = step.known_spec(value_in(node) if is_box(node) else node) is not UNKNOWN
-        if named and not is_known and step.part_by_hand(planned) != step.part_by_hand(named):
-            facts.append(f"{path}: {named} in its box, and {planned or PartitionSpec()} in the plan.")
+    in_plan = [spec or PartitionSpec() for spec in specs_of_leaves(specs, outline)]
+    facts = [
+        f"{path}: {named} in its box, and {planned} in the plan."
+        for path, x, named, planned in zip(
+            leaf_paths(outline), values, in_boxes, in_plan, strict=True
+        )
+        if named and step.part_by_hand(planned) != step.part_by_hand(named)
+        if step.known_spec(x) is UNKNOWN
+    ]
     if facts:
         where, with_specs = call.partition("(")[0], call.format("specs")
         headline = "boxes and the plan of the step differ:"
         raise SpecError(
             f"{where}: {listed(headline, facts, headed=True)}\nPass the specs: `{with_specs}`."
         )
-    return FoundSpecs(treedef.unflatten([spec or PartitionSpec() for spec in in_plan]))
+    return FoundSpecs(treedef.unflatten(in_plan))
 
 
 def _check_no_shards(tree: PyTree, axes: Sequence[str], call: str) -> None:
