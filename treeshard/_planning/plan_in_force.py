@@ -28,7 +28,16 @@ from treeshard._core.mesh import (
 from treeshard._core.origins import note_origin, origin_of
 from treeshard._core.paths import PyTree, is_box_of_leaf, leaf_paths
 from treeshard._core.spec_trees import SpecTree, layer_specs
-from treeshard._core.specs import all_axes, entries, entry_of, is_spec, trimmed, with_entries, without_axes
+from treeshard._core.specs import (
+    all_axes,
+    dim_entries,
+    entries,
+    entry_of,
+    is_spec,
+    trimmed,
+    with_entries,
+    without_axes,
+)
 from treeshard._core.text import fold_paths
 from treeshard._planning.axis_names import splits_rows
 from treeshard._planning.matching import PlannedLeaf, Shape, parameters
@@ -125,7 +134,9 @@ class PlanInForce:
         spec, shape = trimmed(leaf.given), self._shape_of_shard(leaf, leaf.given)
         of_layer = trimmed(with_entries(spec, entries(spec)[1:]))
         none: set[str] = set()
-        return self._reduced.get((shape, spec), none) | self._reduced.get((shape[1:], of_layer), none)
+        return self._reduced.get((shape, spec), none) | self._reduced.get(
+            (shape[1:], of_layer), none
+        )
 
     # -------------------------------------------------------------- the specs of a tree
 
@@ -219,9 +230,16 @@ class PlanInForce:
 
     def may_be_shards(self, arrays: Sequence[Any]) -> bool:
         """Whether arrays have the shapes of shards, or of one layer of them."""
-        shapes = {tuple(x.shape) for x in arrays if self.known_spec(x) is UNKNOWN}
-        here = {self._shape_here(leaf) for leaf in self.plan.leaves if self.part_by_hand(leaf.given)}
-        return not shapes.isdisjoint(here | {shape[1:] for shape in here})
+        unknown = {tuple(x.shape) for x in arrays if self.known_spec(x) is UNKNOWN}
+        shapes: set[Shape] = set()
+        for leaf in self.plan.leaves:
+            split = dim_entries(self.part_by_hand(leaf.given), len(leaf.shape))
+            here = self._shape_here(leaf)
+            if any(split):
+                shapes.add(here)
+            if any(split[1:]) and not split[0]:
+                shapes.add(here[1:])
+        return not unknown.isdisjoint(shapes)
 
     def part_by_hand(self, spec: PartitionSpec | None) -> PartitionSpec:
         """The part of a spec that code by hand sees: its Manual axes of several devices."""
