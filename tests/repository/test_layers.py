@@ -53,7 +53,6 @@ LAZY: Mapping[str, set[str]] = {
     "treeshard.training._accumulation": {"_core", "training"},  # what only Explicit axes, TPUs need
     "treeshard.training._gradients": {"training"},  # what only Explicit axes need
     "treeshard.training._program": {"training"},  # what only Explicit axes need
-    "treeshard.training._step": {"manual"},
 }
 
 

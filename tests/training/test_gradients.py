@@ -295,7 +295,9 @@ def test_messages() -> None:
     ):
         value_and_grad(mean)(PARAMS, BATCH)
 
-    message = r"value_and_grad: the plan has no subtree .* Pass the specs of the parameters"
+    message = (
+        r"value_and_grad: the plan has no subtree .* Pass its specs: `value_and_grad\(loss, specs"
+    )
     with pytest.raises(ts.SpecError, match=message):
         raw_gradients(plan, lambda tree, batch: value_and_grad(mean)(tree["w"][:4], batch))
 

@@ -78,7 +78,10 @@ def test_modules_with_static_leaves_are_found_whole_and_as_arrays() -> None:
 def test_several_subtrees_with_equal_specs_are_one_answer_and_others_an_error() -> None:
     tree = {"a": MLP, "b": MLP}
     assert specs_found(tree, lambda s: s["b"], [(".*", P("fsdp"))])["up"] == P("fsdp")
-    message = r"several subtrees .* a/down, a/up as .*; b/down, b/up as .* Pass its specs: `unshard"
+    message = (
+        r"several subtrees .* a/down, a/up as .*; b/down, b/up as .* Pass the plan of the one that"
+        r" you mean, such as `unshard\(tree, plan\[\"a\"\]\)`"
+    )
     with pytest.raises(ts.SpecError, match=message):
         ask(plan_of(tree, [("a/up", None), (".*", P("fsdp"))]), lambda s: s["b"])
 
@@ -91,7 +94,7 @@ def test_a_tree_that_the_plan_lacks_is_an_error_with_the_way_out() -> None:
 
     gradient = value_and_grad(lambda p, x: jnp.mean(x) * p.sum(), ("data", "fsdp"))
     step = ts.shard_map_step(lambda s, x: (s, gradient(s["up"][:1], x)[0]), plan)
-    message = "value_and_grad: the plan has no subtree .* Pass the specs of the parameters: `value_"
+    message = "value_and_grad: the plan has no subtree .* Pass its specs: `value_and_grad"
     with pytest.raises(ts.SpecError, match=message):
         step.lower(plan.structs, struct(16))
 

@@ -25,6 +25,11 @@ def is_box(x: Any) -> bool:
     )
 
 
+def is_box_of_leaf(x: Any) -> bool:
+    """Whether `x` is a Flax box around one leaf: a box may also hold a tree, or nothing."""
+    return is_box(x) and tree_structure(x).num_leaves == 1
+
+
 def is_named_array(x: Any) -> bool:
     """Whether `x` is a `haliax.NamedArray`: an array with a named `Axis` for each dim."""
     # Its class registers itself with JAX, and its array is the only child.

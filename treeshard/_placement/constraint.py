@@ -18,6 +18,7 @@ from treeshard._core.arrays import is_array
 from treeshard._core.contexts import plan_in_force
 from treeshard._core.jax_private import is_in_jit, is_tracing, vmapped_axes
 from treeshard._core.make_mesh import make_mesh
+from treeshard._core.mean_gather import gather_shard, why_not_innermost
 from treeshard._core.mesh import (
     AnyMesh,
     MeshLike,
@@ -63,6 +64,7 @@ from treeshard._planning.plan_in_force import (
     PlanInForce,
     current_plan,
     default_batch,
+    mesh_in_force,
     row_axes,
 )
 from treeshard.errors import SpecError, did_you_mean, listed, warn
@@ -202,7 +204,7 @@ def unshard(
         mesh = specs.mesh if mesh is None else mesh
     if isinstance(specs, Plan):
         source = PlanInForce(specs, row_axes(default_batch(specs)))
-        specs = _specs_in_plan(tree, source)
+        specs = source.specs_of(tree, *_CALL)
     elif specs is None:
         specs = _specs_here(tree, step, axis)
         if specs is None:
@@ -213,10 +215,6 @@ def unshard(
         axes = source.gathered_axes
     else:
         raise SpecError(f"unshard: pass the axis to gather over, {_NO_PLAN}.")
-    if step is not None and step.gather is not None:
-        manual = [name for name in axes if name in manual_axes()]
-        if manual:
-            return step.gather(tree, manual, specs)
     leaf_specs = specs_of_leaves(specs, tree, resolve=resolve_names)
     if axis is not None:
         named = get_names_from_partition_spec(leaf_specs)
@@ -224,6 +222,10 @@ def unshard(
             hint = did_you_mean(name, named, _NEAR_MISS)
             if hint and name not in named:
                 warn(f"unshard: no spec names the axis {name!r}, so nothing is gathered.{hint}")
+    by_hand = [name for name in axes if name in manual_axes()]
+    is_split = not {*by_hand}.isdisjoint(get_names_from_partition_spec(leaf_specs))
+    if by_hand and (is_split or (step is not None and step.is_by_hand)):
+        tree = _gather_by_hand(tree, leaf_specs, by_hand)
     mesh, treedef = as_mesh(mesh, make_mesh), tree_structure(tree)
     gathered = [_gathered(spec, axes) for spec in leaf_specs]
     if is_tracing():
@@ -237,6 +239,8 @@ def unshard(
     return _constrain_tree("unshard", tree, treedef.unflatten(gathered), mesh)
 
 
+# How to pass a plan, or specs.
+_CALL = "unshard(tree, {})", "specs, axis"
 _NO_PLAN = (
     "as in `unshard(tree, plan)`, or call it where a plan is in force: in the code of"
     " `jit_step`, `shard_map_step` or `training.value_and_grad`"
@@ -252,7 +256,7 @@ def _specs_here(tree: PyTree, step: PlanInForce | None, axis: Any) -> SpecTree |
     if is_all_explicit(mesh):
         return tree_map(_spec_of_type, tree)
     if step is not None:
-        return _specs_in_plan(tree, step)
+        return step.specs_of(tree, *_CALL)
     if mesh is not None and axis is not None:
         explicit = axes_of_type(mesh, AxisType.Explicit)
         if {*axis_tuple(axis, "unshard")} <= {*explicit}:
@@ -263,11 +267,28 @@ def _specs_here(tree: PyTree, step: PlanInForce | None, axis: Any) -> SpecTree |
     return None
 
 
-def _specs_in_plan(tree: PyTree, step: PlanInForce) -> SpecTree:
-    try:
-        return step.specs_of(tree)
-    except SpecError as error:
-        raise SpecError(f"unshard: {error} Pass its specs: `unshard(tree, specs, axis)`.") from None
+def _gather_by_hand(tree: PyTree, specs: Sequence[Any], axes: Sequence[str]) -> PyTree:
+    """The tree gathered over Manual axes, where the partitioner sees only shards."""
+    leaves, treedef = tree_flatten(tree)
+    shards = {
+        i: spec.spec if isinstance(spec, NamedSharding) else spec
+        for i, (x, spec) in enumerate(zip(leaves, specs, strict=True))
+        if spec is not None and is_array(x)
+    }
+    misfits = {
+        i: Misfit(SpecError, why)
+        for i, spec in shards.items()
+        if (why := _why_not_gathered(leaves[i], spec, axes))
+    }
+    raise_misfits(tree, misfits, "unshard", "leaves cannot be gathered:")
+    for i, spec in shards.items():
+        leaves[i] = gather_shard(leaves[i], spec, axes, mesh_in_force())
+    return treedef.unflatten(leaves)
+
+
+def _why_not_gathered(x: Any, spec: PartitionSpec, axes: Sequence[str]) -> str:
+    _, notes = project(spec, None, x.shape)
+    return " ".join(note.why for note in notes) or why_not_innermost(spec, axes)
 
 
 def _spec_of_type(x: Any) -> PartitionSpec | None:

@@ -137,7 +137,7 @@ def _start(tree: PyTree, shapes: list[Shape], before: Plan, after: Plan, where: 
     """
     structure = tree_structure(tree_map(lambda x: 0 if has_shape(x) else None, tree))
     starts: dict[Any, int] = {}  # by what the leaves become
-    for start in subtrees(before, structure):
+    for start in subtrees(before.structure_of_arrays, structure):
         part = slice(start, start + len(shapes))
         if [leaf.shape for leaf in before.leaves[part]] == shapes:
             result = tuple((leaf.shape, leaf.given) for leaf in after.leaves[part])

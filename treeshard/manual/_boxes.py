@@ -1,4 +1,5 @@
-"""Which spec each leaf has, from a tree of specs or from boxes around the leaves, as in Flax.
+"""Which spec each leaf has: from a tree of specs, from the plan in force, or from boxes around the
+leaves, as in Flax.
 
 Inside `shard_map` an array does not know it: it is this device's shard, and its type says at most
 along which axes it varies, not which dim they split. `Partitioned` is a class of our own, so that
@@ -11,12 +12,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.tree_util import register_dataclass, tree_flatten
+from jax.tree_util import register_dataclass, tree_flatten, tree_leaves
 
 from treeshard._core.arguments import check_no_refs
-from treeshard._core.arrays import has_shape, is_array
+from treeshard._core.arrays import array_text, has_shape, is_array
+from treeshard._core.jax_private import varying_axes
 from treeshard._core.mesh import context_mesh
-from treeshard._core.paths import PyTree, is_box, leaf_paths
+from treeshard._core.origins import origin_of
+from treeshard._core.paths import PyTree, is_box, is_box_of_leaf, leaf_paths
 from treeshard._core.spec_trees import (
     LaidSpec,
     Misfit,
@@ -26,10 +29,12 @@ from treeshard._core.spec_trees import (
     raise_misfits,
     specs_of_leaves,
 )
-from treeshard._core.specs import all_axes, dim_entries, entries
+from treeshard._core.specs import all_axes, dim_entries, entries, is_spec, without_axes
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.named_dims import names_in
 from treeshard._planning.plan import Plan
+from treeshard._planning.plan_in_force import UNKNOWN, PlanInForce, current_plan
+from treeshard.errors import SpecError, listed
 
 Shape = tuple[int, ...]
 Names = tuple[str | tuple[str, ...] | None, ...]
@@ -211,12 +216,123 @@ class Leaf(NamedTuple):
         return box.replace(value=value, names=names)
 
 
+@dataclass(frozen=True)
+class FoundSpecs:
+    """The specs of a tree that came without: a prefix of it, with one spec for each box."""
+
+    specs: SpecTree
+
+
+def find_specs(
+    tree: PyTree, axes: Sequence[str], call: str, *, are_gradients: bool = False
+) -> FoundSpecs:
+    """Finds how a tree is sharded where no specs were passed.
+
+    The plan in force decides: it has sharded the arguments of the step. Boxes that name axes
+    decide about trees that the plan does not have, such as those that `shard_params` made here.
+    Without a plan, leaves without a box are replicated.
+
+    Args:
+        tree: Any pytree.
+        axes: The axes over which it is gathered or averaged.
+        call: How to pass specs, for messages: `"gather_params(params, axis_names, {})"`.
+        are_gradients: As in `PlanInForce.specs_of`.
+
+    Raises:
+        SpecError: If the plan does not have the tree, or several parts that it may be; if the plan
+            and the boxes differ; or if there is neither a plan nor a box, and leaves are shards by
+            their types.
+    """
+    step, own = current_plan(), specs_in_boxes(tree)
+    if step is None:
+        if not are_gradients:
+            _check_no_shards(tree, axes, call)
+        return own
+    nodes, treedef = tree_flatten(tree, is_leaf=is_box_of_leaf)
+    values = [value_in(node) if is_box(node) else node for node in nodes]
+    in_boxes = [_axes_named(spec, step) for spec in tree_leaves(own.specs, is_leaf=is_spec)]
+    outline = treedef.unflatten(range(len(nodes)))
+    try:
+        specs = step.specs_of(tree, call, are_gradients=are_gradients)
+    except SpecError:
+        unnamed = [
+            x for x, named in zip(values, in_boxes, strict=True) if not named and is_array(x)
+        ]
+        # Beside boxes with names, what has none and cannot be a shard is replicated.
+        if any(in_boxes) and not step.may_be_shards(unnamed):
+            return own
+        raise
+    in_plan = [spec or PartitionSpec() for spec in specs_of_leaves(specs, outline)]
+    facts = [
+        f"{path}: {named} in its box, and {planned} in the plan."
+        for path, x, named, planned in zip(
+            leaf_paths(outline), values, in_boxes, in_plan, strict=True
+        )
+        if named and step.part_by_hand(planned) != step.part_by_hand(named)
+        if step.known_spec(x) is UNKNOWN
+    ]
+    if facts:
+        where, with_specs = call.partition("(")[0], call.format("specs")
+        headline = "boxes and the plan of the step differ:"
+        raise SpecError(
+            f"{where}: {listed(headline, facts, headed=True)}\nPass the specs: `{with_specs}`."
+        )
+    return FoundSpecs(treedef.unflatten(in_plan))
+
+
+def _check_no_shards(tree: PyTree, axes: Sequence[str], call: str) -> None:
+    """Raises if no leaf has a box, and some differ between devices: they are shards, most likely.
+
+    JAX tells only under `check_vma=True`. What `vary` has marked was equal on all devices.
+    """
+    nodes = tree_leaves(tree, is_leaf=is_box)
+    if any(map(is_box, nodes)):
+        return
+    facts = []
+    for path, x in zip(leaf_paths(tree), nodes, strict=True):
+        origin = origin_of(x)
+        over = varying_axes(origin).intersection(axes) if is_array(origin) else ()
+        if over:
+            facts.append(f"{path or 'the array'}: {array_text(x)} differs along {sorted(over)}.")
+    if facts:
+        where, with_specs = call.partition("(")[0], call.format("specs")
+        headline = "no specs say how these leaves are sharded, and they differ between devices:"
+        raise SpecError(
+            f"{where}: {listed(headline, facts, headed=True)}\nPass the specs of the `shard_map`:"
+            f" `{with_specs}`. If each device has a full array of its own, they are P()."
+        )
+
+
+def specs_in_boxes(tree: PyTree) -> FoundSpecs:
+    """The specs that boxes have; those of leaves that the step has received and that have no box,
+    or one without names; else `P()`."""
+    step = current_plan()
+
+    def spec_of_node(node: Any) -> PartitionSpec:
+        value, spec = node, PartitionSpec()
+        if is_box(node):
+            value, spec = value_in(node), spec_of(node)
+        if step is None or not is_array(value) or any(entries(spec)):
+            return spec
+        known = step.known_spec(value)
+        return known if isinstance(known, PartitionSpec) else spec
+
+    nodes, treedef = tree_flatten(tree, is_leaf=is_box_of_leaf)
+    return FoundSpecs(treedef.unflatten([spec_of_node(node) for node in nodes]))
+
+
+def _axes_named(spec: PartitionSpec, step: PlanInForce) -> PartitionSpec | None:
+    """The axes of the mesh that the names in a box are: Flax's may be logical ones."""
+    names = all_axes(entries(spec))
+    known = [name for name in names if name in step.plan.mesh.axis_names]
+    return without_axes(spec, set(names).difference(known)) if known else None
+
+
 def leaves_with_specs(tree: PyTree, specs: SpecTree, where: str) -> tuple[list[Leaf], Any]:
     """The leaves of a tree with their specs, and the structure of the tree.
 
-    With `specs=None` the specs are read from boxes, and leaves without a box are replicated.
-    With a tree of specs, a box is a node like any other. With a plan of stacked layers, the tree
-    may be one layer.
+    With `FoundSpecs`, a box and its value are one leaf. With a tree of specs, a box is a node like
+    any other. With a plan of stacked layers, the tree may be one layer.
 
     Raises:
         SpecError: If `specs` does not fit the tree, or specs do not fit their leaves.
@@ -225,8 +341,8 @@ def leaves_with_specs(tree: PyTree, specs: SpecTree, where: str) -> tuple[list[L
         LeafError: If a leaf is a mutable reference (`jax.Ref`).
     """
     check_no_refs(tree, where)
-    if specs is None:
-        leaves, treedef = _leaves_in_boxes(tree)
+    if isinstance(specs, FoundSpecs):
+        leaves, treedef = _leaves_in_boxes(tree, specs.specs)
         # The names in boxes may be logical ones of Flax, so no mesh is asked whether it has them.
         mesh = None
     else:
@@ -238,13 +354,13 @@ def leaves_with_specs(tree: PyTree, specs: SpecTree, where: str) -> tuple[list[L
     return leaves, treedef
 
 
-def _leaves_in_boxes(tree: PyTree) -> tuple[list[Leaf], Any]:
-    nodes, treedef = tree_flatten(tree, is_leaf=is_box)
+def _leaves_in_boxes(tree: PyTree, specs: SpecTree) -> tuple[list[Leaf], Any]:
+    nodes, treedef = tree_flatten(tree, is_leaf=is_box_of_leaf)
+    of_nodes = specs_of_leaves(specs, treedef.unflatten(range(len(nodes))))
+    paths = leaf_paths(tree, is_leaf=is_box_of_leaf)
     leaves = []
-    for path, node in zip(leaf_paths(tree, is_leaf=is_box), nodes, strict=True):
-        value, spec, unpadded = node, PartitionSpec(), None
-        if is_box(node):
-            value, spec, unpadded = value_in(node), spec_of(node), unpadded_in(node)
+    for path, node, spec in zip(paths, nodes, of_nodes, strict=True):
+        value, unpadded = (value_in(node), unpadded_in(node)) if is_box(node) else (node, None)
         leaves.append(Leaf(path, node, value, spec, unpadded, not is_array(value)))
     return leaves, treedef
 

@@ -15,11 +15,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.dtypes import float0
 from jax.sharding import AbstractMesh, PartitionSpec
-from jax.tree_util import tree_flatten, tree_leaves
+from jax.tree_util import tree_flatten
 from jax.typing import DTypeLike
 
 from treeshard._core.arrays import StaticSplit, has_gradient, is_array
 from treeshard._core.jax_private import varying_axes
+from treeshard._core.mean_gather import Reduced, gather_shard, why_not_innermost
 from treeshard._core.mesh import (
     abstract_mesh,
     axis_sizes,
@@ -28,17 +29,14 @@ from treeshard._core.mesh import (
     context_mesh,
     manual_axes,
     still_differs,
-    vary_array,
 )
-from treeshard._core.paths import PyTree, is_box
+from treeshard._core.origins import note_origin, origin_of
+from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import SpecTree
 from treeshard._core.specs import (
-    axes_of,
     dim_entries,
     dims_over,
-    entries,
     entry_of,
-    is_spec,
     project,
     with_entries,
     without_axes,
@@ -50,14 +48,14 @@ from treeshard.manual._boxes import (
     Leaf,
     Shape,
     boxed,
+    find_specs,
     leaves_with_specs,
+    specs_in_boxes,
 )
 from treeshard.manual._mean_gather import (
     INSTEAD_OF_GATHER,
     AxisNames,
-    Gathering,
     bound_axes,
-    gather_by,
     vary,
 )
 
@@ -154,7 +152,9 @@ def shard_params(
             "shard_params: `pad=True` records true shapes in boxes, and with specs there are none."
             " Omit `pad`, and give a plan that `Plan.padded` returned as the specs."
         )
-    leaves, treedef = leaves_with_specs(params, specs, "shard_params")
+    leaves, treedef = leaves_with_specs(
+        params, specs_in_boxes(params) if specs is None else specs, "shard_params"
+    )
     mesh = _current_mesh(axes)
     if specs is None:
         least = min_size_in_force(min_size)
@@ -239,21 +239,8 @@ def _decide_by_spec(leaf: Leaf, axes: tuple[str, ...], mesh: AbstractMesh) -> De
     # The other axes have to shard the leaf already, so its shape here is that of a shard.
     new = without_axes(leaf.spec, [axis for axis in leaf.axes if axis not in axes])
     _, losses = project(new, mesh, leaf.value.shape, divisible=leaf.unpadded is None)
-    reasons = [_not_innermost(leaf.spec, axes), *(loss.why for loss in losses)]
+    reasons = [why_not_innermost(leaf.spec, axes), *(loss.why for loss in losses)]
     return Decision(leaf.spec, leaf.unpadded, error=" ".join(filter(None, reasons)))
-
-
-def _not_innermost(spec: PartitionSpec, axes: Sequence[str]) -> str:
-    """Why a dim that several axes shard cannot be split, or gathered, over some of them."""
-    for dim, over in dims_over(spec, axes):
-        sharded_by = axes_of(entries(spec)[dim])
-        # The shards along an outer axis are not contiguous: the inner ones lie between them.
-        if sharded_by[-len(over) :] != over:
-            return (
-                f"{spec} splits dim {dim} by {sharded_by}, the outermost first. Only the innermost"
-                f" axes can be split or gathered alone: name all of them, or write {over} last."
-            )
-    return ""
 
 
 def _sharded(leaf: Leaf, decision: Decision, axes: tuple[str, ...], in_boxes: bool) -> Any:
@@ -347,8 +334,10 @@ def gather_params(
     """
     axes = _axes_or_all(axis_names, "gather_params")
     check_bound(axes, "gather_params", INSTEAD_OF_GATHER)
+    if specs is None:
+        specs = find_specs(params, axes, "gather_params(params, axis_names, {})")
     leaves, treedef = leaves_with_specs(params, specs, "gather_params")
-    if facts := _facts(leaves, [_not_innermost(leaf.spec, axes) for leaf in leaves]):
+    if facts := _facts(leaves, [why_not_innermost(leaf.spec, axes) for leaf in leaves]):
         raise SpecError(f"gather_params: {listed('these leaves cannot be gathered:', facts)}")
     return treedef.unflatten([_gathered(leaf, axes, dtype) for leaf in leaves])
 
@@ -369,15 +358,8 @@ def _gathered(leaf: Leaf, axes: tuple[str, ...], dtype: DTypeLike | None) -> Any
     if leaf.passes_through:
         return leaf.node
     x = leaf.value
-    convert = dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
-    how = Gathering(
-        dims=dims_over(leaf.spec, axes),
-        replicated=tuple(a for a in axes if a not in leaf.axes and not still_differs(x, a)),
-        wire_dtype=jnp.dtype(dtype) if convert else x.dtype,
-        dtype=x.dtype,
-        mesh=mesh_in_force(),
-    )
-    full = gather_by(vary_array(x, [a for a in leaf.axes if a in axes]), how)
+    converts = dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
+    full = gather_shard(x, leaf.spec, axes, mesh_in_force(), dtype if converts else None)
     rest = without_axes(leaf.spec, axes)
     if leaf.unpadded is not None:
         full = _without_padding(full, leaf.unpadded, rest)
@@ -428,13 +410,33 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames, specs: SpecTree = None)
     """
     instead = "under `jax.jit`, gradients need no averaging"
     axes = bound_axes(axis_names, "sync_gradients", instead)
+    if specs is None:
+        call = "sync_gradients(grads, axis_names, {})"
+        specs = find_specs(grads, axes, call, are_gradients=True)
     leaves, treedef = leaves_with_specs(grads, specs, "sync_gradients")
+    if facts := _facts(leaves, [_why_a_shard(leaf, axes) for leaf in leaves]):
+        raise SpecError(
+            f"sync_gradients: {listed('gradients of shards would be averaged:', facts)} Pass the"
+            " specs of the parameters: `sync_gradients(grads, axis_names, specs)`."
+        )
     if facts := _facts(leaves, map(_no_mean, leaves)):
         raise LeafError(
             f"sync_gradients: {listed('these leaves are not gradients:', facts)} Remove them"
             " from the tree, or use `value_and_grad`, which differentiates floating leaves only."
         )
+    if (step := current_plan()) is not None:
+        for leaf in leaves:
+            if over := set(axes).intersection(leaf.axes):
+                step.note_reduced(leaf.value, leaf.spec, over)
     return treedef.unflatten([_averaged(leaf, axes) for leaf in leaves])
+
+
+def _why_a_shard(leaf: Leaf, axes: Sequence[str]) -> str:
+    """Why the average would be one of different rows, where that is known by identity."""
+    origin = origin_of(leaf.value)
+    scattered = origin.scattered if isinstance(origin, Reduced) else ()
+    averaged = [axis for axis in scattered if axis in axes and axis not in leaf.axes]
+    return f"each device has its shard along {averaged}, not summands." if averaged else ""
 
 
 def _no_mean(leaf: Leaf) -> str:
@@ -448,28 +450,15 @@ def _no_mean(leaf: Leaf) -> str:
 def _averaged(leaf: Leaf, axes: tuple[str, ...]) -> Any:
     if leaf.passes_through or leaf.value.dtype == float0:
         return leaf.node
-    over = [a for a in axes if a not in leaf.axes and still_differs(leaf.value, a)]
+    over = tuple(a for a in axes if a not in leaf.axes and still_differs(leaf.value, a))
+    if not over:
+        return leaf.node
+    scattered = tuple(axis for axis in leaf.axes if axis in axes)
     # One call for each leaf is enough: XLA combines small all-reduces.
-    return leaf.with_value(lax.pmean(leaf.value, tuple(over))) if over else leaf.node
+    return leaf.with_value(note_origin(lax.pmean(leaf.value, over), Reduced(scattered, over)))
 
 
 # ------------------------------------------------------------------ value and grad
-
-
-def _specs_in_force(params: PyTree) -> SpecTree:
-    """The specs of parameters in the plan of the step; `None` if boxes have them, or nothing."""
-    step = current_plan()
-    if step is None or any(is_box(x) for x in tree_leaves(params, is_leaf=is_box)):
-        return None
-    try:
-        specs = step.specs_of(params)
-    except SpecError as error:
-        raise SpecError(
-            f"value_and_grad: {error} Pass the specs of the parameters:"
-            " `value_and_grad(loss, axis_names, specs)`."
-        ) from None
-    # Parameters that were gathered before have none. Their gradients are averaged over all axes.
-    return specs if tree_leaves(specs, is_leaf=is_spec) else PartitionSpec()
 
 
 def value_and_grad(
@@ -529,7 +518,8 @@ def value_and_grad(
 
     def value_and_grad_of_loss(params: PyTree, *args: Any) -> tuple[Any, PyTree]:
         check_bound(axes, where, "`jax.value_and_grad` under `jax.jit` is enough")
-        own = _specs_in_force(params) if specs is None else specs
+        call = "value_and_grad(loss, axis_names, {})"
+        own = find_specs(params, axes, call) if specs is None else specs
         leaves, treedef = tree_flatten(params)
         split = StaticSplit(leaves, treedef, has_gradient)
 

@@ -1,27 +1,16 @@
-"""All-gathers whose gradients are means over the devices, with and without `check_vma`.
+"""Gathers one array inside `shard_map`, and marks arrays as varying between devices."""
 
-The transpose of `jax.lax.all_gather` is a reduce-scatter, which sums; whether JAX also sums the
-gradient of an array that is not gathered depends on `check_vma`. Hence a derivative of our own, for
-which two conventions meet. The cotangent of a gathered array is that of one device's own loss.
-The gradient of a shard, and of a replicated array, is that of the mean loss over all devices.
-`mean_gather` maps from the second to the first, and `mean_scatter` back. Each is the derivative
-of the other, so gradients of gradients are right too.
-"""
-
-import math
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
 from treeshard._core.arguments import check_no_refs
 from treeshard._core.arrays import is_array
-from treeshard._core.mesh import AnyMesh, axis_tuple, check_bound, vary_array
+from treeshard._core.mean_gather import Gathering, gather_by
+from treeshard._core.mesh import axis_tuple, check_bound, vary_array
+from treeshard._core.origins import note_origin
 from treeshard._core.paths import PyTree
-from treeshard._core.torus import gather_along, scatter_along
 from treeshard._planning.plan_in_force import mesh_in_force
 from treeshard.errors import SpecError
 
@@ -40,74 +29,6 @@ def bound_axes(axis_names: AxisNames, where: str, instead: str) -> tuple[str, ..
     axes = axis_tuple(axis_names, where)
     check_bound(axes, where, instead)
     return axes
-
-
-class Gathering(NamedTuple):
-    """How one array is gathered.
-
-    Attributes:
-        dims: The dims to gather, each with the axes that shard it, outermost first.
-        replicated: Axes along which all devices have the same array. Its gradient is averaged
-            over them too. Only known under `check_vma=True`.
-        wire_dtype: The dtype that is sent.
-        dtype: The dtype of the array.
-        mesh: The mesh of these axes, with its devices if they are known.
-    """
-
-    dims: tuple[tuple[int, tuple[str, ...]], ...]
-    replicated: tuple[str, ...]
-    wire_dtype: Any
-    dtype: Any
-    mesh: AnyMesh | None
-
-    def size(self) -> int:
-        axes = (*self.replicated, *(axis for _, axes in self.dims for axis in axes))
-        return math.prod(lax.axis_size(axis) for axis in axes)
-
-
-def gather_by(x: Any, how: Gathering) -> Any:
-    """All-gathers an array; its gradient is reduce-scattered, and a mean over the devices."""
-    if not jnp.issubdtype(how.dtype, jnp.inexact):
-        return _gather(lax.stop_gradient(x), how)
-    return mean_gather(x, how)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def mean_gather(x: Any, how: Gathering) -> Any:
-    """All-gathers; the gradient is reduce-scattered and divided by the number of devices."""
-    return _gather(x, how)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def mean_scatter(g: Any, how: Gathering) -> Any:
-    """Reduce-scatters and divides by the number of devices; the gradient is all-gathered."""
-    with jax.named_scope("scatter_gradients"):
-        for dim, axes in how.dims:
-            g = scatter_along(g, axes, dim, how.mesh)
-        # Partial sums are sent in the narrow dtype, but added up over more devices in the wide one.
-        g = g.astype(how.dtype)
-        return (lax.psum(g, how.replicated) if how.replicated else g) / how.size()
-
-
-mean_gather.defvjp(
-    lambda x, how: (mean_gather(x, how), None), lambda how, _, g: (mean_scatter(g, how),)
-)
-mean_scatter.defvjp(
-    lambda g, how: (mean_scatter(g, how), None), lambda how, _, c: (mean_gather(c, how),)
-)
-
-
-def _gather(x: Any, how: Gathering) -> Any:
-    with jax.named_scope("gather_params"):
-        if how.wire_dtype != how.dtype:
-            x = x.astype(how.wire_dtype)
-        x = vary_array(x, how.replicated)
-        for dim, axes in how.dims:
-            x = gather_along(x, axes, dim, how.mesh)
-        return x
-
-
-# ------------------------------------------------------------------ public
 
 
 def gather_array_with_mean_grads(x: jax.Array, dim: int, axis_names: AxisNames) -> jax.Array:
@@ -181,4 +102,8 @@ def vary(tree: PyTree, axis_names: AxisNames) -> PyTree:
     """
     check_no_refs(tree, "vary")
     axes = bound_axes(axis_names, "vary", "nothing varies, and `vary` is not needed")
-    return jax.tree.map(lambda x: vary_array(x, axes) if is_array(x) else x, tree)
+
+    def vary_leaf(x: Any) -> Any:
+        return note_origin(vary_array(x, axes), x) if is_array(x) else x
+
+    return jax.tree.map(vary_leaf, tree)

@@ -26,8 +26,9 @@ from treeshard._core.mesh import axis_tuple
 from treeshard._core.paths import is_box
 from treeshard._core.spec_trees import SpecTree, specs_of_leaves
 from treeshard._planning.plan import Plan
+from treeshard._planning.plan_in_force import current_plan
 from treeshard.errors import SpecError
-from treeshard.manual._boxes import Partitioned, value_in
+from treeshard.manual._boxes import Partitioned, specs_in_boxes, value_in
 from treeshard.manual._fsdp import gather_params, shard_params
 
 
@@ -118,6 +119,14 @@ class _How(NamedTuple):
     dtype: Any
     remat: bool
     pad: bool
+    # Whether `shard_params` made the shards, and put boxes around them.
+    is_made: bool = False
+
+
+def _specs_of_made(params: Any) -> Any:
+    """The specs of parameters that have boxes if they are sharded; `None` in a step, whose plan has
+    them."""
+    return specs_in_boxes(params) if current_plan() is None else None
 
 
 def _gathering(target: Any, how: _How) -> Any:
@@ -143,7 +152,9 @@ def _function(f: Callable[..., Any], how: _How) -> Callable[..., Any]:
         split = StaticSplit(leaves, treedef)
 
         def call(arrays: list[Any]) -> Any:
-            full = gather_params(split.combine(arrays), how.axes, how.specs, dtype=how.dtype)
+            own = split.combine(arrays)
+            specs = _specs_of_made(own) if how.is_made else how.specs
+            full = gather_params(own, how.axes, specs, dtype=how.dtype)
             return f(full, *args, **kwargs)
 
         # `jax.checkpoint` takes arrays only.
@@ -181,14 +192,14 @@ def _class(kind: type, how: _How) -> Callable[..., Any]:
     def make(*args: Any, **kwargs: Any) -> Any:
         full = kind(*args, **kwargs)
         shards = shard_params(full, how.axes, how.specs, min_size=how.min_size, pad=how.pad)
-        return _gathering(shards, how)
+        return _gathering(shards, how._replace(is_made=how.specs is None))
 
     return make
 
 
 def _linen_class(linen: Any, kind: type, how: _How) -> type:
     def gather(params: Any) -> Any:
-        gathered = gather_params(params, how.axes, dtype=how.dtype)
+        gathered = gather_params(params, how.axes, _specs_of_made(params), dtype=how.dtype)
         # Boxes remain around leaves that another axis shards. Linen would constrain their
         # values when it unboxes them, which fails inside `shard_map`.
         return tree_map(lambda x: value_in(x) if is_box(x) else x, gathered, is_leaf=is_box)

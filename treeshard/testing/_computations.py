@@ -41,7 +41,6 @@ from treeshard._placement.shard import shard
 from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import PlanInForce, row_axes
 from treeshard.errors import SpecError, StateError
-from treeshard.manual import gather_params
 from treeshard.testing._layouts import Layout
 from treeshard.testing._report import Finding
 from treeshard.testing._widening import Widening
@@ -303,9 +302,8 @@ class Gradients(Computation):
         rows = row_axes(layout.batch_specs)
         if self.is_by_hand(layout):
             # Here `out_specs` say how results are sharded.
-            return jax.jit(
-                PlanInForce(layout.plan, rows, gather_params).inside(self._by_hand(layout))
-            )
+            by_hand = PlanInForce(layout.plan, rows, is_by_hand=True)
+            return jax.jit(by_hand.inside(self._by_hand(layout)))
         shardings = [NamedSharding(layout.mesh, spec) for spec in self.specs]
         run = PlanInForce(layout.plan, rows).inside(self._by_jit(layout))
         return jax.jit(run, out_shardings=shardings)

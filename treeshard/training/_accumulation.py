@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from treeshard._core.arguments import check_no_refs
-from treeshard._core.jax_private import is_tracing, varying_axes_of_type
+from treeshard._core.jax_private import is_tracing, varying_axes, varying_axes_of_type
+from treeshard._core.mean_gather import Reduced
 from treeshard._core.mesh import (
     AnyMesh,
     axes_of_type,
@@ -29,6 +30,7 @@ from treeshard._core.mesh import (
     manual_axes,
     vary_array,
 )
+from treeshard._core.origins import origin_of
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.spec_trees import get_names_from_partition_spec
 from treeshard._core.specs import UNCONSTRAINED, dims_over, without_axes
@@ -110,6 +112,8 @@ def accumulate_gradients(
     mapped = tuple(axis for axis in names if axis not in by_hand)
     parts = get_axes_size_in_mesh(mapped) if mapped else 1
     _check_divides(batch, num_minibatches, parts)
+    if by_hand:
+        grad_fn = _checking_gradients(grad_fn, by_hand)
     keys = None if key is None else jax.random.split(key, num_minibatches)
     # On Explicit axes the types of gradients say what is not reduced yet.
     here = context_mesh()
@@ -275,6 +279,50 @@ def _wire_dtype(x: Any, mesh: AnyMesh) -> Any:
     some axes by hand, and over others by the compiler."""
     on_cpus = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
     return "float32" if on_cpus and x.dtype.itemsize < 4 else x.dtype
+
+
+# ------------------------------------------------------------------ gradients by hand
+
+
+def _checking_gradients(grad_fn: GradFn, axes: tuple[str, ...]) -> GradFn:
+    """`grad_fn`, which raises if its gradients are not those of this device's rows alone."""
+
+    def run(minibatch: PyTree, key: Any) -> tuple[PyTree, PyTree]:
+        grads, metrics = grad_fn(minibatch, key)
+        of_rows = {axis for x in jax.tree.leaves(minibatch) for axis in varying_axes(x)}
+        split = [axis for axis in axes if axis in of_rows]
+        pairs = zip(leaf_paths(grads), jax.tree.leaves(grads), strict=True)
+        facts = [
+            f"{path or 'the gradient'}: {why}"
+            for path, x in pairs
+            if (why := _why_not_own(x, axes, split))
+        ]
+        if facts:
+            headline = "these are not the gradients of this device's rows alone:"
+            raise SpecError(f"accumulate_gradients: {listed(headline, facts, headed=True)}")
+        return grads, metrics
+
+    return run
+
+
+def _why_not_own(grad: Any, axes: Sequence[str], split: Sequence[str]) -> str:
+    """Why the mean of a gradient over `axes` would be wrong; `split` are those that split rows."""
+    origin = origin_of(grad)
+    scattered, averaged = origin if isinstance(origin, Reduced) else ((), ())
+    if of_shards := [axis for axis in axes if axis in scattered]:
+        return (
+            f"each device has its shard of it along {of_shards}. Leave these axes out of"
+            " `axis_names`, or gather the parameters before `accumulate_gradients`."
+        )
+    # Without `check_vma`, types do not tell, and JAX sums nothing.
+    summed = [a for a in split if a not in varying_axes(grad) and a not in averaged]
+    if summed:
+        return (
+            f"it is equal along {summed}, and the rows differ: JAX has summed it. Differentiate"
+            f" `treeshard.manual.vary(params, {list(axes)})`. If `grad_fn` reduces it, leave"
+            " `axis_names` out."
+        )
+    return ""
 
 
 # ------------------------------------------------------------------ rows

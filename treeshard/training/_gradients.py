@@ -9,8 +9,8 @@ from jax.sharding import AxisType
 from jax.tree_util import tree_flatten
 
 from treeshard._core.arguments import check_no_refs
-from treeshard._core.arrays import StaticSplit, has_gradient
-from treeshard._core.jax_private import is_tracing, vmapped_axes
+from treeshard._core.arrays import StaticSplit, has_gradient, is_array
+from treeshard._core.jax_private import is_tracing, varying_axes, vmapped_axes
 from treeshard._core.mesh import (
     axes_of_type,
     can_wait,
@@ -90,14 +90,12 @@ def value_and_grad(
         step = current_plan()
         if given is not None and (step is None or step.plan is not given.plan):
             return given.inside(value_and_grad_of_loss)(params, *args)
-        if step is not None and step.gather is not None:
-            raise SpecError(
-                "value_and_grad: this runs once per device, inside `shard_map_step`. Use"
-                " `treeshard.manual.value_and_grad` there."
-            )
+        if step is not None and step.is_by_hand:
+            raise SpecError(_ONCE_PER_DEVICE.format("inside `shard_map_step`"))
         mesh = get_incontext_mesh(raise_error=False) if step is None else step.plan.mesh
         own = None if mesh is None else _specs_of_gradients(params, specs, step)
         leaves, treedef = tree_flatten(params)
+        _check_no_shards(leaves, specs_of_leaves(own, params), is_planned=own is not specs)
         split = StaticSplit(leaves, treedef, has_gradient)
         arrays = split.dynamic(leaves)
         grad_specs = split.dynamic(specs_of_leaves(own, params))
@@ -126,6 +124,25 @@ def value_and_grad(
     return value_and_grad_of_loss
 
 
+_ONCE_PER_DEVICE = (
+    "value_and_grad: this runs once per device, {}. Use `treeshard.manual.value_and_grad` there."
+)
+
+
+def _check_no_shards(leaves: list[Any], specs: list[Any], *, is_planned: bool) -> None:
+    """Raises if parameters are shards over Manual axes: nobody would reduce their gradients.
+
+    What the plan found has its full shape, if code by hand gathered it. Specs that were passed say
+    how gradients are to be sharded, also of full arrays: there the types tell, if JAX checks them.
+    """
+    here = manual_axes()
+    for x, spec in zip(leaves, specs, strict=True):
+        axes = here.intersection(get_names_from_partition_spec(spec)) if here else ()
+        if axes and (is_planned or (is_array(x) and not varying_axes(x).isdisjoint(axes))):
+            where = f"inside `jax.shard_map`, on shards of the parameters over {sorted(axes)}"
+            raise SpecError(_ONCE_PER_DEVICE.format(where))
+
+
 def _specs_of_gradients(params: PyTree, specs: SpecTree, step: PlanInForce | None) -> SpecTree:
     """Those of the parameters; or those of the optimizer state, if it alone is sharded (ZeRO-1):
     each device then needs its shards of gradients, and not all of them."""
@@ -147,10 +164,4 @@ def _specs_of(params: PyTree, specs: SpecTree, step: PlanInForce | None) -> Spec
             "value_and_grad: no plan is in force here. Pass the plan, `value_and_grad(loss, plan)`,"
             " or call it inside a `jit_step`."
         )
-    try:
-        return step.specs_of(params)
-    except SpecError as error:
-        raise SpecError(
-            f"value_and_grad: {error} Pass the specs of the parameters:"
-            " `value_and_grad(loss, specs)`."
-        ) from None
+    return step.specs_of(params, "value_and_grad(loss, {})")

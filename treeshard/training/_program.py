@@ -18,6 +18,7 @@ from treeshard._core.arrays import StaticSplit, array_text, has_shape, is_array
 from treeshard._core.contexts import plan_in_force
 from treeshard._core.jax_private import is_tracing, varying_axes
 from treeshard._core.paths import PyTree, leaf_paths, pair, path_under
+from treeshard._core.reports import report
 from treeshard._core.spec_trees import get_names_from_partition_spec
 from treeshard._core.text import fold_paths
 from treeshard._placement.constraint import with_sharding_constraint
@@ -83,6 +84,8 @@ class Program:
         """Traces the step, and warns of pitfalls that the trace shows, once."""
         traced = self._traced(_Named(arrays, self._names), data)
         if not self.is_traced:
+            if self._in_force.is_by_hand:
+                self._check_gathered(traced.jaxpr.jaxpr)
             self.is_traced = True
             warn_of_device_puts(traced.jaxpr, self._placement.where)
         return traced
@@ -99,11 +102,30 @@ class Program:
         with explaining_types(self._placement.mesh, self._in_force):
             return self.run.trace(state, data)
 
+    def _check_gathered(self, jaxpr: Any) -> None:
+        """Raises if gradients of shards were reduced, and the weights were never gathered."""
+        reduced = {x.path: axes for x in self.leaves if (axes := self._in_force.reduced_axes(x))}
+        if not reduced:
+            return
+        find_ungathered = report("_trace.by_hand").find_ungathered
+        specs = {leaf.path: leaf.given for leaf in self.leaves}
+        facts = [
+            f"{path}: {specs[path]} splits it over {axes}."
+            for path, axes in find_ungathered(jaxpr, self._in_force.plan, reduced).items()
+        ]
+        if facts:
+            headline = "shards are used as if they were full weights: the step never gathers"
+            raise SpecError(
+                f"{self._placement.where}: {listed(headline, facts, headed=True)}\nCall"
+                " `treeshard.unshard(params)` in the loss, or let"
+                " `treeshard.manual.value_and_grad(loss, axis_names)` gather."
+            )
+
     # -------------------------------------------------------------- the traced function
 
     def _jit(self) -> None:
         mesh, in_force = self._placement.mesh, self._in_force
-        body = self._on_shards if in_force.gather else self._on_whole_arrays
+        body = self._on_shards if in_force.is_by_hand else self._on_whole_arrays
 
         def run(state: _Named, data: list[Any]) -> tuple[_Named, Any]:
             # An op on arrays in host and in device memory is an error in JAX: they are copied
@@ -153,6 +175,7 @@ class Program:
 
     def _step(self, arrays: list[Any], batch: PyTree) -> tuple[list[Any], Any]:
         """What the user's function returns: the new arrays, and `aux`."""
+        self._in_force.note_received(arrays)
         out = self._fn(self.state.combine(arrays), batch)
         if not isinstance(out, tuple) or len(out) != 2:
             raise StateError(f"the step must return (state, aux), not {type(out).__name__}.")

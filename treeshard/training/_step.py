@@ -72,11 +72,8 @@ class Step:
         self._name = "shard_map_step" if per_device else "jit_step"
         self._mesh = with_devices(plan.mesh, self._name, compile_only=True)
         self._processes = participating_processes((), [self._mesh])
-        gather = None
-        if per_device:
-            from treeshard.manual import gather_params as gather
         waits = can_wait(self._mesh) and not per_device
-        self._in_force = PlanInForce(plan, row_axes(batch), gather, waits)
+        self._in_force = PlanInForce(plan, row_axes(batch), per_device, waits)
         self._fn, self._donate = fn, donate
         self._batches = BatchPlacement(batch, self._mesh, self._processes, self._name)
         self._programs: list[Program] = []

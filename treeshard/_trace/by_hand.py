@@ -1,0 +1,54 @@
+"""Whether code inside `shard_map` uses shards of weights as if they were full weights.
+
+Shapes often fit: a shard of a layer's columns gives fewer features, and their mean is a number. The
+trace tells: such a weight is used split, and never gathered.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from treeshard._core.jax_private import without_unused
+from treeshard._planning.plan import Plan
+from treeshard._trace.roles import TRAINED, roles_of, walked
+from treeshard._trace.uses import GATHERS, Place, Walk
+from treeshard._trace.values import Value
+
+# Beside a gather, code may send activations to the devices that have the weights, as experts do.
+_SENDS = ("all_to_all", "ppermute", "ragged_all_to_all", "reduce_scatter", *GATHERS)
+
+
+class _Sends(Walk):
+    """A walk that also notes the axes over which the forward pass sends what is not a weight."""
+
+    def __init__(self, along: Collection[str], scalars: Collection[int]) -> None:
+        super().__init__(along, scalars)
+        self.sent: set[str] = set()
+
+    def note(self, eqn: Any, results: Sequence[Value], at: Place) -> None:
+        is_of_weight = any(value.leaves for value in results)
+        if eqn.primitive.name in _SENDS and at.region != "backward" and not is_of_weight:
+            axes = eqn.params["axis_name"]
+            self.sent.update((axes,) if isinstance(axes, str) else axes)
+
+
+def find_ungathered(jaxpr: Any, plan: Plan, axes: Mapping[str, set[str]]) -> dict[str, list[str]]:
+    """The trained leaves that a step by hand uses split and never gathers, and over which axes.
+
+    Args:
+        jaxpr: The trace of the step, as for `roles_of`.
+        plan: The plan of the state.
+        axes: The axes over which a leaf has to be gathered, by its path.
+    """
+    along = set().union(*axes.values())
+    roles = roles_of(jaxpr, plan, along)
+    split = {
+        path: of_leaf.intersection(roles[path].split).difference(
+            *(gather.axes for gather in roles[path].gathers)
+        )
+        for path, of_leaf in axes.items()
+        if roles[path].name == TRAINED
+    }
+    if not any(split.values()):
+        return {}
+    sent = walked(without_unused(jaxpr), plan.leaves, along, _Sends).sent
+    return {path: sorted(left - sent) for path, left in split.items() if left - sent}
