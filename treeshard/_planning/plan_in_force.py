@@ -192,12 +192,16 @@ INITIALISING = "initialising"
 # The scope in which `accumulate_gradients` averages gradients over parts of the batch, by
 # `axis_names`: by its name a trace tells that it does.
 AVERAGES_PARTS = "mean_of_parts"
+# The scope in which it takes a batch in several passes.
+IN_MINIBATCHES = "minibatches"
 # The scope in which `by_matrix` moves matrices.
 BY_MATRIX = "by_matrix"
 
 # Whether gradients are summed later, by the function that accumulates them. Made here, and not in a
 # module that is imported while a step is traced: JAX forgets all traces when a context is made.
 summed_later = jax.make_user_context(False)
+# Whether that function takes the full batch in one pass, for a check of what it does in several.
+in_one_pass = jax.make_user_context(False)
 
 
 def current_plan() -> PlanInForce | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from treeshard._core.arrays import data_of
+from treeshard._core.arrays import data_of, is_raw_key
 from treeshard._core.mesh import MeshLike
 from treeshard._core.paths import PyTree
 from treeshard._core.processes import participating_processes, together, wants_bar, with_bar
@@ -15,7 +15,7 @@ from treeshard._core.text import fold_paths
 from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import AVERAGES_PARTS
 from treeshard.errors import MeshError, WrongResultError
-from treeshard.testing._computations import Computation, Gradients, Steps, is_raw_key
+from treeshard.testing._computations import Computation, Gradients, Steps
 from treeshard.testing._findings import WHY, Compared, compared, gaps, statements
 from treeshard.testing._layouts import Layout, restored, selected
 from treeshard.testing._layouts import layouts as default_layouts

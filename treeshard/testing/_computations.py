@@ -30,6 +30,7 @@ from treeshard._core.arrays import (
     has_shape,
     is_array,
     is_key,
+    is_raw_key,
     to_host,
 )
 from treeshard._core.paths import PyTree, leaf_paths, path_under
@@ -562,11 +563,6 @@ def _scale(x: Any) -> float:
 def subsets(axes: Sequence[str]) -> list[Axes]:
     """All choices of axes, the smallest first."""
     return [s for n in range(len(axes) + 1) for s in combinations(axes, n)]
-
-
-def is_raw_key(x: Any) -> bool:
-    """Whether an array is a PRNG key, typed or of two uint32, as `jax.random.PRNGKey` makes it."""
-    return is_key(x) or (getattr(x, "shape", None) == (2,) and x.dtype == np.uint32)
 
 
 def _host(x: Any) -> Any:
