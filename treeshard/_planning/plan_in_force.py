@@ -193,7 +193,7 @@ INITIALISING = "initialising"
 # `axis_names`: by its name a trace tells that it does.
 AVERAGES_PARTS = "mean_of_parts"
 # The scope in which it takes a batch in several passes.
-IN_MINIBATCHES = "minibatches"
+IN_MINIBATCHES = "in_minibatches"
 # The scope in which `by_matrix` moves matrices.
 BY_MATRIX = "by_matrix"
 

@@ -40,7 +40,7 @@ from treeshard._core.specs import axes_of, entries
 from treeshard._placement.gather import gather
 from treeshard._placement.shard import shard
 from treeshard._planning.plan import Plan
-from treeshard._planning.plan_in_force import PlanInForce, row_axes
+from treeshard._planning.plan_in_force import PlanInForce, in_one_pass, row_axes
 from treeshard.errors import SpecError, StateError
 from treeshard.manual import gather_params
 from treeshard.testing._layouts import Layout
@@ -138,6 +138,11 @@ class Computation:
 
     # -------------------------------------------------------------- runs
 
+    @property
+    def keeps_16_bits(self) -> bool:
+        """Whether it has the program's own floats of 16 bits, in which sums may be wrong."""
+        return self.widening is None or self.widening.above > 0
+
     def widened(self, widening: Widening) -> "Computation":
         """The same computation with wider floats."""
         wide = copy(self)
@@ -226,7 +231,8 @@ class Computation:
         # JAX computes nothing from the shard of one device.
         in_force = PlanInForce(layout.plan, row_axes(layout.batch_specs))
         types = explaining_types(layout.mesh, in_force)
-        with jax.set_mesh(layout.mesh), types, _devices_are(layout.mesh):
+        mesh, one_pass = jax.set_mesh(layout.mesh), in_one_pass(layout.one_pass)
+        with mesh, types, one_pass, _devices_are(layout.mesh):
             yield
 
     # -------------------------------------------------------------- the batch

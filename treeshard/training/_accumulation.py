@@ -110,7 +110,8 @@ def accumulate_gradients(
     Raises:
         SpecError: If arrays of the batch differ in their first dim; lists all of them. If the
             number of rows is not divisible by the number of minibatches, or the rows of a minibatch
-            not by the size of the axes; lists all such leaves, and the nearest sizes that are. If `num_minibatches` is less than 1.
+            not by the size of the axes; lists all such leaves, and the nearest sizes that are.
+            If `num_minibatches` is less than 1.
         LeafError: If metrics that are not in `Metrics` or in a pair are integers, booleans or
             keys, which have no mean. Lists all of them.
         StateError: Inside `shard_map`, if gradients are the same on all devices along
