@@ -275,6 +275,106 @@ def test_a_step_whose_state_was_not_compared_is_not_ok() -> None:
     assert re.search(r"step \{1..2\}: aux +ok", text)
 
 
+@pytest.mark.parametrize("by_hand", ["shard_map_step", "own shard_map"])
+def test_shards_taken_for_full_weights_are_found(by_hand: str) -> None:
+    """In `shard_map_step`, and in one's own `shard_map` inside `jit_step`."""
+    columns = P(None, "fsdp")
+    specs = {"shard": columns, "permuted": SPREAD, "summed": WHOLE, "right": columns}
+    state = {name: normal(16, 8, seed=i) / 4 for i, name in enumerate(specs)}
+    plan = ts.plan(state, [*specs.items()], ts.make_mesh("data=2,fsdp=4"), min_size=0)
+
+    def step(state: Any, x: Any) -> Any:
+        full = {
+            "shard": state["shard"],
+            "permuted": lax.all_gather(state["permuted"], BOTH[::-1], tiled=True),
+            "summed": state["summed"],
+            "right": lax.all_gather(state["right"], "fsdp", axis=1, tiled=True),
+        }
+        value, grads = jax.value_and_grad(many)(manual.vary(full, BOTH), x)
+        of_right = lax.psum_scatter(grads["right"], "fsdp", scatter_dimension=1, tiled=True)
+        reduced = {
+            "shard": mean(grads["shard"], "data"),
+            "permuted": scattered(grads["permuted"], BOTH) / lax.axis_size(BOTH),
+            "summed": lax.psum(grads["summed"], BOTH),
+            "right": mean(of_right, "data") / lax.axis_size("fsdp"),
+        }
+        return {name: state[name] - 0.1 * reduced[name] for name in state}, mean(value)
+
+    def mapped(state: Any, x: Any) -> Any:
+        out_specs = plan.specs, P()
+        return jax.shard_map(step, in_specs=(plan.specs, SPREAD), out_specs=out_specs)(state, x)
+
+    kinds = {"shard_map_step": (ts.shard_map_step, step), "own shard_map": (ts.jit_step, mapped)}
+    make, fn = kinds[by_hand]
+    with pytest.raises(WrongResultError) as raised:
+        testing.check_step(
+            make(fn, plan, batch=SPREAD), state, normal(16, 16, seed=9), layouts=["plan"]
+        )
+    facts = facts_of(raised)
+    assert facts.keys() == {"step 1: shard", "step 1: permuted", "step 1: summed", "step 1: aux"}
+    assert facts["step 1: summed"].startswith(f"{MULTIPLE} (x 8.000).")
+
+
+# ------------------------------------------------------------------ minibatches
+
+
+def weighted_step(rows_only: bool, key: Any = None, **options: Any) -> Any:
+    """A step in minibatches, of a loss with as many classes as the batch has rows."""
+    batch = {"x": normal(16, 8), "classes": np.arange(16) % 7, "weights": abs(normal(16, seed=4))}
+    state = {"w": normal(8, 16, seed=5) / 4}
+    plan = ts.plan(state, [("w", WHOLE)], ts.make_mesh("data=8"), min_size=0)
+
+    def step(state: Any, batch: Any) -> Any:
+        def loss(w: Any, rows: Any, key: Any) -> Any:
+            logits = rows["x"] @ w
+            if key is not None:
+                logits = jnp.where(jax.random.bernoulli(key, 0.5, logits.shape), logits, 0)
+            weights = batch["weights"] if rows_only else rows["weights"]
+            log_p = jax.nn.log_softmax(logits)[jnp.arange(len(logits)), rows["classes"]]
+            return -jnp.mean(log_p * weights[rows["classes"]])
+
+        def grad_fn(rows: Any, key: Any) -> Any:
+            if len(rows["x"]) > options.get("most", 16):
+                raise ValueError("too many rows")
+            value, grad = jax.value_and_grad(loss)(state["w"], rows, key)
+            return grad, {"loss": value, "minibatches": (value, 1)}
+
+        rows = {name: batch[name] for name in ("x", "classes")}
+        rows = rows if rows_only else batch
+        grad, metrics = ts.training.accumulate_gradients(grad_fn, rows, 2, key)
+        return {"w": state["w"] - 0.1 * grad}, metrics
+
+    run = ts.jit_step(step, plan, batch={"x": P("data"), "classes": P("data"), "weights": P()})
+    return run, state, batch
+
+
+def test_an_array_that_is_cut_and_is_no_row_is_found() -> None:
+    with pytest.raises(WrongResultError) as raised:
+        testing.check_step(*weighted_step(rows_only=False), layouts=["plan"])
+    text = str(raised.value)
+    assert facts_of(raised) == {"step 1: w": f"{OFF}: the table says how far.\n  In: one pass.\n"}
+    assert re.search(r"\nstep 1: w +ok +off \d+% ", text), text
+    assert "it cuts an array that is not one of rows, or the loss is not a mean over rows" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "note"),
+    [
+        ({}, ""),
+        ({"key": jax.random.key(0)}, "since the loss draws random numbers, and minibatches draw"),
+        ({"most": 8}, "since it raised ValueError: too many rows"),
+    ],
+    ids=["plain", "dropout", "raises"],
+)
+def test_minibatches_of_rows_pass(options: dict[str, Any], note: str) -> None:
+    """Also if one pass returns other sums and counts, or cannot be compared."""
+    report = testing.check_step(*weighted_step(rows_only=True, **options), layouts=["plan"])
+    assert [text.partition(":")[0] for text in report.layouts] == ["plan", "one pass"]
+    assert ("one pass" in report.cells["step 1: w"]) == (not note)
+    assert "one pass" not in report.cells["step 1: aux/loss"]
+    assert not note or f"one pass: not compared, {note}" in str(report)
+
+
 @pytest.mark.parametrize("is_mean", [True, False])
 def test_a_mean_of_parts_is_named_where_the_loss_is_not_a_mean_over_rows(is_mean: bool) -> None:
     random = np.random.default_rng(0)

@@ -1,5 +1,6 @@
 """Right computations pass the checks: experts, a recurrent network, dropout, an optimizer."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -110,7 +111,8 @@ def test_right_gradients_pass(make: Any, axes: str, layouts: tuple[str, ...], dr
         " axis_index(('data', 'fsdp')) on one device"
     )
     assert (own in report.notes) == draws
-    assert all(error < 0.01 for error in report.visible.values()), report
+    [finest] = re.findall("others are seen from (.*)%", "\n".join(report.notes))
+    assert float(finest) < 1, report
     assert all(row.keys() == {*layouts} for row in report.cells.values())
 
 

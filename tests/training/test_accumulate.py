@@ -2,6 +2,7 @@
 
 import math
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,7 @@ from helpers import assert_close, on
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from treeshard.errors import LeafError
+from treeshard.errors import LeafError, SpecError
 from treeshard.manual import gather_params, sync_gradients, vary
 from treeshard.training import Metrics, accumulate_gradients, print_metrics
 
@@ -116,19 +117,111 @@ def test_batches_that_are_not_divisible(fsdp_mesh) -> None:
     def accumulate(batch, count, axis_names=None):
         accumulate_gradients(lambda b, _: (b, b), batch, count, axis_names=axis_names)
 
-    batch = {"x": jnp.zeros((30, 2)), "y": jnp.zeros(32)}
+    batch = {"x": jnp.zeros((30, 2)), "y": jnp.zeros(30)}
     message = "x: 30 rows are not divisible by 4 minibatches. Use 28 or 32"
     with pytest.raises(ts.SpecError, match=message):
         accumulate(batch, 4)
     with pytest.raises(ts.SpecError, match="num_minibatches is 0, not >= 1"):
         accumulate(batch, 0)
-    with pytest.raises(ts.NoMeshError):
+    with pytest.raises(ts.NoMeshError, match="no array of the batch is sharded"):
         accumulate(jnp.zeros(24), 2, "fsdp")
     message = "24 rows are not divisible by 2 minibatches on 8 dev.* 16 or"
     with jax.set_mesh(fsdp_mesh), pytest.raises(ts.SpecError, match=message):
         accumulate(jnp.zeros(24), 2, "fsdp")
     with jax.set_mesh(fsdp_mesh), pytest.raises(ts.UnknownAxisError, match="Did you mean 'fsdp'"):
         accumulate(jnp.zeros(24), 2, "fdsp")
+
+
+CLASSES = {"weights": np.linspace(0.2, 3, 8, dtype="float32")}
+
+
+def test_arrays_that_are_no_rows_are_not_cut() -> None:
+    calls = []
+    batch = {"x": jnp.zeros((64, 2)), "classes": CLASSES, "mask": jnp.ones(16), "y": jnp.zeros(64)}
+
+    def accumulate(batch, count):
+        return accumulate_gradients(lambda rows, key: calls.append(rows), batch, count)
+
+    for count in (1, 4):
+        with pytest.raises(ts.SpecError) as error:
+            accumulate(batch, count)
+        for line in ("  classes/weights: float32[8]", "  mask: float32[16]", "  x: float32[64,2]"):
+            assert line in str(error.value).splitlines()
+        assert str(error.value).endswith(
+            "If `classes/weights`, `mask` should not be cut, leave it out of the batch, and let"
+            " `grad_fn` close over `batch['classes']['weights']`."
+        )
+    assert not calls
+
+
+@pytest.mark.parametrize("axis_names", [None, "fsdp"])
+def test_scalars_and_keys_go_to_each_minibatch(fsdp_mesh, axis_names) -> None:
+    def seen(batch, _):
+        uniform = [jax.random.uniform(batch[name]) for name in ("typed", "raw")]
+        own = jax.vmap(jax.random.uniform)(batch["own"])
+        scale = batch["scale"] if batch["mode"] == "train" else 0
+        return scale * (batch["x"] * own).mean(), uniform
+
+    typed, raw, keys = (
+        jax.random.key(1),
+        jax.random.PRNGKey(2),
+        jax.random.split(jax.random.key(3), 64),
+    )
+    batch = {"x": ROWS, "typed": typed, "raw": raw, "own": keys, "scale": 2.0, "mode": "train"}
+
+    def accumulated(x, typed, raw, own):
+        arrays = {"x": x, "typed": typed, "raw": raw, "own": own}
+        return accumulate_gradients(seen, batch | arrays, 4, axis_names=axis_names)
+
+    with jax.set_mesh(fsdp_mesh):
+        grad, uniform = jax.jit(accumulated)(ROWS, typed, raw, keys)
+    np.testing.assert_allclose(
+        grad, 2 * (ROWS * jax.vmap(jax.random.uniform)(keys)).mean(), rtol=1e-5
+    )
+    assert_close(uniform, [jax.random.uniform(typed), jax.random.uniform(raw)])
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("axis_names", [None, "fsdp"])
+@pytest.mark.parametrize("jit", [jax.jit, eqx.filter_jit], ids=["jit", "filter_jit"])
+def test_the_mesh_is_found_in_types(kind, axis_names, jit) -> None:
+    """In one's own `jit`, without `jax.set_mesh`."""
+    mesh = ts.make_mesh("fsdp=8", axis_types=kind)
+    plan = ts.plan(PARAMS, [(".*", ts.fsdp("fsdp", min_size=0))], mesh)
+
+    def accumulated(params, batch):
+        def of_rows(rows, key):
+            return grad_fn(ts.unshard(params, plan), rows)
+
+        return accumulate_gradients(of_rows, batch, 4, axis_names=axis_names)
+
+    found = jit(accumulated)(ts.shard(PARAMS, plan), ts.shard(BATCH, P("fsdp"), mesh))
+    assert_close(found, EXPECTED)
+    if axis_names is None:  # the mesh is in the types of gradients alone
+        assert_close(jit(accumulated)(ts.shard(PARAMS, plan), BATCH), EXPECTED)
+
+
+@pytest.mark.parametrize("varied", ["", "data", "fsdp"])
+def test_gradients_that_jax_has_summed_are_refused(mesh, varied) -> None:
+    axes = ("data", "fsdp")
+
+    def accumulated(params, batch, frozen):
+        def of_rows(rows, key):
+            grads, metrics = grad_fn(params, rows)
+            return {**grads, "frozen": jnp.zeros_like(frozen)}, metrics
+
+        params = vary(params, varied) if varied else params
+        return accumulate_gradients(of_rows, batch, 2, axis_names=axes)[0]
+
+    specs = P(), P(axes), P()
+    run = jax.shard_map(accumulated, mesh=mesh, in_specs=specs, out_specs=P())
+    with pytest.raises(SpecError) as error:
+        jax.jit(run)(PARAMS, BATCH, PARAMS["a"])
+    over, times = {"": (axes, 8), "data": ("fsdp", 4), "fsdp": ("data", 2)}[varied]
+    facts = str(error.value).splitlines()[1:]
+    assert [fact.split(":")[0].strip() for fact in facts] == ["a", "b"]
+    assert all(f"summed it over {over!r}, and its mean would be {times} times" in x for x in facts)
+    assert all(f"Differentiate `treeshard.manual.vary(params, {over!r})`" in x for x in facts)
 
 
 def metrics_of(rows, key):

@@ -57,6 +57,11 @@ def is_key(x: Any) -> bool:
     return jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
+def is_raw_key(x: Any) -> bool:
+    """Whether an array is typed keys, or of two uint32, as `jax.random.PRNGKey` makes a key."""
+    return is_key(x) or (getattr(x, "shape", None) == (2,) and x.dtype == np.uint32)
+
+
 def data_of(x: Any) -> Any:
     """The key data of typed keys; any other array unchanged."""
     return jax.random.key_data(x) if is_key(x) else x

@@ -13,3 +13,5 @@ plan_in_force = jax.make_user_context(None)
 logical_rules = jax.make_user_context(None)
 # Whether gradients are summed later, by the function that accumulates them.
 summed_later = jax.make_user_context(False)
+# Whether that function takes the full batch in one pass, for a check of what it does in several.
+in_one_pass = jax.make_user_context(False)

@@ -86,7 +86,7 @@ class Part(NamedTuple):
     is_layer: bool
 
 
-@dataclass(frozen=True, eq=False)  # part of the key of jit's caches: comparing plans takes long
+@dataclass(frozen=True, eq=False)
 class PlanInForce:
     """What code inside a step may ask.
 
@@ -112,9 +112,10 @@ class PlanInForce:
         return tuple(dict.fromkeys([*self.rows, *sorted(self.plan.fsdp_axes())]))
 
     # Part of the key of jit's caches. Comparing plans takes long, and who passes one plan again and
-    # again, as `value_and_grad(loss, plan)` in a loop, passes the same object.
+    # again, as `value_and_grad(loss, plan)` in a loop, passes the same object. A step by hand has
+    # traces of its own: tracing also fills `_reduced`.
     def _key(self) -> tuple[Any, ...]:
-        return id(self.plan), self.rows, self.gather, self.waits
+        return id(self._reduced if self.is_by_hand else self.plan), self.rows, self.waits
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PlanInForce) and self._key() == other._key()
@@ -422,6 +423,8 @@ INITIALISING = "initialising"
 # The scope in which `accumulate_gradients` averages gradients over parts of the batch, by
 # `axis_names`: by its name a trace tells that it does.
 AVERAGES_PARTS = "mean_of_parts"
+# The scope in which it takes a batch in several passes.
+IN_MINIBATCHES = "in_minibatches"
 # The scope in which `by_matrix` moves matrices.
 BY_MATRIX = "by_matrix"
 

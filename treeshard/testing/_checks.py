@@ -2,25 +2,27 @@
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from treeshard._core.arguments import check_no_refs
-from treeshard._core.arrays import data_of
+from treeshard._core.arrays import data_of, is_raw_key
 from treeshard._core.mesh import MeshLike
 from treeshard._core.paths import PyTree
 from treeshard._core.processes import participating_processes, together, wants_bar, with_bar
 from treeshard._core.spec_trees import SpecTree
 from treeshard._core.text import fold_paths
 from treeshard._planning.plan import Plan
-from treeshard._planning.plan_in_force import AVERAGES_PARTS
+from treeshard._planning.plan_in_force import AVERAGES_PARTS, IN_MINIBATCHES
 from treeshard.errors import MeshError, WrongResultError
-from treeshard.testing._computations import Computation, Gradients, Steps, is_raw_key
+from treeshard.testing._computations import Computation, Gradients, Steps
 from treeshard.testing._findings import WHY, Compared, compared, gaps, statements
 from treeshard.testing._layouts import Layout, restored, selected
 from treeshard.testing._layouts import layouts as default_layouts
 from treeshard.testing._noise import (
+    BLIND,
     LIMIT,
     MATMUL_EPS,
     Results,
@@ -58,6 +60,15 @@ _NOT_WIDE = "compared in {dtypes} only, since the program does not run in wider 
 _NOT_WIDE_HERE = "{layout}: compared in one precision only, since in the other it raised {error}"
 _KEPT_DTYPES = "{kernels}: runs in its own dtypes also where all else is compared in {wide}"
 _SEES_LITTLE = "warning: errors of up to {worst} would not be seen in {paths}"
+_SEES_LITTLE_ROUNDING = (
+    "warning: what the program's own dtypes round, such as a sum in bfloat16, hides errors of up to"
+    " {worst} in {paths}; where wider floats take their place, others are seen from {finest}"
+)
+_DIFFERS_IN_ONE_PASS = (
+    "one pass: `accumulate_gradients` gives other gradients in one pass over the batch, on one"
+    " device too: it cuts an array that is not one of rows, or the loss is not a mean over rows"
+)
+_RAISED_IN_ONE_PASS = "{layout}: not compared, since it raised {error}"
 _NO_OWN_ROWS = (
     "the rows of one device alone cannot be computed, so it is not known whether a missing"
     " reduction would change anything: {error}"
@@ -170,8 +181,9 @@ def check_step(
     returns. Where float32 rounds an update so much that errors above 1% would not be seen, it
     compares in float64 too. A first moment shows the scale of the raw gradient, which the
     parameters of Adam hide. The layouts are the plan's mesh, other axis sizes, the axes in another
-    order, and for a step of `jit_step` the batch split over fewer axes. The step is not run on
-    `state` itself. In a layout, `jax.device_count()` is the size of its mesh, and 1 on one device,
+    order, and for a step of `jit_step` the batch split over fewer axes. If the step uses
+    `accumulate_gradients`, its state is also compared with that of one pass over the batch, on one
+    device: `one pass`. The step is not run on `state` itself. In a layout, `jax.device_count()` is the size of its mesh, and 1 on one device,
     so that a division by it shows. A key that the step returns as it was is noted. Progress is
     shown as by `check_gradients`.
 
@@ -228,6 +240,10 @@ def check(
         comparison = _Comparison(computation, chosen[0])
         for layout in bar:
             comparison.add(layout)
+        if isinstance(computation, Steps) and comparison.has_scope(IN_MINIBATCHES):
+            one_pass = replace(chosen[0].alone(), name="one pass", one_pass=True)
+            comparison.add(one_pass)
+            chosen = [*chosen, one_pass]
         report = comparison.report(what, chosen, expected_to_raise)
         if not report.ok:
             first_error = next(iter(comparison.raised.values()), None)
@@ -249,7 +265,9 @@ class _Comparison:
             own.
         gaps: The results of which a comparison shows little, by index, and why.
         cells: For each result and layout, a word for the table.
-        visible: For each result, the smallest error that would be seen in all layouts.
+        visible: For each result, the smallest error that would be seen in all layouts, errors of
+            rounding too.
+        finest: The same without those, where it is compared with wider floats.
         layouts: The layouts that ran, by name.
         findings: For each of these, what is wrong, by the index of the result.
         right: For each result, the layouts in which it is right.
@@ -271,6 +289,7 @@ class _Comparison:
             self._note(_NO_OWN_ROWS.format(error=_first_line(rows.error)))
         self.cells: dict[str, dict[str, str]] = {path: {} for path in computation.paths}
         self.visible: dict[str, float] = {}
+        self.finest: dict[str, float] = {}
         self.layouts: dict[str, Layout] = {}
         self.findings: dict[str, dict[int, Finding]] = {}
         self.right: dict[int, list[Layout]] = {i: [] for i in range(len(self.cells))}
@@ -344,19 +363,24 @@ class _Comparison:
         results = [x for x in results if len(x.unknown) < count] or results
         findings = {i: finding for x in results for i, finding in x.found.items()}
         self.layouts[layout.name], self.findings[layout.name] = layout, findings
+        # A wider float rounds nothing, so that an error of rounding is seen without it alone.
+        narrow = [x for x in results if x.expected.computation.keeps_16_bits] or results
         for i, path in enumerate(self.computation.paths):
+            if layout.one_pass and i in self.computation.beside:
+                continue  # sums over minibatches are other numbers
             self.cells[path][layout.name] = self._cell(results, i, layout)
-            visible = [x for each in results if (x := each.visible(i)) is not None]
-            if visible:
-                self.visible[path] = max(self.visible.get(path, 0.0), min(visible))
+            for found, of in ((self.visible, narrow), (self.finest, results)):
+                visible = [x for each in of if (x := each.visible(i)) is not None]
+                if visible:
+                    found[path] = max(found.get(path, 0.0), min(visible))
 
     def _compare(self, expected: Tolerance, layout: Layout) -> Compared | None:
         """The results of a layout, beside what they should be; `None` if that cannot be said."""
         computation = expected.computation
+        if expected.random and (layout.minibatches > 1 or layout.one_pass):
+            self._note(_OTHER_NUMBERS.format(layout=layout.name))
+            return None
         if layout.minibatches > 1:
-            if expected.random:
-                self._note(_OTHER_NUMBERS.format(layout=layout.name))
-                return None
             # A mean of means is another number, also on one device, if rows do not weigh the same.
             alone = computation.alone(layout.alone(layout.minibatches))
             pairs = zip(alone, expected.reference, strict=True)
@@ -374,7 +398,8 @@ class _Comparison:
         if not wrong and i not in findings:
             if i in self.gaps:
                 return self.gaps[i]
-            self.right[i].append(layout)
+            if not layout.one_pass:
+                self.right[i].append(layout)
             error = max(max(each.errors(i)) for each in results)
             return "ok" if error < 3 else f"{error:.1f} noise"
         if i >= self.computation.first > min(findings, default=i):
@@ -396,15 +421,25 @@ class _Comparison:
         for name in self.raised:
             if name in expected_to_raise and name not in _MUST_RUN:
                 self._note(_RAISED.format(layout=name, error=raised.pop(name)))
-        visible = {path: x for path, x in self.visible.items() if x < 0.5}
+            elif name == "one pass":
+                self._note(_RAISED_IN_ONE_PASS.format(layout=name, error=raised.pop(name)))
+        visible = {
+            path: min(self.visible[path], 1.0) for path, x in self.finest.items() if x < BLIND
+        }
         coarse = {path: error for path, error in visible.items() if error > _COARSE}
-        if coarse:
-            worst, some = percent(max(coarse.values())), ", ".join(fold_paths(coarse))
-            self._note(_SEES_LITTLE.format(worst=worst, paths=some))
-        if any(self.findings.values()):
-            first, *_ = self.layouts.values()  # of those that ran
-            if self._averages_parts(first):
-                self._note(_MEAN_OF_PARTS)
+        for words, paths in (
+            (_SEES_LITTLE, [path for path in coarse if self.finest[path] > _COARSE]),
+            (_SEES_LITTLE_ROUNDING, [path for path in coarse if self.finest[path] <= _COARSE]),
+        ):
+            if paths:
+                worst = percent(max(coarse[path] for path in paths))
+                finest = percent(max(self.finest[path] for path in paths))
+                some = ", ".join(fold_paths(paths))
+                self._note(words.format(worst=worst, paths=some, finest=finest))
+        if self.findings.get("one pass"):
+            self._note(_DIFFERS_IN_ONE_PASS)
+        elif any(self.findings.values()) and self.has_scope(AVERAGES_PARTS):
+            self._note(_MEAN_OF_PARTS)
         return Report(
             what,
             tuple(map(str, chosen)),
@@ -433,9 +468,14 @@ class _Comparison:
             if self.gaps.keys() >= {*range(i % first, len(paths), first)}
         }
 
-    def _averages_parts(self, layout: Layout) -> bool:
-        eqns = equations(self.computation.trace(layout))
-        return any(AVERAGES_PARTS in str(eqn.source_info.name_stack) for eqn in eqns)
+    def has_scope(self, name: str) -> bool:
+        """Whether the first layout that ran has a scope of this name."""
+        eqns = (
+            eqn
+            for x in [*self.layouts.values()][:1]
+            for eqn in equations(self.computation.trace(x))
+        )
+        return any(name in str(eqn.source_info.name_stack) for eqn in eqns)
 
     def _problems(self) -> list[Problem]:
         computation = self.computation

@@ -30,8 +30,10 @@ from treeshard._core.arrays import (
     has_shape,
     is_array,
     is_key,
+    is_raw_key,
     to_host,
 )
+from treeshard._core.contexts import in_one_pass
 from treeshard._core.paths import PyTree, leaf_paths, path_under
 from treeshard._core.processes import is_spread
 from treeshard._core.spec_trees import specs_of_leaves
@@ -136,6 +138,11 @@ class Computation:
 
     # -------------------------------------------------------------- runs
 
+    @property
+    def keeps_16_bits(self) -> bool:
+        """Whether it has the program's own floats of 16 bits, in which sums may be wrong."""
+        return self.widening is None or self.widening.above > 0
+
     def widened(self, widening: Widening) -> "Computation":
         """The same computation with wider floats."""
         wide = copy(self)
@@ -224,7 +231,8 @@ class Computation:
         # JAX computes nothing from the shard of one device.
         in_force = PlanInForce(layout.plan, row_axes(layout.batch_specs))
         types = explaining_types(layout.mesh, in_force)
-        with jax.set_mesh(layout.mesh), types, _devices_are(layout.mesh):
+        mesh, one_pass = jax.set_mesh(layout.mesh), in_one_pass(layout.one_pass)
+        with mesh, types, one_pass, _devices_are(layout.mesh):
             yield
 
     # -------------------------------------------------------------- the batch
@@ -560,11 +568,6 @@ def _scale(x: Any) -> float:
 def subsets(axes: Sequence[str]) -> list[Axes]:
     """All choices of axes, the smallest first."""
     return [s for n in range(len(axes) + 1) for s in combinations(axes, n)]
-
-
-def is_raw_key(x: Any) -> bool:
-    """Whether an array is a PRNG key, typed or of two uint32, as `jax.random.PRNGKey` makes it."""
-    return is_key(x) or (getattr(x, "shape", None) == (2,) and x.dtype == np.uint32)
 
 
 def _host(x: Any) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 
 from treeshard.testing._computations import Axes, Shards, subsets
 from treeshard.testing._layouts import Layout
-from treeshard.testing._noise import LIMIT, Tolerance, distance, finite, norm
+from treeshard.testing._noise import BLIND, LIMIT, Tolerance, distance, finite, norm
 from treeshard.testing._own_rows import OwnRows
 from treeshard.testing._report import Finding
 
@@ -42,7 +42,10 @@ _ZERO, _HIDDEN, _NOT_FINITE, _ALIKE = "zero", "hidden", "not finite", "alike"
 # Why a result shows nothing, by the word of its cell.
 WHY = {
     _ZERO: "zero on one device, where every factor and every order of shards gives the same",
-    _HIDDEN: "rounding moves it by as much as its size: a wrong factor would not be seen",
+    _HIDDEN: (
+        "rounding moves it by as much as its size, as where an optimizer takes the sign of a"
+        " gradient that is zero but for rounding: a wrong factor would not be seen"
+    ),
     _NOT_FINITE: "not finite on one device either",
     _ALIKE: "all devices get the same from their own rows: a missing reduction would not be seen",
 }
@@ -62,7 +65,7 @@ def gaps(precisions: Sequence[Tolerance], rows: OwnRows) -> dict[int, str]:
             found[i] = _NOT_FINITE
         elif not norm(reference):
             found[i] = _ZERO
-        elif min(each.visible(i) for each in precisions) > 0.5:
+        elif min(each.visible(i) for each in precisions) > BLIND:
             found[i] = _HIDDEN
         elif rows.are_alike(i, LIMIT * widest.of(i)):
             found[i] = _ALIKE

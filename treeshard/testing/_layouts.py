@@ -36,6 +36,7 @@ class Layout:
         check_vma: `None`: `jax.jit` compiles the loss. Otherwise the body runs by hand in
             `jax.shard_map`, with this argument.
         second: Where the second of two steps runs, on the state that the first saved.
+        one_pass: Whether `accumulate_gradients` takes the batch in one pass.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Layout:
     remat: bool = False
     check_vma: bool | None = None
     second: "Layout | None" = None
+    one_pass: bool = False
 
     def __str__(self) -> str:
         parts = [f"{self.name}: {describe_mesh(self.plan.mesh)}", f"batch {self.batch_specs}"]
@@ -56,6 +58,8 @@ class Layout:
             parts.append(f"check_vma={self.check_vma}")
         if self.second is not None:
             parts.append(f"step 2 restored on {describe_mesh(self.second.plan.mesh)}")
+        if self.one_pass:
+            parts.append("accumulate_gradients in one pass")
         return "; ".join(parts)
 
     @property

@@ -66,7 +66,8 @@ class Report:
         raised: For each layout that raised, though that was not expected, what it raised.
         not_compared: For each leaf on which no comparison shows a fault, why.
         visible: For each leaf of floats that was compared, the smallest relative error that would
-            have been seen in every layout: 0.01 is 1%.
+            have been seen in every layout, also one of rounding to the program's own dtypes: 0.01
+            is 1%. Other errors may be seen with wider floats; a note says from which size.
         beside: The results beside the gradients or the state, such as the value of the loss: to
             have compared these alone is not enough.
     """

@@ -6,17 +6,26 @@ JAX cannot differentiate a loop by what it closes over from outside.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Container, Sequence
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.extend.core import Var
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.tree_util import keystr, tree_flatten, tree_flatten_with_path, tree_leaves
 
 from treeshard._core.arguments import check_no_refs
-from treeshard._core.jax_private import is_tracing, varying_axes, varying_axes_of_type
+from treeshard._core.arrays import StaticSplit, array_text, is_array, is_raw_key
+from treeshard._core.contexts import in_one_pass
+from treeshard._core.jax_private import (
+    is_in_jit,
+    is_tracing,
+    varying_axes,
+    varying_axes_of_type,
+)
 from treeshard._core.mean_gather import Reduced
 from treeshard._core.mesh import (
     AnyMesh,
@@ -27,19 +36,26 @@ from treeshard._core.mesh import (
     context_mesh,
     get_axes_size_in_mesh,
     get_incontext_mesh,
+    get_mesh_axis_size,
     manual_axes,
     vary_array,
 )
 from treeshard._core.origins import origin_of
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.spec_trees import get_names_from_partition_spec
-from treeshard._core.specs import UNCONSTRAINED, dims_over, without_axes
+from treeshard._core.specs import UNCONSTRAINED, dims_over, entry_of, without_axes
+from treeshard._core.text import fold_paths
 from treeshard._placement.constraint import with_sharding_constraint
-from treeshard._planning.plan_in_force import AVERAGES_PARTS, current_plan
-from treeshard.errors import SpecError, listed
+from treeshard._planning.plan_in_force import (
+    AVERAGES_PARTS,
+    IN_MINIBATCHES,
+    current_plan,
+)
+from treeshard.errors import NoMeshError, SpecError, listed
 from treeshard.training._metrics import check_metrics, map_metrics
 
-GradFn = Callable[[PyTree, Any], tuple[PyTree, PyTree]]
+GradFn = Callable[[Any, Any], tuple[PyTree, PyTree]]
+Rows = list[Any]  # the leaves of a batch that are cut: their dim 0 is its rows
 
 
 def accumulate_gradients(
@@ -82,7 +98,10 @@ def accumulate_gradients(
     Args:
         grad_fn: Called as `grad_fn(minibatch, key)`; returns `(grads, metrics)`, two pytrees of
             arrays.
-        batch: A pytree of arrays with a common first dim, of `num_minibatches * n` rows.
+        batch: A pytree of arrays with a common first dim, of `num_minibatches * n` rows. `grad_fn`
+            closes over other arrays, such as weights of classes or a mask of positions: each array
+            here is cut. Scalars and keys go to each minibatch as they are, also a raw key of two
+            uint32 unless the batch has two rows.
         num_minibatches: The number of minibatches.
         key: Split into one key for each call of `grad_fn`; without it `grad_fn` gets `None`.
         axis_names: The axes that shard the batch.
@@ -92,13 +111,16 @@ def accumulate_gradients(
         and with `axis_names` over the devices along these axes too.
 
     Raises:
-        SpecError: If the number of rows is not divisible by the number of minibatches, or
-            the rows of a minibatch not by the size of the axes; lists all such leaves, and the
-            nearest sizes that are. If `num_minibatches` is less than 1.
+        SpecError: If arrays of the batch differ in their first dim; lists all of them. If the
+            number of rows is not divisible by the number of minibatches, or the rows of a minibatch
+            not by the size of the axes; lists all such leaves, and the nearest sizes that are.
+            If `num_minibatches` is less than 1.
         LeafError: If metrics that are not in `Metrics` or in a pair are integers, booleans or
             keys, which have no mean. Lists all of them.
+        SpecError: Inside `shard_map`, if gradients are not those of this device's rows: JAX has
+            summed them along `axis_names`, or each device has its shard of them. Lists all of them.
         UnknownAxisError: If the mesh lacks one of `axis_names`.
-        NoMeshError: If `axis_names` is given and no mesh is in force.
+        NoMeshError: If `axis_names` is given, no mesh is in force, and the batch is not sharded.
         LeafError: Also if a leaf of the batch is a mutable reference (`jax.Ref`).
 
     Source:
@@ -108,29 +130,33 @@ def accumulate_gradients(
         raise SpecError(f"accumulate_gradients: num_minibatches is {num_minibatches}, not >= 1.")
     check_no_refs(batch, "accumulate_gradients", "batch")
     names = () if axis_names is None else axis_tuple(axis_names, "accumulate_gradients")
-    by_hand = tuple(axis for axis in names if axis in manual_axes())
-    mapped = tuple(axis for axis in names if axis not in by_hand)
-    parts = get_axes_size_in_mesh(mapped) if mapped else 1
-    _check_divides(batch, num_minibatches, parts)
-    if by_hand:
-        grad_fn = _checking_gradients(grad_fn, by_hand)
-    keys = None if key is None else jax.random.split(key, num_minibatches)
-    # On Explicit axes the types of gradients say what is not reduced yet.
-    here = context_mesh()
-    has_explicit = here is not None and axes_of_type(here, AxisType.Explicit)
-    if parts > 1 and not has_explicit:
-        grads, metrics = _in_parts(grad_fn, batch, num_minibatches, keys, mapped)
-    else:
-        grads, metrics = _in_passes(grad_fn, batch, num_minibatches, keys)
-    if by_hand:
-        over_devices = lambda x: jax.lax.pmean(x, by_hand)  # noqa: E731
-        with jax.named_scope(AVERAGES_PARTS):
-            grads = jax.tree.map(over_devices, grads)
-        metrics = map_metrics(lambda x: jax.lax.psum(x, by_hand), over_devices, metrics)
-    return grads, metrics
+    split, leaves = _rows_in(batch), tree_leaves(batch)
+    rows = split.dynamic(leaves)
+    _check_lengths(batch, split, num_minibatches)
+
+    def grads_of_rows(rows: list[Any], key: Any) -> tuple[PyTree, PyTree]:
+        return grad_fn(split.combine(rows), key)
+
+    mesh = _mesh_of_types(leaves) if is_in_jit() and context_mesh() is None else None
+    with nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh):
+        by_hand = tuple(axis for axis in names if axis in manual_axes())
+        mapped = tuple(axis for axis in names if axis not in by_hand)
+        parts = _size_of(mapped)
+        _check_divides(split.dynamic(leaf_paths(batch)), rows, num_minibatches, parts)
+        count = 1 if in_one_pass.value else num_minibatches
+        keys = None if key is None else jax.random.split(key, count)
+        grads_of_minibatch = _checking_gradients(grads_of_rows, by_hand)
+        # On Explicit axes the types of gradients say what is not reduced yet.
+        here = context_mesh()
+        has_explicit = here is not None and axes_of_type(here, AxisType.Explicit)
+        if parts > 1 and not has_explicit:
+            grads, metrics = _in_parts(grads_of_minibatch, rows, count, keys, mapped)
+        else:
+            grads, metrics = _in_passes(grads_of_minibatch, rows, count, keys)
+        return _mean_of_devices(grads, metrics, by_hand) if by_hand else (grads, metrics)
 
 
-def _in_passes(grad_fn: GradFn, batch: PyTree, count: int, keys: Any) -> tuple[PyTree, PyTree]:
+def _in_passes(grad_fn: GradFn, batch: Rows, count: int, keys: Any) -> tuple[PyTree, PyTree]:
     """The means of the gradients, and the means or sums of the metrics, of minibatches."""
     in_passes = partial(_summed_up, grad_fn, count, batch, keys)
     if is_tracing() and can_wait(context_mesh()):
@@ -146,7 +172,7 @@ def _in_passes(grad_fn: GradFn, batch: PyTree, count: int, keys: Any) -> tuple[P
 def _summed_up(
     grad_fn: GradFn,
     count: int,
-    batch: PyTree,
+    batch: Rows,
     keys: Any,
     pinned: Callable[[Any], Any] = lambda total: total,
 ) -> tuple[PyTree, PyTree]:
@@ -154,7 +180,7 @@ def _summed_up(
 
     `pinned` is applied to each sum in each pass.
     """
-    minibatches = jax.tree.map(partial(_split, count=count), batch)
+    minibatches = [_split(x, count) for x in batch]
 
     def add(total: Any, minibatch_and_key: tuple[Any, Any]) -> tuple[Any, None]:
         new = jax.tree.map(jnp.add, total, grad_fn(*minibatch_and_key))
@@ -169,14 +195,104 @@ def _summed_up(
 
     # The structs that `eval_shape` returns have no sharding on a mesh that has Auto axes too.
     jax.eval_shape(typed, jax.tree.map(lambda x: x[0], (minibatches, keys)))
-    return jax.lax.scan(add, jax.tree.map(_zeros, types[0]), (minibatches, keys))[0]
+    zeros = jax.tree.map(_zeros, types[0])
+    with jax.named_scope(IN_MINIBATCHES) if count > 1 else nullcontext():
+        return jax.lax.scan(add, zeros, (minibatches, keys), length=count)[0]
+
+
+# ------------------------------------------------------------------ the mesh
+
+
+def _mesh_of_types(leaves: Sequence[Any]) -> AbstractMesh | None:
+    """The mesh of traced arrays, which is in their types where none is in force."""
+    meshes = [jax.typeof(x).sharding.mesh.abstract_mesh for x in leaves if is_array(x)]
+    return next((mesh for mesh in meshes if not mesh.empty), None)
+
+
+def _size_of(axes: tuple[str, ...]) -> int:
+    """The number of parts that some axes split the batch into."""
+    if axes and get_incontext_mesh(raise_error=False) is None:
+        raise NoMeshError(
+            f"accumulate_gradients: there is no mesh with the axes {axes} here: none is in force,"
+            " and no array of the batch is sharded. Pass it sharded, `shard(batch, specs, mesh)`,"
+            " or call it in `with jax.set_mesh(mesh):`."
+        )
+    return get_axes_size_in_mesh(axes) if axes else 1
+
+
+# ------------------------------------------------------------------ inside shard_map
+
+
+def _mean_of_devices(
+    grads: PyTree, metrics: PyTree, axes: tuple[str, ...]
+) -> tuple[PyTree, PyTree]:
+    """The means of the devices' gradients, and the means or sums of their metrics."""
+    over_devices = lambda x: jax.lax.pmean(x, axes)  # noqa: E731
+    with jax.named_scope(AVERAGES_PARTS):
+        grads = jax.tree.map(over_devices, grads)
+    return grads, map_metrics(lambda x: jax.lax.psum(x, axes), over_devices, metrics)
+
+
+def _checking_gradients(grad_fn: GradFn, axes: tuple[str, ...]) -> GradFn:
+    """`grad_fn`, which raises if its gradients are not those of this device's rows alone."""
+
+    def run(rows: Rows, key: Any) -> tuple[PyTree, PyTree]:
+        grads, metrics = grad_fn(rows, key)
+        split = frozenset().union(*map(varying_axes, rows)) if axes else ()
+        whys = [_why_not_own(x, axes, split) for x in tree_leaves(grads)]
+        if any(whys):
+            # A gradient that is made of no rows, such as zeros, is its own mean.
+            of_rows = _are_made_of_rows(grad_fn, rows, key)
+            facts = [
+                f"{path or 'the gradient'}: {why}"
+                for path, why, is_of_rows in zip(leaf_paths(grads), whys, of_rows, strict=True)
+                if why and is_of_rows
+            ]
+            if facts:
+                headline = "these are not the gradients of this device's rows alone:"
+                raise SpecError(f"accumulate_gradients: {listed(headline, facts, headed=True)}")
+        return grads, metrics
+
+    return run
+
+
+def _why_not_own(grad: Any, axes: Sequence[str], split: Container[str]) -> str:
+    """Why the mean of a gradient over `axes` would be wrong; `split` are those that split rows."""
+    origin = origin_of(grad)
+    scattered, averaged = origin if isinstance(origin, Reduced) else ((), ())
+    if of_shards := [axis for axis in axes if axis in scattered]:
+        return (
+            f"each device has its shard of it along {of_shards}. Leave these axes out of"
+            " `axis_names`, or gather the parameters before `accumulate_gradients`."
+        )
+    # Without `check_vma`, types do not tell, and JAX sums nothing.
+    varying = varying_axes(grad)
+    summed = [axis for axis in axes if axis in split and axis not in {*varying, *averaged}]
+    if summed:
+        named = repr(entry_of(summed))
+        return (
+            f"JAX has summed it over {named}, and its mean would be {get_mesh_axis_size(summed)}"
+            f" times too large. Differentiate `treeshard.manual.vary(params, {named})`. If"
+            " `grad_fn` averages it, leave out `axis_names`."
+        )
+    return ""
+
+
+def _are_made_of_rows(grad_fn: GradFn, rows: Rows, key: Any) -> list[bool]:
+    """Whether gradients depend on the rows of a batch, leaf by leaf."""
+    jaxpr = jax.make_jaxpr(lambda rows: grad_fn(rows, key)[0])(rows).jaxpr
+    made = {*jaxpr.invars}
+    for eqn in jaxpr.eqns:
+        if any(isinstance(x, Var) and x in made for x in eqn.invars):
+            made |= {*eqn.outvars}
+    return [isinstance(x, Var) and x in made for x in jaxpr.outvars]
 
 
 # ------------------------------------------------------------------ parts of the batch
 
 
 def _in_parts(
-    grad_fn: GradFn, batch: PyTree, count: int, keys: Any, names: tuple[str, ...]
+    grad_fn: GradFn, batch: Rows, count: int, keys: Any, names: tuple[str, ...]
 ) -> tuple[PyTree, PyTree]:
     """Accumulates for each part of the batch along some axes, then reduces once over the parts.
 
@@ -201,14 +317,14 @@ def _in_parts(
         # compiler might reduce them in each pass otherwise.
         return with_sharding_constraint(total, PartitionSpec(*[UNCONSTRAINED] * total.ndim))
 
-    def with_vmap(batch: PyTree, keys: Any) -> tuple[PyTree, PyTree]:
+    def with_vmap(batch: Rows, keys: Any) -> tuple[PyTree, PyTree]:
         run = partial(_summed_up, grad_fn, count, pinned=pinned)
         for name in reversed(names):
             run = jax.vmap(run, axis_name=name, spmd_axis_name=name)
         return run(batch, keys)
 
-    def with_shard_map(batch: PyTree, keys: Any) -> tuple[PyTree, PyTree]:
-        def part(batch: PyTree, keys: Any) -> tuple[PyTree, PyTree]:
+    def with_shard_map(batch: Rows, keys: Any) -> tuple[PyTree, PyTree]:
+        def part(batch: Rows, keys: Any) -> tuple[PyTree, PyTree]:
             own = jax.tree.map(lambda x: x.reshape(x.shape[len(names) :]), (batch, keys))
             sums = _summed_up(grad_fn, count, *own)
             return jax.tree.map(lambda x: jnp.expand_dims(x, dims), sums)
@@ -219,8 +335,8 @@ def _in_parts(
         )
         return run(batch, keys)
 
-    def in_parts(batch: PyTree, keys: Any) -> tuple[PyTree, PyTree]:
-        each = jax.tree.map(part_by_part, batch), None if keys is None else key_of_each_part(keys)
+    def in_parts(batch: Rows, keys: Any) -> tuple[PyTree, PyTree]:
+        each = [*map(part_by_part, batch)], None if keys is None else key_of_each_part(keys)
         # The compiler for TPUs scatters sums inside `shard_map`; inside `vmap` it may all-reduce.
         with suppress(ValueError):
             return with_shard_map(*each)
@@ -281,58 +397,49 @@ def _wire_dtype(x: Any, mesh: AnyMesh) -> Any:
     return "float32" if on_cpus and x.dtype.itemsize < 4 else x.dtype
 
 
-# ------------------------------------------------------------------ gradients by hand
-
-
-def _checking_gradients(grad_fn: GradFn, axes: tuple[str, ...]) -> GradFn:
-    """`grad_fn`, which raises if its gradients are not those of this device's rows alone."""
-
-    def run(minibatch: PyTree, key: Any) -> tuple[PyTree, PyTree]:
-        grads, metrics = grad_fn(minibatch, key)
-        of_rows = {axis for x in jax.tree.leaves(minibatch) for axis in varying_axes(x)}
-        split = [axis for axis in axes if axis in of_rows]
-        pairs = zip(leaf_paths(grads), jax.tree.leaves(grads), strict=True)
-        facts = [
-            f"{path or 'the gradient'}: {why}"
-            for path, x in pairs
-            if (why := _why_not_own(x, axes, split))
-        ]
-        if facts:
-            headline = "these are not the gradients of this device's rows alone:"
-            raise SpecError(f"accumulate_gradients: {listed(headline, facts, headed=True)}")
-        return grads, metrics
-
-    return run
-
-
-def _why_not_own(grad: Any, axes: Sequence[str], split: Sequence[str]) -> str:
-    """Why the mean of a gradient over `axes` would be wrong; `split` are those that split rows."""
-    origin = origin_of(grad)
-    scattered, averaged = origin if isinstance(origin, Reduced) else ((), ())
-    if of_shards := [axis for axis in axes if axis in scattered]:
-        return (
-            f"each device has its shard of it along {of_shards}. Leave these axes out of"
-            " `axis_names`, or gather the parameters before `accumulate_gradients`."
-        )
-    # Without `check_vma`, types do not tell, and JAX sums nothing.
-    summed = [a for a in split if a not in varying_axes(grad) and a not in averaged]
-    if summed:
-        return (
-            f"it is equal along {summed}, and the rows differ: JAX has summed it. Differentiate"
-            f" `treeshard.manual.vary(params, {list(axes)})`. If `grad_fn` reduces it, leave"
-            " `axis_names` out."
-        )
-    return ""
-
-
 # ------------------------------------------------------------------ rows
 
 
-def _check_divides(batch: PyTree, count: int, parts: int) -> None:
+def _rows_in(batch: PyTree) -> StaticSplit:
+    """Splits a batch into arrays that are cut into minibatches, and what goes to each of them.
+
+    Of keys, those are cut that are as many as the rows.
+    """
+    leaves, treedef = tree_flatten(batch)
+    arrays = [x for x in leaves if getattr(x, "shape", ())]
+    lengths = {len(x) for x in arrays if not is_raw_key(x)}
+    cut = {id(x) for x in arrays if not is_raw_key(x) or lengths <= {len(x)}}
+    return StaticSplit(leaves, treedef, lambda x: id(x) in cut)
+
+
+def _check_lengths(batch: PyTree, split: StaticSplit, count: int) -> None:
+    """Raises `SpecError` unless all arrays that would be cut have as many rows."""
+    rows = split.dynamic(tree_leaves(batch))
+    lengths = [len(x) for x in rows]
+    if len({*lengths}) < 2:
+        return
+    paths = split.dynamic(leaf_paths(batch))
+    usual = max(lengths, key=lambda length: (lengths.count(length), length))
+    odd = [i for i, length in enumerate(lengths) if length != usual]
+    headline = (
+        f"accumulate_gradients: cuts each array of the batch into {count} minibatches, and they"
+        " differ in the number of their rows:"
+    )
+    facts = [f"{path}: {array_text(x)}" for path, x in zip(paths, rows, strict=True)]
+    some = ", ".join(f"`{path}`" for path in fold_paths([paths[i] for i in odd]))
+    places = [keystr(place) for place, _ in tree_flatten_with_path(batch)[0]]
+    one = split.dynamic(places)[odd[0]]
+    raise SpecError(
+        f"{listed(headline, facts, headed=True)}\nPass rows only. If {some} should not be cut,"
+        f" leave it out of the batch, and let `grad_fn` close over `batch{one}`."
+    )
+
+
+def _check_divides(paths: Sequence[str], rows: Rows, count: int, parts: int) -> None:
     facts = [
         f"{path or 'the batch'}: {len(x)} rows are not divisible by {count} minibatches"
         f"{f' on {parts} devices' if parts > 1 else ''}. Use {_nearest(len(x), count * parts)}."
-        for path, x in zip(leaf_paths(batch), jax.tree.leaves(batch), strict=True)
+        for path, x in zip(paths, rows, strict=True)
         if len(x) % (count * parts)
     ]
     if facts:
@@ -357,6 +464,6 @@ def _zeros(type_: Any) -> jax.Array:
     # The carry of a scan must keep its type: how it is sharded, the axes whose sum it waits for,
     # and the axes along which it varies.
     zeros = jnp.zeros(type_.shape, type_.dtype)
-    if jax.typeof(zeros).sharding != type_.sharding:
-        zeros = jax.sharding.reshard(zeros, type_.sharding.spec)
+    if not type_.sharding.mesh.empty and jax.typeof(zeros).sharding != type_.sharding:
+        zeros = jax.sharding.reshard(zeros, type_.sharding)
     return vary_array(zeros, sorted(varying_axes_of_type(type_)))
