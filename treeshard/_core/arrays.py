@@ -222,7 +222,8 @@ def keys_on_host(keys: jax.Array, data: np.ndarray) -> jax.Array:
     return jax.random.wrap_key_data(on_device, impl=jax.random.key_impl(keys))
 
 
-def _on_host(x: jax.Array) -> bool:
+def is_on_host(x: jax.Array) -> bool:
+    """Whether the devices of an array use host memory."""
     return next(iter(x.devices())).platform == "cpu"
 
 
@@ -237,7 +238,7 @@ def numbers(x: Any) -> np.ndarray:
 
 def to_read(x: jax.Array) -> jax.Array:
     """`x`, or on accelerators a second handle, so that reading it caches no host copy on `x`."""
-    return x if _on_host(x) else second_handle(x)
+    return x if is_on_host(x) else second_handle(x)
 
 
 def second_handle(x: jax.Array) -> jax.Array:

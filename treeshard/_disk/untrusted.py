@@ -5,14 +5,9 @@ do: it ends the process, and cannot say which file is to blame. Checkpoints are 
 they are trusted.
 """
 
-import math
 import os
 import stat
-from collections.abc import Iterable, Sequence
 from typing import Any, BinaryIO
-
-import numpy as np
-from jax.sharding import Sharding
 
 from treeshard._core.memory import lacking_memory
 from treeshard._core.text import human_bytes, parse_json
@@ -91,22 +86,11 @@ def _at_most(most: int) -> str:
 
 def check_memory(
     path: str | os.PathLike[str],
-    arrays: Iterable[tuple[Sequence[int], Any, Sharding | None]],
+    needed: int,
+    threads: int = 0,
     way_out: str = "Read fewer leaves (`partial=True`), or shard them over more processes.",
-    beside: int = 0,
 ) -> None:
-    """Raises `CheckpointError` unless this process has the host memory to read arrays from `path`.
-
-    An array is given by its shape, dtype and sharding, which is `None` for host memory. `beside`
-    are the bytes that the reader takes meanwhile.
-    """
-    needed = beside
-    for shape, dtype, sharding in arrays:
-        copies, part = 1, shape
-        if sharding is not None:
-            copies = sum(device.platform == "cpu" for device in sharding.addressable_devices)
-            part = sharding.shard_shape(tuple(shape))
-        needed += copies * math.prod(part) * np.dtype(dtype).itemsize
-    if lacking := lacking_memory(needed):
-        reader = " and their reader" if beside else ""
-        raise CheckpointError(f"{path}: the arrays{reader} need {lacking[0]} {way_out}")
+    """Raises `CheckpointError` unless this process has `needed` bytes of host memory to read arrays
+    from `path`, and space for so many new threads."""
+    if lacking := lacking_memory(needed, threads):
+        raise CheckpointError(f"{path}: the arrays and their reader need {lacking[0]} {way_out}")

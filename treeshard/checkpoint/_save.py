@@ -45,10 +45,11 @@ from treeshard._disk.files import (
     tell_removed,
 )
 from treeshard.checkpoint._array_store import (
+    THREADS,
     Arrays,
     Copy,
-    bytes_of_copies,
     copies,
+    memory_to_save,
     merge,
     with_copies,
     write_arrays,
@@ -135,7 +136,7 @@ def begin(
                 again = fingerprints and _has_table(path, table)
                 if not again:
                     check_vacant(path)
-            if lacking := lacking_memory(bytes_of_copies(arrays)):
+            if lacking := lacking_memory(memory_to_save(arrays), THREADS):
                 raise CheckpointError(
                     f"{path} was not saved: the copies of the arrays need {lacking[0]} Free some,"
                     " or shard the arrays over more processes."
