@@ -26,14 +26,14 @@ class Meter:
         self.peak = max(self.peak, self.now)
 
 
-def kept_by_allocator(buffers: Iterable[tuple[int, int]]) -> int:
-    """What may stay allocated of buffers that come and go: the bytes of one, and of all like it.
+def kept_by_allocator(buffers: Iterable[tuple[int, int]], most: int) -> int:
+    """What may stay allocated, at most, of buffers that come and go: the bytes of one, and of all
+    like it.
 
-    glibc returns each block of more than 32 MiB to the system when it is freed. Smaller ones stay
-    in the heaps of the threads that allocated them: at most 97 MiB were seen beside the buffers of
-    a checkpoint's reader.
+    glibc returns each block of at least 32 MiB to the system when it is freed. Smaller ones stay in
+    the heaps of the threads that allocated them. How many, only a measurement says.
     """
-    return min(2**27, sum(total for size, total in buffers if size <= 2**25))
+    return min(most, sum(total for size, total in buffers if size < 2**25))
 
 
 def lacking_memory(needed: int, threads: int = 0) -> tuple[str, int] | None:
@@ -43,11 +43,14 @@ def lacking_memory(needed: int, threads: int = 0) -> tuple[str, int] | None:
     """
     if needed < _NOT_WORTH_A_LOOK:
         return None
-    free = available_memory(threads=threads)
-    if free is None or needed <= free:
+    free, beside_threads = available_memory(), available_memory(threads=threads)
+    if free is None or beside_threads is None or needed <= beside_threads:
         return None
     fact = f"{human_bytes(needed)} of host memory in this process, and {human_bytes(max(free, 0))}"
-    return f"{fact} are available.", free
+    reserved = ""
+    if needed <= free:
+        reserved = f", of which its threads reserve {human_bytes(free - beside_threads)}"
+    return f"{fact} are available{reserved}.", free
 
 
 def available_memory(root: Path = Path("/"), threads: int = 0) -> int | None:

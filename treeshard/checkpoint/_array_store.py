@@ -561,7 +561,9 @@ class ArrayStore:
         # A block and the chunks that it is in; and the block before it.
         block = max((_bytes_of(x, _block(x)) for x in arrays), default=0)
         needed = min(sum(2 * x.nbytes for x in arrays), max(2 * block, _IN_FLIGHT) + block)
-        needed += kept_by_allocator((_bytes_of(x, _block(x)), 2 * x.nbytes) for x in arrays)
+        needed += kept_by_allocator(
+            ((_bytes_of(x, _block(x)), 2 * x.nbytes) for x in arrays), _IN_FLIGHT
+        )
         check_memory(self._path, needed, THREADS, "Verify it where there is more.")
 
     def blocks(
@@ -646,7 +648,9 @@ def _memory_to_read(reads: Sequence[_Transfer], wanted: Wanted) -> int:
         if x.sharding is not None:
             meter.add(x.dtype.itemsize * items_on_host(x.sharding, x.shape, read.region))
             meter.add(-in_host)
-    return meter.peak + kept_by_allocator((read.nbytes // 2, read.nbytes) for read in reads)
+    return meter.peak + kept_by_allocator(
+        ((read.nbytes // 2, read.nbytes) for read in reads), _IN_FLIGHT
+    )
 
 
 def _block(x: StoredArray) -> Shape:

@@ -260,7 +260,7 @@ def _memory_to_load(tensors: Iterable[tuple[Tensor, RequestedLeaf]]) -> int:
                 meter.add(items_on_host(sharding, leaf.type.shape, region) * dtype.itemsize)
                 meter.add(-count * dtype.itemsize)
                 sizes.append((count * dtype.itemsize,) * 2)
-    return meter.peak + kept_by_allocator(sizes)
+    return meter.peak + kept_by_allocator(sizes, 2**26)
 
 
 def _regions(leaf: RequestedLeaf) -> list[Region]:
