@@ -7,14 +7,13 @@ in a call.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from treeshard._core.arrays import Region, common, lengths, regions_here
+from treeshard._core.arrays import Region, items_on_host, lengths, regions_here
 from treeshard._disk.leaves import Shape
 
 _TOGETHER = 2**22  # bytes that are moved in one call, if no single region has more
@@ -66,16 +65,6 @@ def items_here(sharding: Sharding | None, shape: Shape) -> int:
     """The items that an array takes in host memory: on it, or on devices that use it."""
     full = tuple((0, length) for length in shape)
     return math.prod(shape) if sharding is None else items_on_host(sharding, shape, full)
-
-
-@lru_cache(4096)
-def items_on_host(sharding: Sharding, shape: Shape, region: Region) -> int:
-    """The items that a region takes on its devices, of those devices that use host memory."""
-    return sum(
-        math.prod(lengths(held))
-        for device, held in regions_here(sharding, shape).items()
-        if device.platform == "cpu" and common(held, region) == held
-    )
 
 
 def _batches(parts: Iterable[Part[Key]]) -> Iterator[list[Part[Key]]]:

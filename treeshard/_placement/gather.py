@@ -8,7 +8,7 @@ full copy of each on every device.
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from itertools import repeat
+from itertools import pairwise, repeat
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ from jax.tree_util import tree_flatten
 
 from treeshard._core.arrays import (
     Region,
+    bytes_to_read,
     data_of,
     is_array,
     is_key,
@@ -109,7 +110,10 @@ def gather_at(
 def iter_gather(
     tree: PyTree, *, to: To = "all", timeout: float = TIMEOUT
 ) -> Iterator[tuple[str, Any]]:
-    """Copies a tree to host memory leaf by leaf, so that only one leaf is in memory at a time.
+    """Copies a tree to host memory leaf by leaf, so that no process holds all of it.
+
+    A `for` loop holds two leaves for a moment: its variable has one until the next is there. That
+    is what the call checks memory for. With `del` at the end of the body, there is one at a time.
 
     Args:
         tree: Any pytree. Leaves that are not arrays are skipped.
@@ -253,12 +257,17 @@ def _check_receiver(to: To, where: str) -> None:
 def _check_memory(call: _Call) -> None:
     if call.to not in ("all", jax.process_index()):
         return
-    sizes = [x.size * x.dtype.itemsize for x in call.leaves if is_array(x)]
+    arrays = [x for x in call.leaves if is_array(x)]
+    sizes = [x.size * x.dtype.itemsize for x in arrays]
     needed = sum(sizes)
     way_out = "Gather leaf by leaf (`iter_gather`), or save the tree, which gathers nothing."
     if call.leaf_by_leaf:
-        needed = max(sizes, default=0)
-        way_out = "Save the tree, which gathers nothing."
+        needed = max(map(sum, pairwise([0, *sizes])), default=0)
+        way_out = (
+            "A loop has two leaves in memory, the last and the next. Save the tree, which gathers"
+            " nothing."
+        )
+    needed += max(map(bytes_to_read, arrays), default=0)
     if lacking := lacking_memory(needed):
         why, free = lacking
         raise DoesNotFitError(f"{call.where}: the arrays need {why} {way_out}", needed, free)

@@ -30,6 +30,7 @@ from jax.sharding import Sharding
 from treeshard._core.arrays import (
     Region,
     is_on_host,
+    items_on_host,
     lengths,
     own_shards,
     regions_here,
@@ -40,7 +41,7 @@ from treeshard._core.memory import Meter, kept_by_allocator
 from treeshard._core.processes import with_bar
 from treeshard._core.text import dtype_name
 from treeshard._disk.leaves import Shape
-from treeshard._disk.to_devices import Part, Target, items_on_host, to_devices
+from treeshard._disk.to_devices import Part, Target, to_devices
 from treeshard._disk.untrusted import check_memory
 from treeshard.checkpoint._paths import ARRAYS, is_local
 from treeshard.errors import CheckpointError, short
@@ -274,7 +275,7 @@ def memory_to_save(arrays: Arrays) -> int:
     """The host memory that `copies` and `write_arrays` take, and checksums meanwhile."""
     copied = small = read = 0
     for x in arrays.values():
-        parts = [x]
+        parts: list[Any] = [x]
         if isinstance(x, jax.Array) and not _is_one_part(x):
             parts = [shard.data for shard in x.addressable_shards if shard.replica_id == 0]
         elif not isinstance(x, jax.Array) and jax.process_index() != 0:

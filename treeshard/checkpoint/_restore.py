@@ -105,7 +105,7 @@ def restore(
         The tree. Its arrays share memory with nothing else, nor with each other.
 
     Raises:
-        CheckpointError: If there is no checkpoint at `path`.
+        CheckpointError: If there is no checkpoint at `path`; if there is not enough host memory.
         DamagedError: If the checkpoint is not as saved: the leaves are listed.
         MismatchError: If leaves are missing, not requested, or of another kind, shape or dtype
             than requested; if they have 64 bits without JAX's x64 mode; if JAX does not know the

@@ -17,14 +17,16 @@ from jax.tree_util import tree_leaves
 
 from treeshard._core.arrays import (
     Region,
+    bytes_to_read,
     has_shape,
     is_key,
+    items_on_host,
     lengths,
     own_shards,
     region_of,
     regions_here,
 )
-from treeshard._core.memory import Meter, kept_by_allocator
+from treeshard._core.memory import Meter, kept_by_allocator, lacking_memory
 from treeshard._core.paths import PyTree, leaf_paths, shared_names
 from treeshard._core.processes import is_spread, together, with_bar
 from treeshard._core.spec_trees import Misfit
@@ -43,13 +45,12 @@ from treeshard._disk.to_devices import (
     Part,
     Target,
     default_sharding,
-    items_on_host,
     to_devices,
 )
 from treeshard._disk.untrusted import check_memory
 from treeshard._placement.targets import raise_unmovable, unreadable
 from treeshard.errors import CheckpointError, DamagedError, LeafError, did_you_mean, listed
-from treeshard.interchange._byte_ranges import Piece, full_region, read
+from treeshard.interchange._byte_ranges import BLOCK, Piece, full_region, read
 from treeshard.interchange._files import Stored
 from treeshard.interchange._format import DTYPES, METADATA, PACKED, Tensor, code_of
 
@@ -162,6 +163,14 @@ def pieces_of(leaf: Any) -> list[Piece]:
         return [Piece(full_region(x.shape), x)]
     shards = own_shards(leaf)
     return [Piece(region_of(shard.index, leaf.shape), np.asarray(shard.data)) for shard in shards]
+
+
+def check_memory_to_write(path: Path, tensors: Iterable[Any]) -> None:
+    """Raises `CheckpointError` unless there is memory for the shards of one tensor."""
+    # Of a block, `write` makes two copies: the joined shards, and their bytes as in the file.
+    needed = max(map(bytes_to_read, tensors), default=0) + 2 * BLOCK
+    if lacking := lacking_memory(needed):
+        raise CheckpointError(f"save_safetensors: {path} was not written: it needs {lacking[0]}")
 
 
 # ------------------------------------------------------------------ what is loaded
