@@ -94,6 +94,8 @@ def _moved(
     moved = jax.device_put([*values], [*destinations], may_alias=False)
     moved = jax.block_until_ready(moved)
     waiting.clear()
+    # JAX lets go of numpy arrays that it has read in the next call that makes an array.
+    default_sharding()
     return zip(keys, moved, strict=True)
 
 
