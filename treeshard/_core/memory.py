@@ -13,6 +13,7 @@ from pathlib import Path
 from treeshard._core.text import human_bytes
 
 _NOT_WORTH_A_LOOK = 2**20  # bytes
+_FOR_PYTHON = 2**22  # bytes that small objects take meanwhile
 
 
 class Meter:
@@ -67,7 +68,7 @@ def available_memory(root: Path = Path("/"), threads: int = 0) -> int | None:
         if limit != resource.RLIM_INFINITY:
             status = _amounts(process / "status")
             reserved = _address_space(threads, status["Threads"])
-            free.append(limit - 1024 * status["VmSize"] - reserved)
+            free.append(limit - 1024 * status["VmSize"] - reserved - _FOR_PYTHON)
     except (OSError, KeyError):
         return None
     with suppress(OSError):  # without cgroups

@@ -276,7 +276,7 @@ def _check_memory(
 ) -> None:
     """Raises `DoesNotFitError` unless there is host memory for what `read` returns, leaf by leaf.
 
-    JAX gets a copy of each shard, which it keeps on devices that use host memory.
+    JAX gets a copy of each shard. On devices that use host memory it may make another, to keep.
     """
     meter = Meter()
     for i, target in shardings.items():
@@ -288,8 +288,8 @@ def _check_memory(
         copied = sum(math.prod(lengths(region)) for region in shards)
         full = tuple((0, length) for length in struct.shape)
         kept = items_on_host(target, struct.shape, full)
-        meter.add((returned + copied) * struct.dtype.itemsize)
-        meter.add((kept - returned - copied) * struct.dtype.itemsize)
+        meter.add((returned + copied + kept) * struct.dtype.itemsize)
+        meter.add(-(returned + copied) * struct.dtype.itemsize)
     if lacking := lacking_memory(meter.peak):
         why, free = lacking
         raise DoesNotFitError(

@@ -640,18 +640,17 @@ def _bytes_of(x: StoredArray, shape: Shape) -> int:
 
 def _memory_to_read(reads: Sequence[_Transfer], wanted: Wanted) -> int:
     """The host memory that reads take at most, by a run that reads nothing."""
-    meter = Meter()
+    meter, buffers = Meter(), list[tuple[int, int]]()
     planned = [read._replace(start=partial(meter.add, read.nbytes)) for read in reads]
     for read, _ in _in_turn(planned, _IN_FLIGHT):
         x = wanted[read.leaf]
         in_host = _bytes_of(x, lengths(read.region))
+        buffers += (in_host, in_host), (_bytes_of(x, x.chunk), read.nbytes - in_host)
         meter.add(in_host - read.nbytes)
         if x.sharding is not None:
             meter.add(x.dtype.itemsize * items_on_host(x.sharding, x.shape, read.region))
             meter.add(-in_host)
-    return meter.peak + kept_by_allocator(
-        ((read.nbytes // 2, read.nbytes) for read in reads), _IN_FLIGHT
-    )
+    return meter.peak + kept_by_allocator(buffers, _IN_FLIGHT)
 
 
 def _block(x: StoredArray) -> Shape:
