@@ -20,10 +20,10 @@ from jax.sharding import PartitionSpec as P
 import treeshard as ts
 from benchmarks._harness import peak_of
 from treeshard import _cli
-from treeshard._core import memory
+from treeshard._core import hosts, memory
 from treeshard._disk import untrusted
-from treeshard._placement import gather, shard
-from treeshard.checkpoint import _save, restore, save, verify
+from treeshard._placement import shard
+from treeshard.checkpoint import restore, save, verify
 from treeshard.interchange import _tensors, load_safetensors, save_safetensors
 
 MIB = 2**20
@@ -97,7 +97,7 @@ def main(run: Path) -> None:
         needed.append(bytes_)
         return lacking(bytes_, threads)
 
-    for module in (_save, gather, shard, _tensors, untrusted):
+    for module in (hosts, shard, _tensors, untrusted):
         module.lacking_memory = recorded
 
     def outcome(call: Callable[[], Any], spare: int) -> str:

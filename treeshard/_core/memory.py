@@ -12,7 +12,7 @@ from pathlib import Path
 
 from treeshard._core.text import human_bytes
 
-_NOT_WORTH_A_LOOK = 2**20  # bytes
+NOT_WORTH_A_LOOK = 2**20  # bytes
 _FOR_PYTHON = 2**22  # bytes that small objects take meanwhile
 
 
@@ -42,7 +42,7 @@ def lacking_memory(needed: int, threads: int = 0) -> tuple[str, int] | None:
 
     `threads` is how many threads the call may start.
     """
-    if needed < _NOT_WORTH_A_LOOK:
+    if needed < NOT_WORTH_A_LOOK:
         return None
     free, beside_threads = available_memory(), available_memory(threads=threads)
     if free is None or beside_threads is None or needed <= beside_threads:
@@ -60,19 +60,24 @@ def available_memory(root: Path = Path("/"), threads: int = 0) -> int | None:
 
     `root` is the directory that has `proc` and `sys`.
     """
-    process = root / "proc/self"
+    shared = shared_memory(root)
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if shared is None or limit == resource.RLIM_INFINITY:
+        return shared
+    status = _amounts(root / "proc/self/status")
+    reserved = _address_space(threads, status["Threads"])
+    return min(shared, limit - 1024 * status["VmSize"] - reserved - _FOR_PYTHON)
+
+
+def shared_memory(root: Path = Path("/")) -> int | None:
+    """The bytes that are free on this host or in this container, for all its processes."""
     try:
         amounts = _amounts(root / "proc/meminfo")
         free = [1024 * (amounts["MemAvailable"] + amounts["SwapFree"])]
-        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-        if limit != resource.RLIM_INFINITY:
-            status = _amounts(process / "status")
-            reserved = _address_space(threads, status["Threads"])
-            free.append(limit - 1024 * status["VmSize"] - reserved - _FOR_PYTHON)
     except (OSError, KeyError):
         return None
     with suppress(OSError):  # without cgroups
-        for line in (process / "cgroup").read_text().splitlines():
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
             free += _free_in_groups(root / "sys/fs/cgroup", line)
     return min(free)
 

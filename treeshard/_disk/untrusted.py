@@ -84,13 +84,22 @@ def _at_most(most: int) -> str:
 # ------------------------------------------------------------------ memory
 
 
+_READ_LESS = "Read fewer leaves (`partial=True`), or shard them over more processes."
+
+
 def check_memory(
     path: str | os.PathLike[str],
     needed: int,
     threads: int = 0,
-    way_out: str = "Read fewer leaves (`partial=True`), or shard them over more processes.",
+    way_out: str = _READ_LESS,
 ) -> None:
     """Raises `CheckpointError` unless this process has `needed` bytes of host memory to read arrays
     from `path`, and space for so many new threads."""
     if lacking := lacking_memory(needed, threads):
-        raise CheckpointError(f"{path}: the arrays and their reader need {lacking[0]} {way_out}")
+        raise no_memory_to_read(path, *lacking, way_out)
+
+
+def no_memory_to_read(
+    path: str | os.PathLike[str], fact: str, _free: int, way_out: str = _READ_LESS
+) -> CheckpointError:
+    return CheckpointError(f"{path}: the arrays and their reader need {fact} {way_out}")

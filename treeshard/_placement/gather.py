@@ -26,9 +26,10 @@ from treeshard._core.arrays import (
     region_of,
     to_host,
 )
+from treeshard._core.hosts import check_memory_of_hosts
 from treeshard._core.make_mesh import make_mesh, with_devices
 from treeshard._core.meetings import in_turn, last_meeting
-from treeshard._core.memory import lacking_memory
+from treeshard._core.memory import NOT_WORTH_A_LOOK
 from treeshard._core.mesh import MeshLike, as_mesh
 from treeshard._core.paths import PyTree, leaf_paths, path_under
 from treeshard._core.processes import (
@@ -203,7 +204,6 @@ def _agreed_paths(call: _Call) -> list[str]:
         of_jax = jax.Array | jax.ShapeDtypeStruct
         misfits = {i: unreadable(x) for i, x in enumerate(call.leaves) if isinstance(x, of_jax)}
         raise_unmovable(call.tree, misfits, call.where, call.prefix)
-        _check_memory(call)
         if call.processes:
             rows = (
                 (path, x, [x.sharding] if is_spread(x) else [])
@@ -211,6 +211,7 @@ def _agreed_paths(call: _Call) -> list[str]:
                 if is_array(x)
             )
             facts |= {"the argument `to`": repr(call.to), **facts_of(rows, call.processes)}
+    _check_memory(call)
     return paths
 
 
@@ -255,8 +256,6 @@ def _check_receiver(to: To, where: str) -> None:
 
 
 def _check_memory(call: _Call) -> None:
-    if call.to not in ("all", jax.process_index()):
-        return
     arrays = [x for x in call.leaves if is_array(x)]
     sizes = [x.size * x.dtype.itemsize for x in arrays]
     needed = sum(sizes)
@@ -267,10 +266,16 @@ def _check_memory(call: _Call) -> None:
             "A loop has two leaves in memory, the last and the next. Save the tree, which gathers"
             " nothing."
         )
+    if needed < NOT_WORTH_A_LOOK:  # on every process
+        return
+    if call.to not in ("all", jax.process_index()):
+        needed = 0
     needed += max(map(bytes_to_read, arrays), default=0)
-    if lacking := lacking_memory(needed):
-        why, free = lacking
-        raise DoesNotFitError(f"{call.where}: the arrays need {why} {way_out}", needed, free)
+
+    def error(fact: str, free: int) -> DoesNotFitError:
+        return DoesNotFitError(f"{call.where}: the arrays need {fact} {way_out}", needed, free)
+
+    check_memory_of_hosts(call.where, needed, error, among=call.processes, timeout=call.timeout)
 
 
 # ------------------------------------------------------------------ leaf by leaf

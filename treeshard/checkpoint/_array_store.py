@@ -513,12 +513,11 @@ class ArrayStore:
         return self._why(error)
 
     def read(
-        self, wanted: Wanted, *, later: int = 0, progress: bool = False
+        self, wanted: Wanted, *, progress: bool = False
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """Reads arrays, each process its own shards. Returns them, and why others are not read.
 
-        `later` is the host memory that the caller will need for them. Raises `CheckpointError` as
-        `open`, and if there is not enough host memory.
+        Raises `CheckpointError` as `open`. The caller checks that there is `memory_to_read`.
         """
         regions = {leaf: _regions(x) for leaf, x in wanted.items()}
         here = {leaf: wanted[leaf] for leaf, parts in regions.items() if parts}
@@ -528,7 +527,6 @@ class ArrayStore:
             for leaf, reader in readers.items()
             for region in regions[leaf]
         ]
-        check_memory(self._path, max(later, _memory_to_read(reads, wanted)), THREADS)
         on_host: dict[str, np.ndarray] = {}
 
         def read_parts() -> Iterator[Part[str]]:
@@ -638,9 +636,14 @@ def _bytes_of(x: StoredArray, shape: Shape) -> int:
     return math.prod(shape) * x.dtype.itemsize
 
 
-def _memory_to_read(reads: Sequence[_Transfer], wanted: Wanted) -> int:
-    """The host memory that reads take at most, by a run that reads nothing."""
+def memory_to_read(wanted: Wanted) -> int:
+    """The host memory that reading arrays takes at most, by a run that reads nothing."""
     meter, buffers = Meter(), list[tuple[int, int]]()
+    reads = [
+        _transfer(leaf, x, region, lambda _: None)
+        for leaf, x in wanted.items()
+        for region in _regions(x)
+    ]
     planned = [read._replace(start=partial(meter.add, read.nbytes)) for read in reads]
     for read, _ in _in_turn(planned, _IN_FLIGHT):
         x = wanted[read.leaf]

@@ -17,6 +17,7 @@ from etils import epath
 from jax.sharding import Sharding
 
 from treeshard._core.arrays import map_shards
+from treeshard._core.hosts import check_memory_of_hosts
 from treeshard._core.memory import Meter
 from treeshard._core.mesh import MeshLike
 from treeshard._core.paths import PyTree, nested
@@ -26,8 +27,15 @@ from treeshard._disk.files import PathLike
 from treeshard._disk.leaves import ReadLeaf, SavedLeaf, raise_damages
 from treeshard._disk.requests import LeafType, Placing, RequestedLeaf, read_request
 from treeshard._disk.to_devices import default_sharding, items_here
+from treeshard._disk.untrusted import check_memory, no_memory_to_read
 from treeshard._planning.rules import Rules
-from treeshard.checkpoint._array_store import ArrayStore, StoredArray, first_block
+from treeshard.checkpoint._array_store import (
+    THREADS,
+    ArrayStore,
+    StoredArray,
+    first_block,
+    memory_to_read,
+)
 from treeshard.checkpoint._checksums import (
     Joint,
     checksum,
@@ -135,7 +143,9 @@ def restore(
     requested = request.to_read()
     leaves = [(rows[x.name], x) for x in requested.values()]
     try:
-        arrays = _read_together(checkpoint, leaves, verify=verify, among=among, progress=progress)
+        arrays = _read_together(
+            checkpoint, leaves, verify=verify, among=among, timeout=timeout, progress=progress
+        )
     except CheckpointError:
         if was_removed(checkpoint):
             raise gone(checkpoint) from None
@@ -220,6 +230,7 @@ def _read_together(
     *,
     verify: bool,
     among: Sequence[int] | None,
+    timeout: float,
     progress: bool,
 ) -> dict[str, Any]:
     """Reads the stored arrays of leaves, by path; all processes do, or all raise."""
@@ -227,9 +238,16 @@ def _read_together(
     default = default_sharding()
     wanted = {row.path: _stored_array(row, requested, default) for row, requested in stored}
     verified = [row for row, _ in stored if verify and row.crc is not None]
-    later = _memory_to_cast(leaves, wanted)
+    check_memory_of_hosts(
+        WHERE,
+        max(memory_to_read(wanted), _memory_to_cast(leaves, wanted)),
+        partial(no_memory_to_read, path),
+        threads=THREADS,
+        among=among,
+        timeout=timeout,
+    )
     with together(WHERE, among=among, timeout=AS_LONG_AS_IT_TAKES) as messages:
-        arrays, unread = ArrayStore(path).read(wanted, later=later, progress=progress)
+        arrays, unread = ArrayStore(path).read(wanted, progress=progress)
         to_verify = [] if unread else [arrays[row.path] for row in verified]
         messages += [json.dumps(unread).encode(), b"\n", registers(to_verify)]
     unread_anywhere: dict[str, str] = {}
@@ -260,7 +278,9 @@ def read_each(path: epath.Path, rows: Iterable[SavedLeaf]) -> Iterator[ReadLeaf]
     """Reads leaves to host memory, a few at a time, and compares their checksums."""
     store = ArrayStore(path)
     for batch in _batches(rows):
-        arrays, errors = store.read(_on_host(batch))
+        wanted = _on_host(batch)
+        check_memory(path, memory_to_read(wanted), THREADS)
+        arrays, errors = store.read(wanted)
         for row in batch:
             # No variable keeps what was yielded while the next batch is read.
             yield _read_leaf(row, arrays.pop(row.path, None), errors.get(row.path, ""))

@@ -30,6 +30,7 @@ from treeshard.interchange._format import Tensor, code_of
 from treeshard.interchange._names import map_tensors
 from treeshard.interchange._tensors import (
     Names,
+    check_memory_to_load,
     check_memory_to_write,
     names_to_write,
     pieces_of,
@@ -207,8 +208,9 @@ def load_safetensors(
                 request.differences.check(str(source), partial=partial)
                 facts |= {"the path": str(source), "the files": tensor_facts(stored)}
                 facts |= request.facts()
+            check_memory_to_load(source, request, stored, timeout)
             with together(where, timeout=AS_LONG_AS_IT_TAKES):
-                return read_tensors(source, request, stored, progress=progress)
+                return read_tensors(request, stored, progress=progress)
     except OSError as error:
         raise CheckpointError(f"{where}: {source} cannot be read: {error}.") from error
 

@@ -26,6 +26,7 @@ from treeshard._core.arrays import (
     region_of,
     regions_here,
 )
+from treeshard._core.hosts import check_memory_of_hosts
 from treeshard._core.memory import Meter, kept_by_allocator, lacking_memory
 from treeshard._core.paths import PyTree, leaf_paths, shared_names
 from treeshard._core.processes import is_spread, together, with_bar
@@ -47,7 +48,7 @@ from treeshard._disk.to_devices import (
     default_sharding,
     to_devices,
 )
-from treeshard._disk.untrusted import check_memory
+from treeshard._disk.untrusted import check_memory, no_memory_to_read
 from treeshard._placement.targets import raise_unmovable, unreadable
 from treeshard.errors import CheckpointError, DamagedError, LeafError, did_you_mean, listed
 from treeshard.interchange._byte_ranges import BLOCK, Piece, full_region, read
@@ -208,14 +209,9 @@ def tensor_facts(stored: Mapping[str, Stored]) -> str:
     return f"{crc32(repr([x.tensor for x in stored.values()]).encode()):08x}"
 
 
-def read_tensors(
-    path: Path, request: Request, stored: Mapping[str, Stored], *, progress: bool
-) -> PyTree:
-    """Reads the tree of a request from the files at `path`, ordered by file and offset."""
-    rows = [(stored[leaf.name], i, leaf) for i, leaf in request.to_read().items()]
-    # Disks and network file systems read ahead.
-    rows.sort(key=lambda row: (row[0].file.fileno(), row[0].tensor.start))
-    check_memory(path, _memory_to_load((x.tensor, leaf) for x, _, leaf in rows))
+def read_tensors(request: Request, stored: Mapping[str, Stored], *, progress: bool) -> PyTree:
+    """Reads the tree of a request, ordered by file and offset."""
+    rows = _rows(request, stored)
     shown = with_bar(rows, "load_safetensors", unit="tensor", show=progress)
     on_host: dict[int, np.ndarray] = {}
 
@@ -236,6 +232,15 @@ def read_tensors(
     return request.tree((to_devices(targets, read_parts()) | on_host).items())
 
 
+def check_memory_to_load(
+    path: Path, request: Request, stored: Mapping[str, Stored], timeout: float
+) -> None:
+    """Raises on all processes, unless each host has the memory for `read_tensors`."""
+    needed = _memory_to_load((x.tensor, leaf) for x, _, leaf in _rows(request, stored))
+    error = partial(no_memory_to_read, path)
+    check_memory_of_hosts("load_safetensors", needed, error, timeout=timeout)
+
+
 def read_by_name(
     path: Path, stored: Mapping[str, Stored], cast: Any, *, progress: bool
 ) -> dict[str, np.ndarray]:
@@ -249,6 +254,14 @@ def read_by_name(
     shown = with_bar(list(stored), "load_safetensors", unit="tensor", show=progress)
     dtypes = {name: parse_dtype(x.type.dtype) for name, x in leaves.items()}
     return {name: _cast(read_full(stored[name]), dtypes[name]) for name in shown}
+
+
+def _rows(
+    request: Request, stored: Mapping[str, Stored]
+) -> list[tuple[Stored, int, RequestedLeaf]]:
+    rows = [(stored[leaf.name], i, leaf) for i, leaf in request.to_read().items()]
+    # Disks and network file systems read ahead.
+    return sorted(rows, key=lambda row: (row[0].file.fileno(), row[0].tensor.start))
 
 
 def _memory_to_load(tensors: Iterable[tuple[Tensor, RequestedLeaf]]) -> int:
