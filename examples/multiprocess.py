@@ -19,6 +19,7 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+import equinox as eqx
 import jax
 from train_fsdp import ROWS, RULES, add_sizes, make_init, make_optimizer, make_train_step, read_text
 from train_fsdp import batches as whole_batches
@@ -37,12 +38,12 @@ def worker(args):
     optimizer = make_optimizer(args)
     kind = "explicit" if args.explicit else "auto"
     mesh = ts.make_mesh("data=2,fsdp=-1", axis_types=kind)
-    state, plan = init_sharded(
-        make_init(args, optimizer), jax.random.key(args.seed), rules=RULES, mesh=mesh
-    )
+    init, key = make_init(args, optimizer), jax.random.key(args.seed)
+    plan = ts.plan(eqx.filter_eval_shape(init, key), RULES, mesh)
     step = jit_step(make_train_step(optimizer), plan, batch=ROWS)
     with Checkpoints(args.directory, every=args.every, keep=2) as checkpoints:
-        done, state = checkpoints.restore_latest(plan) or (0, state)
+        latest = checkpoints.restore_latest(plan)
+        done, state = latest or (0, init_sharded(init, key, rules=RULES, mesh=mesh)[0])
         if done:
             say(f"resumes after step {done}")
         for i, part in my_batches(args, done):

@@ -96,7 +96,7 @@ def test_without_memory_each_call_says_what_it_needs_and_does_nothing(tmp_path: 
     *told, left = map(json.loads, done.stdout.splitlines())
     assert done.returncode == 0, done.stderr
     assert left == ["1", "small"]
-    needed = {"iter_gather": "64.0 MiB", "restore": "256.0 MiB", "verify": "192.0 MiB"}
+    needed = {"restore": "192.0 MiB", "verify": "192.0 MiB"}
     kinds = {"gather": "DoesNotFitError", "iter_gather": "DoesNotFitError"}
     assert {name: kind for name, kind, *_ in told} == {
         name: kinds.get(name, "CheckpointError")

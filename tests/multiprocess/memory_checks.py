@@ -8,12 +8,14 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from benchmarks._harness import peak_of
 from tests.helpers import arange, assert_same
 from tests.multiprocess.worker import Context
+from treeshard._core import hosts
 from treeshard._placement import transport
 from treeshard.checkpoint import restore, save
 from treeshard.interchange import load_safetensors, save_safetensors
@@ -129,3 +131,29 @@ def check_exporting_and_importing_take_no_copy_of_the_tree(context: Context) -> 
     assert peak <= IN_FLIGHT, peak
     peak = mib_of(lambda: load_safetensors(file, tree))
     assert peak <= 1.05 * TREE / context.count + LEAF + IN_FLIGHT, peak
+
+
+def check_the_processes_of_a_host_need_its_memory_together(context: Context) -> None:
+    """Each would have enough if it were alone."""
+    tree, free = placed(), 100 * 2**20
+    step, file, new = (context.directory / name for name in ("step", "x.safetensors", "new"))
+    calls: list[tuple[Callable[[], Any], type[ts.TreeShardError], str]] = [
+        (lambda: save(new, tree), ts.CheckpointError, "128.0 MiB"),
+        (lambda: restore(step, tree), ts.CheckpointError, ""),
+        (lambda: load_safetensors(file, tree), ts.CheckpointError, ""),
+        (lambda: ts.gather(tree), ts.DoesNotFitError, "512.0 MiB"),
+        (lambda: ts.iter_gather(tree), ts.DoesNotFitError, "128.0 MiB"),
+    ]
+    before, hosts.shared_memory = hosts.shared_memory, lambda: free
+    try:
+        for call, error, needed in calls:
+            with pytest.raises(error) as told:
+                call()
+            fact = (
+                f"{needed} of host memory in {context.count} processes of one host, and 100.0 MiB"
+            )
+            assert fact in str(told.value), told.value
+        assert ts.gather({"w": tree["00"]}, to=0)["w"].shape == (SIDE, SIDE)  # one of them receives
+    finally:
+        hosts.shared_memory = before
+    assert not new.exists()

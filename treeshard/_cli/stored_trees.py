@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from treeshard._disk.files import file_path
 from treeshard._disk.leaves import Contents, ReadLeaf, SavedLeaf
+from treeshard._disk.untrusted import check_memory
 from treeshard.errors import CheckpointError, DamagedError
 from treeshard.interchange._files import Stored, open_tensors
 from treeshard.interchange._tensors import read_full
@@ -82,7 +83,9 @@ def _checkpoint(path: str, step: int | None) -> StoredTree:
 
 def _read(stored: dict[str, Stored], rows: Iterable[SavedLeaf]) -> Iterator[ReadLeaf]:
     for row in rows:
+        x = stored[row.path]
+        check_memory(x.file.name, x.tensor.nbytes)
         try:
-            yield ReadLeaf(row, read_full(stored[row.path]), "")
+            yield ReadLeaf(row, read_full(x), "")
         except DamagedError as error:
             yield ReadLeaf(row, None, str(error))

@@ -152,6 +152,16 @@ def regions_here(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Region
     return {device: region_of(index or (), shape) for device, index in indices.items()}
 
 
+@lru_cache(4096)
+def items_on_host(sharding: Sharding, shape: tuple[int, ...], region: Region) -> int:
+    """The items that a region takes on its devices, of those devices that use host memory."""
+    return sum(
+        math.prod(lengths(held))
+        for device, held in regions_here(sharding, shape).items()
+        if device.platform == "cpu" and common(held, region) == held
+    )
+
+
 def holders(sharding: Sharding, shape: tuple[int, ...]) -> dict[Region, dict[int, None]]:
     """The distinct shards of an array, each with the processes that hold it."""
     held: dict[Region, dict[int, None]] = {}
@@ -227,7 +237,8 @@ def keys_on_host(keys: jax.Array, data: np.ndarray) -> jax.Array:
     return jax.random.wrap_key_data(on_device, impl=jax.random.key_impl(keys))
 
 
-def _on_host(x: jax.Array) -> bool:
+def is_on_host(x: jax.Array) -> bool:
+    """Whether the devices of an array use host memory."""
     return next(iter(x.devices())).platform == "cpu"
 
 
@@ -242,7 +253,7 @@ def numbers(x: Any) -> np.ndarray:
 
 def to_read(x: jax.Array) -> jax.Array:
     """`x`, or on accelerators a second handle, so that reading it caches no host copy on `x`."""
-    return x if _on_host(x) else second_handle(x)
+    return x if is_on_host(x) else second_handle(x)
 
 
 def second_handle(x: jax.Array) -> jax.Array:
@@ -263,6 +274,13 @@ def map_shards(x: jax.Array, f: Callable[[np.ndarray], np.ndarray], dtype: Any) 
 def own_shards(x: jax.Array) -> Iterator[Any]:
     """The addressable shards that are first replicas, to be read."""
     return (shard for shard in to_read(x).addressable_shards if shard.replica_id == 0)
+
+
+def bytes_to_read(x: Any) -> int:
+    """The host memory that reading the own shards of an array takes: a copy on accelerators."""
+    if not isinstance(x, jax.Array) or is_on_host(x):
+        return 0
+    return sum(shard.data.nbytes for shard in x.addressable_shards if shard.replica_id == 0)
 
 
 @lru_cache

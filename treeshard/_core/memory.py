@@ -4,45 +4,95 @@ Without a look at it first, an array that does not fit ends the process: by the 
 container, or by a C++ library that does not handle a failed allocation.
 """
 
+import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from treeshard._core.text import human_bytes
 
-_NOT_WORTH_A_LOOK = 2**20  # bytes
+NOT_WORTH_A_LOOK = 2**20  # bytes
+_FOR_PYTHON = 2**22  # bytes that small objects take meanwhile
 
 
-def lacking_memory(needed: int) -> tuple[str, int] | None:
-    """If this process cannot allocate `needed` bytes: that fact, and how many it can."""
-    if needed < _NOT_WORTH_A_LOOK:
+class Meter:
+    """Adds up what a call will allocate and free, in order. `peak` is the most at one time."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+
+    def add(self, nbytes: int) -> None:
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+
+
+def kept_by_allocator(buffers: Iterable[tuple[int, int]], most: int) -> int:
+    """What may stay allocated, at most, of buffers that come and go: the bytes of one, and of all
+    like it.
+
+    glibc returns each block of at least 32 MiB to the system when it is freed. Smaller ones stay in
+    the heaps of the threads that allocated them. How many, only a measurement says.
+    """
+    return min(most, sum(total for size, total in buffers if size < 2**25))
+
+
+def lacking_memory(needed: int, threads: int = 0) -> tuple[str, int] | None:
+    """If this process cannot allocate `needed` bytes: that fact, and how many it can.
+
+    `threads` is how many threads the call may start.
+    """
+    if needed < NOT_WORTH_A_LOOK:
         return None
-    free = available_memory()
-    if free is None or needed <= free:
+    free, beside_threads = available_memory(), available_memory(threads=threads)
+    if free is None or beside_threads is None or needed <= beside_threads:
         return None
     fact = f"{human_bytes(needed)} of host memory in this process, and {human_bytes(max(free, 0))}"
-    return f"{fact} are available.", free
+    reserved = ""
+    if needed <= free:
+        reserved = f", of which its threads reserve {human_bytes(free - beside_threads)}"
+    return f"{fact} are available{reserved}.", free
 
 
-def available_memory(root: Path = Path("/")) -> int | None:
-    """The bytes that this process can still allocate; `None` if that is unknown.
+def available_memory(root: Path = Path("/"), threads: int = 0) -> int | None:
+    """The bytes that this process can still allocate, beside those that threads to be started
+    reserve; `None` if that is unknown.
 
     `root` is the directory that has `proc` and `sys`.
     """
-    process = root / "proc/self"
+    shared = shared_memory(root)
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if shared is None or limit == resource.RLIM_INFINITY:
+        return shared
+    status = _amounts(root / "proc/self/status")
+    reserved = _address_space(threads, status["Threads"])
+    return min(shared, limit - 1024 * status["VmSize"] - reserved - _FOR_PYTHON)
+
+
+def shared_memory(root: Path = Path("/")) -> int | None:
+    """The bytes that are free on this host or in this container, for all its processes."""
     try:
         amounts = _amounts(root / "proc/meminfo")
         free = [1024 * (amounts["MemAvailable"] + amounts["SwapFree"])]
-        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-        if limit != resource.RLIM_INFINITY:
-            free.append(limit - 1024 * _amounts(process / "status")["VmSize"])
     except (OSError, KeyError):
         return None
     with suppress(OSError):  # without cgroups
-        for line in (process / "cgroup").read_text().splitlines():
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
             free += _free_in_groups(root / "sys/fs/cgroup", line)
     return min(free)
+
+
+def _address_space(threads: int, running: int) -> int:
+    """The address space that new threads reserve. Only `RLIMIT_AS` counts it: they hardly use it.
+
+    A thread has a stack, and glibc gives it an arena of 64 MiB, until there are eight for each
+    core. Without space for a stack, a thread that a C++ library starts ends the process.
+    """
+    stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    if stack == resource.RLIM_INFINITY:
+        stack = 2**21  # glibc's default
+    arenas = 8 * (os.cpu_count() or 1) - running
+    return threads * stack + max(0, min(threads, arenas)) * 2**26
 
 
 def _free_in_groups(mounted: Path, line: str) -> Iterator[int]:

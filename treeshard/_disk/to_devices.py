@@ -1,27 +1,30 @@
-"""Moves arrays that were read from disk to their devices.
+"""Moves arrays that were read from disk to their devices, region by region.
 
-A call of `jax.device_put` takes time itself, as much as moving 100 KB: a tree of many small arrays
-is moved many arrays in a call.
+A region is freed as soon as it is on its devices, so that the host never has all of a large array.
+A call of `jax.device_put` takes time itself, as much as moving 100 KB: small regions are moved many
+in a call.
 """
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from treeshard._core.arrays import Region, regions_here
+from treeshard._core.arrays import Region, items_on_host, lengths, regions_here
 from treeshard._disk.leaves import Shape
 
-_TOGETHER = 2**22  # bytes that are moved in one call
-_LEAST = 2**16  # what an array counts at least
+_TOGETHER = 2**22  # bytes that are moved in one call, if no single region has more
+_LEAST = 2**16  # what a region counts at least
 
 Key = TypeVar("Key")
+Part = tuple[Key, Region, np.ndarray]  # a region of the array of a key, in host memory
 
 
-class Read(NamedTuple):
-    """An array that was read: the regions of it that the devices of this process get.
+class Target(NamedTuple):
+    """An array that is read.
 
     If its sharding is `None`, it goes to the default device, where JAX may move it from.
     """
@@ -29,61 +32,91 @@ class Read(NamedTuple):
     shape: Shape
     dtype: np.dtype
     sharding: Sharding | None
-    values: dict[Region, np.ndarray]
 
     @property
-    def is_moved_whole(self) -> bool:
-        """Whether JAX splits it, in one transfer: to devices of this process, and read in full."""
-        full = tuple((0, length) for length in self.shape)
-        here = self.sharding is None or self.sharding.is_fully_addressable
-        return here and [*self.values] == [full]
+    def is_here(self) -> bool:
+        """Whether all its devices are in this process."""
+        return self.sharding is None or self.sharding.is_fully_addressable
+
+    def goes_whole(self, region: Region) -> bool:
+        """Whether a region is the full array, which JAX then splits, in one transfer."""
+        return self.is_here and lengths(region) == self.shape
 
 
-def to_devices(arrays: Iterable[tuple[Key, Read]]) -> Iterator[tuple[Key, jax.Array]]:
-    """The arrays on their devices. At most 4 MiB wait in host memory, or one array that is larger.
+def to_devices(targets: Mapping[Key, Target], parts: Iterable[Part[Key]]) -> dict[Key, jax.Array]:
+    """The arrays on their devices, from the regions of them that devices of this process hold.
 
-    They share no memory with the values, which can be freed.
+    They share no memory with the regions. Arrays of which regions are missing are left out.
     """
-    waiting: list[tuple[Key, Read]] = []
+    shards: dict[Key, list[jax.Array]] = {key: [] for key in targets}
+    for waiting in _batches(parts):
+        for key, shard in _moved(targets, waiting):
+            shards[key].append(shard)
+    arrays = {key: _assembled(target, shards.pop(key)) for key, target in targets.items()}
+    return {key: x for key, x in arrays.items() if x is not None}
+
+
+def default_sharding() -> Sharding:
+    """Where JAX places arrays by default."""
+    return jax.device_put(np.zeros((), bool)).sharding
+
+
+def items_here(sharding: Sharding | None, shape: Shape) -> int:
+    """The items that an array takes in host memory: on it, or on devices that use it."""
+    full = tuple((0, length) for length in shape)
+    return math.prod(shape) if sharding is None else items_on_host(sharding, shape, full)
+
+
+def _batches(parts: Iterable[Part[Key]]) -> Iterator[list[Part[Key]]]:
+    waiting: list[Part[Key]] = []
     held = 0
-    for key, x in arrays:
-        waiting.append((key, x))
-        held += max(_LEAST, sum(part.nbytes for part in x.values.values()))
+    for part in parts:
+        waiting.append(part)
+        held += max(_LEAST, part[2].nbytes)
+        del part  # or it would stay in memory while the next one is read
         if held > _TOGETHER:
-            yield from _moved(waiting)
+            yield waiting
             waiting, held = [], 0
-    yield from _moved(waiting)
+    yield waiting
 
 
-def _moved(waiting: list[tuple[Key, Read]]) -> Iterator[tuple[Key, jax.Array]]:
-    outgoing = [_outgoing(x) for _, x in waiting]
-    parts = [part for of_array in outgoing for part in of_array]
-    # Arrays that share memory with numpy's could not be donated.
-    moved = jax.device_put([x for x, _ in parts], [to for _, to in parts], may_alias=False)
-    remaining = iter(jax.block_until_ready(moved))
-    for (key, x), of_array in zip(waiting, outgoing, strict=True):
-        placed = [next(remaining) for _ in of_array]
-        if x.is_moved_whole:
-            yield key, placed[0]
-        else:
-            assert x.sharding is not None
-            # Without a shard on this process, there is none to take the dtype from.
-            yield (
-                key,
-                jax.make_array_from_single_device_arrays(
-                    x.shape, x.sharding, placed, dtype=x.dtype
-                ),
-            )
-
-
-def _outgoing(x: Read) -> list[tuple[np.ndarray, Sharding | None]]:
-    """What goes to devices of an array, and where."""
-    if x.is_moved_whole:
-        [full] = x.values.values()
-        return [(full, x.sharding)]
-    assert x.sharding is not None
-    kind = x.sharding.memory_kind
-    return [
-        (x.values[region], SingleDeviceSharding(device, memory_kind=kind))
-        for device, region in regions_here(x.sharding, x.shape).items()
+def _moved(
+    targets: Mapping[Key, Target], waiting: list[Part[Key]]
+) -> Iterator[tuple[Key, jax.Array]]:
+    """Moves regions to their devices, and takes them out of `waiting`."""
+    outgoing = [
+        (key, values, to)
+        for key, region, values in waiting
+        for to in _destinations(targets[key], region)
     ]
+    keys, values, destinations = zip(*outgoing, strict=True) if outgoing else ((), (), ())
+    # Arrays that share memory with numpy's could not be donated.
+    moved = jax.device_put([*values], [*destinations], may_alias=False)
+    moved = jax.block_until_ready(moved)
+    waiting.clear()
+    # JAX lets go of numpy arrays that it has read in the next call that makes an array.
+    default_sharding()
+    return zip(keys, moved, strict=True)
+
+
+def _destinations(target: Target, region: Region) -> list[Sharding | None]:
+    if target.goes_whole(region):
+        return [target.sharding]
+    assert target.sharding is not None
+    kind = target.sharding.memory_kind
+    return [
+        SingleDeviceSharding(device, memory_kind=kind)
+        for device, held in regions_here(target.sharding, target.shape).items()
+        if held == region
+    ]
+
+
+def _assembled(target: Target, shards: list[jax.Array]) -> jax.Array | None:
+    if target.is_here and len(shards) == 1 and shards[0].shape == target.shape:
+        return shards[0]
+    if target.sharding is None or len(shards) < len(target.sharding.addressable_devices):
+        return None
+    # Without a shard on this process, there is none to take the dtype from.
+    return jax.make_array_from_single_device_arrays(
+        target.shape, target.sharding, shards, dtype=target.dtype
+    )

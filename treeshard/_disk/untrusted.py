@@ -5,14 +5,9 @@ do: it ends the process, and cannot say which file is to blame. Checkpoints are 
 they are trusted.
 """
 
-import math
 import os
 import stat
-from collections.abc import Iterable, Sequence
 from typing import Any, BinaryIO
-
-import numpy as np
-from jax.sharding import Sharding
 
 from treeshard._core.memory import lacking_memory
 from treeshard._core.text import human_bytes, parse_json
@@ -89,24 +84,22 @@ def _at_most(most: int) -> str:
 # ------------------------------------------------------------------ memory
 
 
+_READ_LESS = "Read fewer leaves (`partial=True`), or shard them over more processes."
+
+
 def check_memory(
     path: str | os.PathLike[str],
-    arrays: Iterable[tuple[Sequence[int], Any, Sharding | None]],
-    way_out: str = "Read fewer leaves (`partial=True`), or shard them over more processes.",
-    beside: int = 0,
+    needed: int,
+    threads: int = 0,
+    way_out: str = _READ_LESS,
 ) -> None:
-    """Raises `CheckpointError` unless this process has the host memory to read arrays from `path`.
+    """Raises `CheckpointError` unless this process has `needed` bytes of host memory to read arrays
+    from `path`, and space for so many new threads."""
+    if lacking := lacking_memory(needed, threads):
+        raise no_memory_to_read(path, *lacking, way_out)
 
-    An array is given by its shape, dtype and sharding, which is `None` for host memory. `beside`
-    are the bytes that the reader takes meanwhile.
-    """
-    needed = beside
-    for shape, dtype, sharding in arrays:
-        copies, part = 1, shape
-        if sharding is not None:
-            copies = sum(device.platform == "cpu" for device in sharding.addressable_devices)
-            part = sharding.shard_shape(tuple(shape))
-        needed += copies * math.prod(part) * np.dtype(dtype).itemsize
-    if lacking := lacking_memory(needed):
-        reader = " and their reader" if beside else ""
-        raise CheckpointError(f"{path}: the arrays{reader} need {lacking[0]} {way_out}")
+
+def no_memory_to_read(
+    path: str | os.PathLike[str], fact: str, _free: int, way_out: str = _READ_LESS
+) -> CheckpointError:
+    return CheckpointError(f"{path}: the arrays and their reader need {fact} {way_out}")

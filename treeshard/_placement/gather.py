@@ -8,7 +8,7 @@ full copy of each on every device.
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from itertools import repeat
+from itertools import pairwise, repeat
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ from jax.tree_util import tree_flatten
 from treeshard._core.arguments import check_no_refs
 from treeshard._core.arrays import (
     Region,
+    bytes_to_read,
     data_of,
     is_array,
     is_key,
@@ -26,9 +27,10 @@ from treeshard._core.arrays import (
     region_of,
     to_host,
 )
+from treeshard._core.hosts import check_memory_of_hosts
 from treeshard._core.make_mesh import make_mesh, with_devices
 from treeshard._core.meetings import in_turn, last_meeting
-from treeshard._core.memory import lacking_memory
+from treeshard._core.memory import NOT_WORTH_A_LOOK
 from treeshard._core.mesh import MeshLike, as_mesh
 from treeshard._core.paths import PyTree, leaf_paths, path_under
 from treeshard._core.processes import (
@@ -111,7 +113,10 @@ def gather_at(
 def iter_gather(
     tree: PyTree, *, to: To = "all", timeout: float = TIMEOUT
 ) -> Iterator[tuple[str, Any]]:
-    """Copies a tree to host memory leaf by leaf, so that only one leaf is in memory at a time.
+    """Copies a tree to host memory leaf by leaf, so that no process holds all of it.
+
+    A `for` loop holds two leaves for a moment: its variable has one until the next is there. That
+    is what the call checks memory for. With `del` at the end of the body, there is one at a time.
 
     Args:
         tree: Any pytree. Leaves that are not arrays are skipped.
@@ -202,7 +207,6 @@ def _agreed_paths(call: _Call) -> list[str]:
         of_jax = jax.Array | jax.ShapeDtypeStruct
         misfits = {i: unreadable(x) for i, x in enumerate(call.leaves) if isinstance(x, of_jax)}
         raise_unmovable(call.tree, misfits, call.where, call.prefix)
-        _check_memory(call)
         if call.processes:
             rows = (
                 (path, x, [x.sharding] if is_spread(x) else [])
@@ -210,6 +214,7 @@ def _agreed_paths(call: _Call) -> list[str]:
                 if is_array(x)
             )
             facts |= {"the argument `to`": repr(call.to), **facts_of(rows, call.processes)}
+    _check_memory(call)
     return paths
 
 
@@ -254,17 +259,26 @@ def _check_receiver(to: To, where: str) -> None:
 
 
 def _check_memory(call: _Call) -> None:
-    if call.to not in ("all", jax.process_index()):
-        return
-    sizes = [x.size * x.dtype.itemsize for x in call.leaves if is_array(x)]
+    arrays = [x for x in call.leaves if is_array(x)]
+    sizes = [x.size * x.dtype.itemsize for x in arrays]
     needed = sum(sizes)
     way_out = "Gather leaf by leaf (`iter_gather`), or save the tree, which gathers nothing."
     if call.leaf_by_leaf:
-        needed = max(sizes, default=0)
-        way_out = "Save the tree, which gathers nothing."
-    if lacking := lacking_memory(needed):
-        why, free = lacking
-        raise DoesNotFitError(f"{call.where}: the arrays need {why} {way_out}", needed, free)
+        needed = max(map(sum, pairwise([0, *sizes])), default=0)
+        way_out = (
+            "A loop has two leaves in memory, the last and the next. Save the tree, which gathers"
+            " nothing."
+        )
+    if needed < NOT_WORTH_A_LOOK:  # on every process
+        return
+    if call.to not in ("all", jax.process_index()):
+        needed = 0
+    needed += max(map(bytes_to_read, arrays), default=0)
+
+    def error(fact: str, free: int) -> DoesNotFitError:
+        return DoesNotFitError(f"{call.where}: the arrays need {fact} {way_out}", needed, free)
+
+    check_memory_of_hosts(call.where, needed, error, among=call.processes, timeout=call.timeout)
 
 
 # ------------------------------------------------------------------ leaf by leaf

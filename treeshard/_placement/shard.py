@@ -6,6 +6,7 @@ and cannot tell that processes differ before it hangs. Here all leaves are check
 processes agree; then the leaves that move in the same way do so together.
 """
 
+import math
 import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -16,8 +17,10 @@ from jax.sharding import NamedSharding, Sharding
 from jax.tree_util import tree_flatten
 
 from treeshard._core.arguments import check_tree
+from treeshard._core.arrays import items_on_host, lengths, regions_here
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.meetings import in_turn, last_meeting, set_origin
+from treeshard._core.memory import Meter, lacking_memory
 from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh
 from treeshard._core.paths import PyTree, leaf_paths, path_under
 from treeshard._core.processes import (
@@ -43,6 +46,7 @@ from treeshard._placement.moves import (
     transfer_across_processes,
 )
 from treeshard._placement.targets import on_meshes, targets
+from treeshard.errors import DoesNotFitError
 
 Check = Literal["form", "small", "values"]
 _COMPARED_BYTES = {"form": 0, "small": SMALL_BYTES, "values": sys.maxsize}
@@ -104,6 +108,7 @@ def shard(
         NoMeshError: If there is no mesh.
         MeshError: If the mesh is abstract.
         MismatchError: If `read` returns another shape or dtype.
+        DoesNotFitError: If there is not enough host memory for what `read` returns.
         ProcessError: If the processes' calls differ, or one fails or does not arrive.
         ValueError: If `check` is another word.
         ImportError: If `progress` is set and `tqdm` is not installed.
@@ -229,6 +234,8 @@ def place(tree: PyTree, specs: SpecTree, mesh: MeshLike | None, call: Call) -> P
             shardings = targets(
                 tree, specs, mesh, call.name, call.prefix, accept_structs=accept_structs
             )
+            if call.read is not None:
+                _check_memory(call.name, leaves, shardings)
             if group.processes:
                 rows = _rows(leaves, paths, shardings, sent, call.prefix)
                 facts |= facts_of(rows, group.processes, _COMPARED_BYTES[call.check])
@@ -269,6 +276,35 @@ def _rows(
         if i in sent:  # has no values on the other processes
             leaf = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         yield path_under(prefix, paths[i]), leaf, compared
+
+
+def _check_memory(
+    where: str, leaves: Sequence[Any], shardings: Mapping[int, NamedSharding]
+) -> None:
+    """Raises `DoesNotFitError` unless there is host memory for what `read` returns, leaf by leaf.
+
+    JAX gets a copy of each shard. On devices that use host memory it may make another, to keep.
+    """
+    meter = Meter()
+    for i, target in shardings.items():
+        struct = leaves[i]
+        if not isinstance(struct, jax.ShapeDtypeStruct) or not target.addressable_devices:
+            continue
+        shards = regions_here(target, struct.shape).values()
+        returned = sum(math.prod(lengths(region)) for region in set(shards))
+        copied = sum(math.prod(lengths(region)) for region in shards)
+        full = tuple((0, length) for length in struct.shape)
+        kept = items_on_host(target, struct.shape, full)
+        meter.add((returned + copied + kept) * struct.dtype.itemsize)
+        meter.add(-(returned + copied) * struct.dtype.itemsize)
+    if lacking := lacking_memory(meter.peak):
+        why, free = lacking
+        raise DoesNotFitError(
+            f"{where}: the arrays that `read` returns, and their copies, need {why} Shard them over"
+            " more processes.",
+            meter.peak,
+            free,
+        )
 
 
 def _fill_structs(

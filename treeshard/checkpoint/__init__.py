@@ -88,7 +88,8 @@ def save(
         DeletedLeafError: If a leaf was deleted or donated.
         CheckpointError: If `path` exists or cannot be written; if another run is writing there
             (not detected on object stores); if the processes do not share its directory; if
-            several leaves have the same path; if replicas differ.
+            several leaves have the same path; if replicas differ; if there is not enough host
+            memory.
         ProcessError: If the processes save different trees, or one of them fails before anything
             is written or does not arrive.
         ValueError: If `on_divergence` is another word.
@@ -149,6 +150,7 @@ def verify(path: PathLike, *, progress: bool = False) -> None:
     Raises:
         DamagedError: If leaves cannot be read, or are not as saved: all are listed.
         CheckpointError, FormatError: As `inspect`.
+        CheckpointError: Also if there is not enough host memory.
         ImportError: If `progress` is set and `tqdm` is not installed.
 
     Warns:

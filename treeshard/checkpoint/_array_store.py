@@ -11,6 +11,7 @@ is whether it is the one that the table of leaves describes.
 
 import json
 import math
+import os
 import re
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -26,11 +27,21 @@ import tensorstore
 from etils import epath
 from jax.sharding import Sharding
 
-from treeshard._core.arrays import Region, lengths, own_shards, regions_here, to_host, to_read
+from treeshard._core.arrays import (
+    Region,
+    is_on_host,
+    items_on_host,
+    lengths,
+    own_shards,
+    regions_here,
+    to_host,
+    to_read,
+)
+from treeshard._core.memory import Meter, kept_by_allocator
 from treeshard._core.processes import with_bar
 from treeshard._core.text import dtype_name
 from treeshard._disk.leaves import Shape
-from treeshard._disk.to_devices import Read, to_devices
+from treeshard._disk.to_devices import Part, Target, to_devices
 from treeshard._disk.untrusted import check_memory
 from treeshard.checkpoint._paths import ARRAYS, is_local
 from treeshard.errors import CheckpointError, short
@@ -204,8 +215,18 @@ class _ReadValue:
 # ------------------------------------------------------------------ transfers
 
 
+# The threads that TensorStore may start, which has two pools, and those that read checksums or
+# write in the background.
+_CORES = os.cpu_count() or 1
+THREADS = max(4, _CORES) + _CORES + min(8, _CORES) + 2
+
+
 class _Transfer(NamedTuple):
-    """A region of an array to be read or written; `start` returns TensorStore's future of it."""
+    """A region of an array to be read or written; `start` returns TensorStore's future of it.
+
+    `nbytes` are what it takes in host memory meanwhile: the region, and when it is read, the chunks
+    that it is in, which TensorStore has in memory too.
+    """
 
     leaf: str
     region: Region
@@ -223,9 +244,8 @@ def _in_turn(transfers: Iterable[_Transfer], most: int) -> Generator[tuple[_Tran
     try:
         for transfer in transfers:
             while started and in_flight + transfer.nbytes > most:
-                earlier, future = started.popleft()
-                in_flight -= earlier.nbytes
-                yield earlier, future
+                in_flight -= started[0][0].nbytes
+                yield started.popleft()  # no variable keeps what was read
             started.append((transfer, transfer.start()))
             in_flight += transfer.nbytes
         while started:
@@ -251,16 +271,23 @@ class Copy(NamedTuple):
     parts: Parts
 
 
-def bytes_of_copies(arrays: Arrays) -> int:
-    """The host memory that `copies` takes."""
-    needed = 0
+def memory_to_save(arrays: Arrays) -> int:
+    """The host memory that `copies` and `write_arrays` take, and checksums meanwhile."""
+    copied = small = read = 0
     for x in arrays.values():
+        parts: list[Any] = [x]
         if isinstance(x, jax.Array) and not _is_one_part(x):
-            own = (shard.data for shard in x.addressable_shards if shard.replica_id == 0)
-            needed += sum(data.nbytes for data in own)
-        elif isinstance(x, jax.Array) or jax.process_index() == 0:
-            needed += x.nbytes
-    return needed
+            parts = [shard.data for shard in x.addressable_shards if shard.replica_id == 0]
+        elif not isinstance(x, jax.Array) and jax.process_index() != 0:
+            parts = []
+        size = sum(part.nbytes for part in parts)
+        copied += size
+        small += size if size < _SMALL else 0
+        if isinstance(x, jax.Array) and not is_on_host(x):
+            read = max([read, *(part.nbytes for part in parts)])
+    # A transaction copies what it will write. For the checksums of what is on accelerators, each
+    # thread copies a shard.
+    return copied + min(small, _BEING_WRITTEN + 2**24) + min(8, _CORES) * read
 
 
 def copies(arrays: Arrays) -> dict[str, Copy]:
@@ -418,7 +445,7 @@ def _for_orbax(keys: Iterable[str]) -> dict[str, Any]:
 
 # ------------------------------------------------------------------ reading
 
-_IN_FLIGHT = 2**26  # bytes that are being read at a time, if no single array has more
+_IN_FLIGHT = 2**27  # bytes that are in memory while they are read, if no single region has more
 _LEAST_PART = 2**16  # what a part counts at least
 _UNREAD = "it cannot be read: "
 
@@ -490,51 +517,53 @@ class ArrayStore:
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """Reads arrays, each process its own shards. Returns them, and why others are not read.
 
-        Raises `CheckpointError` as `open`, and if there is not enough host memory.
+        Raises `CheckpointError` as `open`. The caller checks that there is `memory_to_read`.
         """
         regions = {leaf: _regions(x) for leaf, x in wanted.items()}
         here = {leaf: wanted[leaf] for leaf, parts in regions.items() if parts}
         readers, errors = self.open(here, regions)
-        opened = [here[leaf] for leaf in readers]
-        check_memory(
-            self._path,
-            [(x.shape, x.dtype, x.sharding) for x in opened],
-            beside=_of_tensorstore([_bytes_of(x, x.chunk) for x in opened]),
-        )
-        reads = (
+        reads = [
             _transfer(leaf, here[leaf], region, reader)
             for leaf, reader in readers.items()
             for region in regions[leaf]
-        )
-        by_leaf = groupby(_in_turn(reads, _IN_FLIGHT), lambda pair: pair[0].leaf)
-        bar = with_bar(list(readers), "restore", show=progress)
+        ]
         on_host: dict[str, np.ndarray] = {}
 
-        def read_arrays() -> Iterator[tuple[str, Read]]:
-            for leaf in wanted.keys() - here.keys():  # without a shard on this process
-                x = wanted[leaf]
-                yield leaf, Read(x.shape, x.dtype, x.sharding, {})
-            for leaf, (_, started) in zip(bar, by_leaf, strict=True):
-                x = wanted[leaf]
+        def read_parts() -> Iterator[Part[str]]:
+            bar = with_bar(list(readers), "restore", show=progress)
+            shown = None
+            for read, future in _in_turn(reads, _IN_FLIGHT):
+                if read.leaf != shown:
+                    shown = next(bar)
                 try:
-                    values = {read.region: future.result() for read, future in started}
+                    values = [future.result()]
                 except Exception as error:  # TensorStore raises types of Python's own, by status
-                    errors[leaf] = f"{_UNREAD}{self._why(error)}"
+                    errors[read.leaf] = f"{_UNREAD}{self._why(error)}"
                     continue
-                if x.sharding is None:
-                    [on_host[leaf]] = values.values()
+                del future  # no variable keeps what was read
+                if wanted[read.leaf].sharding is None:
+                    on_host[read.leaf] = values.pop()
                 else:
-                    yield leaf, Read(x.shape, x.dtype, x.sharding, values)
+                    yield read.leaf, read.region, values.pop()
+            next(bar, None)
 
-        on_devices = dict(to_devices(read_arrays()))
-        return on_devices | on_host, errors
+        targets = {
+            leaf: Target(x.shape, x.dtype, x.sharding)
+            for leaf, x in wanted.items()
+            if x.sharding is not None
+        }
+        return to_devices(targets, read_parts()) | on_host, errors
 
     def check_memory_for_blocks(self, arrays: Iterable[StoredArray]) -> None:
         """Raises `CheckpointError` unless the blocks of each array fit in host memory."""
-        sizes = [_bytes_of(x, _block(x)) for x in arrays]
-        way_out = "Verify it where there is more."
-        block = ((max(sizes, default=0),), np.uint8, None)
-        check_memory(self._path, [block], way_out, _of_tensorstore(sizes))
+        arrays = list(arrays)
+        # A block and the chunks that it is in; and the block before it.
+        block = max((_bytes_of(x, _block(x)) for x in arrays), default=0)
+        needed = min(sum(2 * x.nbytes for x in arrays), max(2 * block, _IN_FLIGHT) + block)
+        needed += kept_by_allocator(
+            ((_bytes_of(x, _block(x)), 2 * x.nbytes) for x in arrays), _IN_FLIGHT
+        )
+        check_memory(self._path, needed, THREADS, "Verify it where there is more.")
 
     def blocks(
         self,
@@ -607,17 +636,29 @@ def _bytes_of(x: StoredArray, shape: Shape) -> int:
     return math.prod(shape) * x.dtype.itemsize
 
 
-def _of_tensorstore(sizes: Sequence[int]) -> int:
-    """The bytes that TensorStore takes to read chunks of these sizes, beside the arrays.
-
-    It has what it reads from the file twice, and an allocation that fails in it ends the process.
-    """
-    return 2 * max([*sizes, min(sum(sizes), _IN_FLIGHT)])
+def memory_to_read(wanted: Wanted) -> int:
+    """The host memory that reading arrays takes at most, by a run that reads nothing."""
+    meter, buffers = Meter(), list[tuple[int, int]]()
+    reads = [
+        _transfer(leaf, x, region, lambda _: None)
+        for leaf, x in wanted.items()
+        for region in _regions(x)
+    ]
+    planned = [read._replace(start=partial(meter.add, read.nbytes)) for read in reads]
+    for read, _ in _in_turn(planned, _IN_FLIGHT):
+        x = wanted[read.leaf]
+        in_host = _bytes_of(x, lengths(read.region))
+        buffers += (in_host, in_host), (_bytes_of(x, x.chunk), read.nbytes - in_host)
+        meter.add(in_host - read.nbytes)
+        if x.sharding is not None:
+            meter.add(x.dtype.itemsize * items_on_host(x.sharding, x.shape, read.region))
+            meter.add(-in_host)
+    return meter.peak + kept_by_allocator(buffers, _IN_FLIGHT)
 
 
 def _block(x: StoredArray) -> Shape:
     """The shape of the blocks in which an array is read."""
-    return x.chunk if x.nbytes > _IN_FLIGHT else x.shape
+    return x.chunk if 2 * x.nbytes > _IN_FLIGHT else x.shape
 
 
 def first_block(x: StoredArray) -> Region:
@@ -646,5 +687,7 @@ def _read_regions(store: Any, region: Region) -> Any:
 
 
 def _transfer(leaf: str, x: StoredArray, region: Region, reader: Reader) -> _Transfer:
-    nbytes = _bytes_of(x, lengths(region))
+    pairs = zip(region, x.chunk, strict=True)
+    chunks = math.prod(-(-stop // step) - start // step for (start, stop), step in pairs)
+    nbytes = _bytes_of(x, lengths(region)) + chunks * _bytes_of(x, x.chunk)
     return _Transfer(leaf, region, max(_LEAST_PART, nbytes), partial(reader, region))

@@ -216,6 +216,12 @@ class Checkpoints:
     ) -> tuple[int, PyTree] | None:
         """Reads the checkpoint of the latest step, after waiting for writes in progress.
 
+        Initialise a state only if there is no step, so that a restart holds it once:
+
+            plan = ts.plan(eqx.filter_eval_shape(init, key), rules, mesh)
+            latest = checkpoints.restore_latest(plan)
+            done, state = latest or (0, init_sharded(init, key, rules=rules, mesh=mesh)[0])
+
         If another run removes it meanwhile, a read-only reader reads the later one. All processes
         return the same step, or all raise.
 

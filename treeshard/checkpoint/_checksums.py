@@ -86,7 +86,8 @@ def registers(arrays: Sequence[jax.Array | np.ndarray], *, replicas: bool = Fals
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as readers:
         for part in _parts(arrays, replicas):
             layout = part.layout
-            waiting[layout].append((part, _read(part, readers)))
+            # Without the data: on accelerators it has a copy on the host, freed once it is read.
+            waiting[layout].append((part._replace(data=None), _read(part, readers)))
             if 4 * layout.runs * len(waiting[layout]) >= BLOCK:  # the bytes of their registers
                 _join(contribution, layout, waiting.pop(layout))
         for layout, parts in waiting.items():

@@ -6,7 +6,7 @@ they make the same call, what they could not read, and their parts of the checks
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypedDict
 from zlib import crc32
@@ -17,6 +17,8 @@ from etils import epath
 from jax.sharding import Sharding
 
 from treeshard._core.arrays import map_shards
+from treeshard._core.hosts import check_memory_of_hosts
+from treeshard._core.memory import Meter
 from treeshard._core.mesh import MeshLike
 from treeshard._core.paths import PyTree, nested
 from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, agreeing, together
@@ -24,8 +26,16 @@ from treeshard._core.text import parse_dtype
 from treeshard._disk.files import PathLike
 from treeshard._disk.leaves import ReadLeaf, SavedLeaf, raise_damages
 from treeshard._disk.requests import LeafType, Placing, RequestedLeaf, read_request
+from treeshard._disk.to_devices import default_sharding, items_here
+from treeshard._disk.untrusted import check_memory, no_memory_to_read
 from treeshard._planning.rules import Rules
-from treeshard.checkpoint._array_store import ArrayStore, StoredArray, first_block
+from treeshard.checkpoint._array_store import (
+    THREADS,
+    ArrayStore,
+    StoredArray,
+    first_block,
+    memory_to_read,
+)
 from treeshard.checkpoint._checksums import (
     Joint,
     checksum,
@@ -103,7 +113,7 @@ def restore(
         The tree. Its arrays share memory with nothing else, nor with each other.
 
     Raises:
-        CheckpointError: If there is no checkpoint at `path`.
+        CheckpointError: If there is no checkpoint at `path`; if there is not enough host memory.
         DamagedError: If the checkpoint is not as saved: the leaves are listed.
         MismatchError: If leaves are missing, not requested, or of another kind, shape or dtype
             than requested; if they have 64 bits without JAX's x64 mode; if JAX does not know the
@@ -136,7 +146,9 @@ def restore(
     requested = request.to_read()
     leaves = [(rows[x.name], x) for x in requested.values()]
     try:
-        arrays = _read_together(checkpoint, leaves, verify=verify, among=among, progress=progress)
+        arrays = _read_together(
+            checkpoint, leaves, verify=verify, among=among, timeout=timeout, progress=progress
+        )
     except CheckpointError:
         if was_removed(checkpoint):
             raise gone(checkpoint) from None
@@ -174,6 +186,22 @@ def _values(leaves: Leaves, arrays: dict[str, Any]) -> Iterator[Any]:
         yield _as_requested(value, requested) if row.kind == "array" else value
 
 
+def _memory_to_cast(leaves: Leaves, wanted: Mapping[str, StoredArray]) -> int:
+    """The host memory that `_values` needs: for all arrays as they are stored, which it replaces
+    one by one."""
+    meter = Meter()
+    sizes = {path: items_here(x.sharding, x.shape) for path, x in wanted.items()}
+    meter.add(sum(wanted[path].dtype.itemsize * size for path, size in sizes.items()))
+    for row, requested in leaves:
+        if row.kind != "array" or row.path not in wanted:
+            continue
+        was, dtype = wanted[row.path], parse_dtype(requested.type.dtype)
+        if dtype != was.dtype:
+            meter.add(2 * dtype.itemsize * sizes[row.path])  # on the host, then on the devices
+            meter.add(-(dtype.itemsize + was.dtype.itemsize) * sizes[row.path])
+    return meter.peak
+
+
 def _empty_keys(row: SavedLeaf, sharding: Sharding) -> jax.Array:
     empty = np.zeros(row.stored_shape, np.uint32)
     return jax.make_array_from_callback(empty.shape, sharding, empty.__getitem__, dtype=empty.dtype)
@@ -187,15 +215,11 @@ def _as_requested(x: Any, requested: RequestedLeaf) -> Any:
             return x.astype(dtype, copy=False)
         if not isinstance(x, jax.Array):  # empty, or too wide for devices
             full = x.astype(dtype, copy=False)
-            sharding = requested.sharding or _default_sharding()
+            sharding = requested.sharding or default_sharding()
             return jax.make_array_from_callback(x.shape, sharding, full.__getitem__)
         if x.dtype == dtype:
             return x
         return map_shards(x, lambda values: values.astype(dtype), dtype)
-
-
-def _default_sharding() -> Sharding:
-    return jax.device_put(np.zeros((), bool)).sharding
 
 
 # ------------------------------------------------------------------ reading the array store
@@ -209,13 +233,22 @@ def _read_together(
     *,
     verify: bool,
     among: Sequence[int] | None,
+    timeout: float,
     progress: bool,
 ) -> dict[str, Any]:
     """Reads the stored arrays of leaves, by path; all processes do, or all raise."""
     stored = [(row, requested) for row, requested in leaves if row.stored]
-    default = _default_sharding()
+    default = default_sharding()
     wanted = {row.path: _stored_array(row, requested, default) for row, requested in stored}
     verified = [row for row, _ in stored if verify and row.crc is not None]
+    check_memory_of_hosts(
+        WHERE,
+        max(memory_to_read(wanted), _memory_to_cast(leaves, wanted)),
+        partial(no_memory_to_read, path),
+        threads=THREADS,
+        among=among,
+        timeout=timeout,
+    )
     with together(WHERE, among=among, timeout=AS_LONG_AS_IT_TAKES) as messages:
         arrays, unread = ArrayStore(path).read(wanted, progress=progress)
         to_verify = [] if unread else [arrays[row.path] for row in verified]
@@ -248,11 +281,18 @@ def read_each(path: epath.Path, rows: Iterable[SavedLeaf]) -> Iterator[ReadLeaf]
     """Reads leaves to host memory, a few at a time, and compares their checksums."""
     store = ArrayStore(path)
     for batch in _batches(rows):
-        arrays, errors = store.read(_on_host(batch))
+        wanted = _on_host(batch)
+        check_memory(path, memory_to_read(wanted), THREADS)
+        arrays, errors = store.read(wanted)
         for row in batch:
-            x = arrays.get(row.path)
-            damage = errors.get(row.path, "") if x is None else _damage(row, checksum(x))
-            yield ReadLeaf(row, in_its_dtype(row, x) if row.dtype and not damage else None, damage)
+            # No variable keeps what was yielded while the next batch is read.
+            yield _read_leaf(row, arrays.pop(row.path, None), errors.get(row.path, ""))
+
+
+def _read_leaf(row: SavedLeaf, x: np.ndarray | None, damage: str) -> ReadLeaf:
+    if x is not None:
+        damage = _damage(row, checksum(x))
+    return ReadLeaf(row, in_its_dtype(row, x) if row.dtype and not damage else None, damage)
 
 
 def damages_of(path: epath.Path, rows: Iterable[SavedLeaf]) -> Iterator[tuple[SavedLeaf, str]]:

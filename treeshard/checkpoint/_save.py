@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -25,7 +26,7 @@ from etils import epath
 from jax.tree_util import tree_leaves
 
 from treeshard._core.arrays import array_text
-from treeshard._core.memory import lacking_memory
+from treeshard._core.hosts import check_memory_of_hosts
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.processes import (
     AS_LONG_AS_IT_TAKES,
@@ -45,10 +46,11 @@ from treeshard._disk.files import (
     tell_removed,
 )
 from treeshard.checkpoint._array_store import (
+    THREADS,
     Arrays,
     Copy,
-    bytes_of_copies,
     copies,
+    memory_to_save,
     merge,
     with_copies,
     write_arrays,
@@ -135,12 +137,9 @@ def begin(
                 again = fingerprints and _has_table(path, table)
                 if not again:
                     check_vacant(path)
-            if lacking := lacking_memory(bytes_of_copies(arrays)):
-                raise CheckpointError(
-                    f"{path} was not saved: the copies of the arrays need {lacking[0]} Free some,"
-                    " or shard the arrays over more processes."
-                )
             facts |= _facts(path, tree, table, fingerprints)
+        needed, lacks = memory_to_save(arrays), partial(_no_memory, path)
+        check_memory_of_hosts(WHERE, needed, lacks, threads=THREADS, timeout=timeout)
         if first:
             held.callback(_clean_up, path)  # after a failure, before the lock is released
         ends: list[Future[None]] = []
@@ -175,6 +174,13 @@ def begin(
         except BaseException:
             wait(ends)  # hold the locks until the last byte is written
             raise
+
+
+def _no_memory(path: epath.Path, fact: str, _free: int) -> CheckpointError:
+    return CheckpointError(
+        f"{path} was not saved: the copies of the arrays need {fact} Free some, or shard the arrays"
+        " over more processes."
+    )
 
 
 def _lock(path: epath.Path, run: Lock | None, held: ExitStack) -> None:

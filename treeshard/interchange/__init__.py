@@ -30,6 +30,8 @@ from treeshard.interchange._format import Tensor, code_of
 from treeshard.interchange._names import map_tensors
 from treeshard.interchange._tensors import (
     Names,
+    check_memory_to_load,
+    check_memory_to_write,
     names_to_write,
     pieces_of,
     read_by_name,
@@ -91,7 +93,7 @@ def save_safetensors(
         DeletedLeafError: If a leaf was deleted or donated.
         CheckpointError: If two leaves would have one name, or a name is not allowed; if the files
             cannot be written, or another run is writing them; if the processes do not share the
-            directory.
+            directory; if there is not enough host memory.
         FormatError: If `max_file_size` is not an amount of bytes, or the header exceeds 64 MiB.
         ProcessError: If the processes pass different trees, or one failed or did not arrive.
         ImportError: If `progress` is set and `tqdm` is not installed.
@@ -110,6 +112,7 @@ def save_safetensors(
     with agreeing(where, timeout=timeout) as facts:
         most = parse_bytes(max_file_size) if isinstance(max_file_size, str) else max_file_size
         tensors = tensors_of(tree, rename, where)
+        check_memory_to_write(to, tensors.values())
         rows = [Tensor(name, code_of(x.dtype) or "", x.shape) for name, x in tensors.items()]
         files = lay_out_files(to, rows, most, metadata)
         facts["the path"] = str(to)
@@ -179,7 +182,7 @@ def load_safetensors(
             dtype.
         DamagedError: If a file is too short, or too long.
         CheckpointError: If a file is missing or cannot be read; if a directory has several; if
-            `rename` gives two leaves one name.
+            `rename` gives two leaves one name; if there is not enough host memory.
         ShardingRuleError: If the rules do not decide every leaf, or a spec does not fit.
         NoMeshError: If there is no mesh for the rules.
         MeshError: If the mesh is abstract.
@@ -209,8 +212,9 @@ def load_safetensors(
                 request.differences.check(str(source), partial=partial)
                 facts |= {"the path": str(source), "the files": tensor_facts(stored)}
                 facts |= request.facts()
+            check_memory_to_load(source, request, stored, timeout)
             with together(where, timeout=AS_LONG_AS_IT_TAKES):
-                return read_tensors(source, request, stored, progress=progress)
+                return read_tensors(request, stored, progress=progress)
     except OSError as error:
         raise CheckpointError(f"{where}: {source} cannot be read: {error}.") from error
 

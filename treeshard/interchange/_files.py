@@ -118,6 +118,7 @@ def write_files(
             for name, pieces in values:
                 to, tensor = positions[name]
                 write(to, tensor.start, tensor.shape, pieces)
+                del pieces  # or they would stay in memory while the next ones are made
             if jax.process_index() == 0:
                 for file, to in pairs:
                     write_bytes(to, 0, file.head)

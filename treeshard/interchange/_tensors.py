@@ -4,6 +4,7 @@ All names and dtypes are checked before the first byte is written or read: the f
 for a leaf that it cannot hold, and a file without it would load as a tree that lacks it.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -16,13 +17,17 @@ from jax.tree_util import tree_leaves
 
 from treeshard._core.arrays import (
     Region,
+    bytes_to_read,
     has_shape,
     is_key,
+    items_on_host,
     lengths,
     own_shards,
     region_of,
     regions_here,
 )
+from treeshard._core.hosts import check_memory_of_hosts
+from treeshard._core.memory import Meter, kept_by_allocator, lacking_memory
 from treeshard._core.paths import PyTree, leaf_paths, shared_names
 from treeshard._core.processes import is_spread, together, with_bar
 from treeshard._core.spec_trees import Misfit
@@ -37,11 +42,16 @@ from treeshard._disk.requests import (
     cast_dtype,
     read_request,
 )
-from treeshard._disk.to_devices import Read, to_devices
-from treeshard._disk.untrusted import check_memory
+from treeshard._disk.to_devices import (
+    Part,
+    Target,
+    default_sharding,
+    to_devices,
+)
+from treeshard._disk.untrusted import check_memory, no_memory_to_read
 from treeshard._placement.targets import raise_unmovable, unreadable
 from treeshard.errors import CheckpointError, DamagedError, LeafError, did_you_mean, listed
-from treeshard.interchange._byte_ranges import Piece, full_region, read
+from treeshard.interchange._byte_ranges import BLOCK, Piece, full_region, read
 from treeshard.interchange._files import Stored
 from treeshard.interchange._format import DTYPES, METADATA, PACKED, Tensor, code_of
 
@@ -156,6 +166,14 @@ def pieces_of(leaf: Any) -> list[Piece]:
     return [Piece(region_of(shard.index, leaf.shape), np.asarray(shard.data)) for shard in shards]
 
 
+def check_memory_to_write(path: Path, tensors: Iterable[Any]) -> None:
+    """Raises `CheckpointError` unless there is memory for the shards of one tensor."""
+    # Of a block, `write` makes two copies: the joined shards, and their bytes as in the file.
+    needed = max(map(bytes_to_read, tensors), default=0) + 2 * BLOCK
+    if lacking := lacking_memory(needed):
+        raise CheckpointError(f"save_safetensors: {path} was not written: it needs {lacking[0]}")
+
+
 # ------------------------------------------------------------------ what is loaded
 
 
@@ -191,28 +209,36 @@ def tensor_facts(stored: Mapping[str, Stored]) -> str:
     return f"{crc32(repr([x.tensor for x in stored.values()]).encode()):08x}"
 
 
-def read_tensors(
-    path: Path, request: Request, stored: Mapping[str, Stored], *, progress: bool
-) -> PyTree:
-    """Reads the tree of a request from the files at `path`, ordered by file and offset."""
-    leaves = request.to_read().values()
-    check_memory(path, [(x.type.shape, parse_dtype(x.type.dtype), x.sharding) for x in leaves])
-    rows = [(stored[leaf.name], i, leaf) for i, leaf in request.to_read().items()]
-    # Disks and network file systems read ahead.
-    rows.sort(key=lambda row: (row[0].file.fileno(), row[0].tensor.start))
+def read_tensors(request: Request, stored: Mapping[str, Stored], *, progress: bool) -> PyTree:
+    """Reads the tree of a request, ordered by file and offset."""
+    rows = _rows(request, stored)
     shown = with_bar(rows, "load_safetensors", unit="tensor", show=progress)
     on_host: dict[int, np.ndarray] = {}
 
-    def arrays_for_devices() -> Iterator[tuple[int, Read]]:
+    def read_parts() -> Iterator[Part[int]]:
         for tensor, i, leaf in shown:
-            x = _read(tensor, leaf)
-            if leaf.type.on_devices:
-                yield i, x
-            else:
-                [on_host[i]] = x.values.values()
+            parts = _read_regions(tensor, _regions(leaf))
+            dtype = parse_dtype(leaf.type.dtype)
+            while parts and leaf.type.on_devices:
+                yield (i, *_take(parts, dtype))  # no variable keeps it
+            if parts:
+                _, on_host[i] = _take(parts, dtype)
 
-    on_devices = dict(to_devices(arrays_for_devices()))
-    return request.tree((on_devices | on_host).items())
+    targets = {
+        i: Target(leaf.type.shape, parse_dtype(leaf.type.dtype), leaf.sharding)
+        for _, i, leaf in rows
+        if leaf.type.on_devices
+    }
+    return request.tree((to_devices(targets, read_parts()) | on_host).items())
+
+
+def check_memory_to_load(
+    path: Path, request: Request, stored: Mapping[str, Stored], timeout: float
+) -> None:
+    """Raises on all processes, unless each host has the memory for `read_tensors`."""
+    needed = _memory_to_load((x.tensor, leaf) for x, _, leaf in _rows(request, stored))
+    error = partial(no_memory_to_read, path)
+    check_memory_of_hosts("load_safetensors", needed, error, timeout=timeout)
 
 
 def read_by_name(
@@ -221,22 +247,54 @@ def read_by_name(
     """Reads all tensors into host memory, in the order of the files."""
     to = cast_dtype(cast)
     Differences((), (), _packed(x.tensor for x in stored.values())).check(str(path))
-    types = {name: _leaf_type(x.tensor).cast(to) for name, x in stored.items()}
-    dtypes = {name: parse_dtype(x.dtype) for name, x in types.items()}
-    check_memory(path, [(x.shape, dtypes[name], None) for name, x in types.items()])
+    leaves = {
+        name: RequestedLeaf(name, _leaf_type(x.tensor).cast(to), None) for name, x in stored.items()
+    }
+    check_memory(path, _memory_to_load((stored[name].tensor, x) for name, x in leaves.items()))
     shown = with_bar(list(stored), "load_safetensors", unit="tensor", show=progress)
+    dtypes = {name: parse_dtype(x.type.dtype) for name, x in leaves.items()}
     return {name: _cast(read_full(stored[name]), dtypes[name]) for name in shown}
 
 
-def _read(stored: Stored, requested: RequestedLeaf) -> Read:
-    """Reads a tensor as requested; for one on devices, only the shards of this process."""
-    shape, sharding = stored.tensor.shape, requested.sharding
-    dtype = parse_dtype(requested.type.dtype)
-    regions = [full_region(shape)]
-    if sharding is not None:
-        regions = list(dict.fromkeys(regions_here(sharding, shape).values()))
-    parts = _read_regions(stored, regions)
-    return Read(shape, dtype, sharding, {region: _cast(x, dtype) for region, x in parts.items()})
+def _rows(
+    request: Request, stored: Mapping[str, Stored]
+) -> list[tuple[Stored, int, RequestedLeaf]]:
+    rows = [(stored[leaf.name], i, leaf) for i, leaf in request.to_read().items()]
+    # Disks and network file systems read ahead.
+    return sorted(rows, key=lambda row: (row[0].file.fileno(), row[0].tensor.start))
+
+
+def _memory_to_load(tensors: Iterable[tuple[Tensor, RequestedLeaf]]) -> int:
+    """The host memory that it takes at most to load tensors, in this order, as requested."""
+    meter, sizes = Meter(), list[tuple[int, int]]()
+    default = default_sharding()
+    for tensor, leaf in tensors:
+        regions, size = _regions(leaf), np.dtype(tensor.dtype).itemsize
+        dtype = parse_dtype(leaf.type.dtype)
+        items = [math.prod(lengths(region)) for region in regions]
+        meter.add(sum(items) * size)
+        for region, count in zip(regions, items, strict=True):
+            if dtype != tensor.dtype:
+                meter.add(count * dtype.itemsize)
+                meter.add(-count * size)
+            if leaf.type.on_devices:
+                sharding = leaf.sharding or default
+                meter.add(items_on_host(sharding, leaf.type.shape, region) * dtype.itemsize)
+                meter.add(-count * dtype.itemsize)
+                sizes.append((count * dtype.itemsize,) * 2)
+    return meter.peak + kept_by_allocator(sizes, 2**26)
+
+
+def _regions(leaf: RequestedLeaf) -> list[Region]:
+    """The regions of a tensor that this process reads: of one on devices, its own shards."""
+    if leaf.sharding is None:
+        return [full_region(leaf.type.shape)]
+    return list(dict.fromkeys(regions_here(leaf.sharding, leaf.type.shape).values()))
+
+
+def _take(parts: dict[Region, np.ndarray], dtype: np.dtype) -> tuple[Region, np.ndarray]:
+    region, x = parts.popitem()
+    return region, _cast(x, dtype)
 
 
 def read_full(stored: Stored) -> np.ndarray:

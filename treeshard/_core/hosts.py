@@ -1,0 +1,55 @@
+"""The memory of hosts on which several processes run: each of them sees the same bytes free, and
+what one takes, the others lack."""
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from treeshard._core.memory import lacking_memory, shared_memory
+from treeshard._core.processes import TIMEOUT, together
+from treeshard._core.text import human_bytes
+
+
+def check_memory_of_hosts(
+    what: str,
+    needed: int,
+    error: Callable[[str, int], Exception],
+    *,
+    threads: int = 0,
+    among: Sequence[int] | None = None,
+    timeout: float = TIMEOUT,
+) -> None:
+    """Raises unless each host has what its processes need together; all make this call.
+
+    Args:
+        what: As in `together`.
+        needed: The bytes that this process needs.
+        error: Makes the error of what is needed and available, in words, and of what is available.
+        threads: As in `lacking_memory`.
+        among: As in `together`.
+        timeout: As in `together`.
+    """
+    with together(what, among=among, timeout=timeout) as messages:
+        if lacking := lacking_memory(needed, threads):
+            raise error(*lacking)
+        messages.append(json.dumps([_host(), needed, shared_memory()]).encode())
+    hosts = defaultdict[str, list[tuple[int, int | None]]](list)
+    for host, there, free in map(json.loads, messages):
+        hosts[host].append((there, free))
+    for rows in hosts.values():
+        total = sum(there for there, _ in rows)
+        free = min((free for _, free in rows if free is not None), default=total)
+        if len(rows) > 1 and total > free:
+            fact = f"{human_bytes(total)} of host memory in {len(rows)} processes of one host"
+            raise error(f"{fact}, and {human_bytes(max(free, 0))} are available.", free)
+
+
+def _host() -> str:
+    """What is the same for processes that share memory: the boot of a kernel, and the container."""
+    parts: list[str] = []
+    for file in ("/proc/sys/kernel/random/boot_id", "/proc/self/cgroup"):
+        with suppress(OSError):
+            parts.append(Path(file).read_text())
+    return "".join(parts)
