@@ -124,8 +124,18 @@ def new_mark(file: Any) -> bytes:
     The path is one of `pathlib`, or of `etils.epath` for object stores.
     """
     mark = os.urandom(16)
-    file.write_bytes(mark)
+    try:
+        file.unlink(missing_ok=True)  # a link would be followed
+        file.write_bytes(mark)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be written: {error.strerror}.") from None
     return mark
+
+
+def remove_mark(file: Any) -> None:
+    """Removes the file of `new_mark`; one that is left behind is replaced by the next."""
+    with suppress(OSError):
+        file.unlink()
 
 
 def check_mark(file: Any, mark: bytes, timeout: float) -> None:
@@ -241,14 +251,18 @@ def _lock(file: Path, what: str, *, to_sweep: bool) -> int | None:
 
     With `to_sweep` the file must exist, and writers wait until the lock is free again.
     """
+    try:
+        return _locked(file, what, to_sweep=to_sweep)
+    except OSError as error:
+        why = _NOT_OURS.format(file) if os.path.islink(file) else error.strerror
+        raise CheckpointError(f"{what}: cannot be written to: {why}.") from None
+
+
+def _locked(file: Path, what: str, *, to_sweep: bool) -> int | None:
     me = f"process {os.getpid()} on {platform.node()}"
     tries = 1 if to_sweep else _TRIES
     while True:
-        try:
-            handle = os.open(file, _OWN_FILE | (0 if to_sweep else os.O_CREAT), 0o666)
-        except OSError as error:
-            why = _NOT_OURS.format(file) if os.path.islink(file) else error.strerror
-            raise CheckpointError(f"{what}: cannot be written to: {why}.") from None
+        handle = os.open(file, _OWN_FILE | (0 if to_sweep else os.O_CREAT), 0o666)
         with ExitStack() as opened:
             opened.callback(os.close, handle)
             if not _is_only_ours(handle):
@@ -278,10 +292,10 @@ def _lock(file: Path, what: str, *, to_sweep: bool) -> int | None:
             try:
                 os.ftruncate(handle, 0)
                 os.write(handle, f"{me}, {_SWEEPS if to_sweep else since}".encode())
-            except OSError as error:  # a full disk
+            except OSError:  # a full disk
                 with suppress(OSError):
                     file.unlink()
-                raise CheckpointError(f"{what}: cannot be written to: {error.strerror}.") from None
+                raise
             opened.pop_all()
             return handle
 

@@ -28,6 +28,7 @@ from treeshard._disk.files import (
     flush,
     make_directory,
     new_mark,
+    remove_mark,
     tell_removed,
 )
 from treeshard.checkpoint._paths import (
@@ -166,9 +167,8 @@ class Checkpoints:
             with together("Checkpoints", timeout=self._timeout) as marks:
                 if jax.process_index() == 0:
                     self._lock = _lock(self._directory, held)
-                    mark.unlink(missing_ok=True)  # a link would be followed
                     marks.append(new_mark(mark))
-                    until_seen.callback(mark.unlink)
+                    until_seen.callback(remove_mark, mark)
             with together("Checkpoints", timeout=self._timeout):
                 if jax.process_index() != 0:
                     check_mark(mark, marks[0], self._timeout)

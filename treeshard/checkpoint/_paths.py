@@ -303,7 +303,7 @@ def _open_directory(path: epath.Path) -> int | None:
 
 def _change_of(path: epath.Path, handle: int | None) -> str:
     """How a checkpoint that was there has changed; empty if it has not."""
-    if not (is_there(path) and is_complete(path)):
+    if not (is_there(path) if is_local(path) else is_complete(path)):
         return f"removed while it was read, as `keep=` of its writer does.{_steps(path.parent)}"
     if handle is None or is_open_as(path, handle):
         return ""
