@@ -476,10 +476,10 @@ class Checkpoints:
             removal.wait()
 
     def _release(self) -> None:
+        if self._preemption is not None:
+            self._preemption.release()
         with interrupts_deferred():
             self._held.close()
-            if self._preemption is not None:
-                self._preemption.release()
 
     def __enter__(self) -> "Checkpoints":
         return self
