@@ -71,7 +71,7 @@ def main(argv=None):
     )
     parser.add_argument("--directory", default="out/preemption", help="of the checkpoints")
     parser.add_argument("--steps", type=int, default=100_000)
-    parser.add_argument("--distributed", action="store_true", help="run as one of several processes")
+    parser.add_argument("--distributed", action="store_true", help="run as one of several")
     args = parser.parse_args(argv)
     if args.distributed:
         jax.distributed.initialize()  # SLURM, Open MPI, Kubernetes and Cloud TPU configure it

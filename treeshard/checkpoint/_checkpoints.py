@@ -306,18 +306,18 @@ class Checkpoints:
             ValueError: If the step is negative.
 
         Examples:
-            >>> with tempfile.TemporaryDirectory() as run, Checkpoints(run, every=100) as checkpoints:
-            ...     for step in range(1, 1001):
-            ...         if step == 257:  # as a scheduler does
-            ...             os.kill(os.getpid(), signal.SIGTERM)
+            >>> with tempfile.TemporaryDirectory() as run, Checkpoints(run, every=8) as checkpoints:
+            ...     for step in range(1, 101):
             ...         stop = checkpoints.preempted(step)
             ...         saved = checkpoints.save(step, {"w": np.ones(8)}, force=stop)
             ...         if stop:
             ...             break
+            ...         if step == 10:  # as a scheduler does
+            ...             signal.raise_signal(signal.SIGTERM)
             ...     checkpoints.wait()
             ...     steps = checkpoints.steps()
             >>> steps
-            (100, 200, 257)
+            (8, 11)
         """
         number = self._step_to_write("preempted", step)
         if self._preemption is None:

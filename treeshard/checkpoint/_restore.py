@@ -35,7 +35,7 @@ from treeshard.checkpoint._checksums import (
 )
 from treeshard.checkpoint._paths import checkpoint_path, explaining, reading, seal, table_text
 from treeshard.checkpoint._table import LeafTable, from_text, in_its_dtype, paths_of, unpack
-from treeshard.errors import CheckpointError, DamagedError, FormatError, MismatchError
+from treeshard.errors import DamagedError, FormatError, MismatchError
 
 WHERE = "restore"
 
