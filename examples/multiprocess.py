@@ -49,8 +49,11 @@ def worker(args):
         for i, part in my_batches(args, done):
             batch = ts.from_process_local(part, ROWS, mesh)
             state, loss = step(state, batch)
-            checkpoints.save(i, state)
+            stop = checkpoints.preempted(i)  # by SIGTERM or Ctrl-C, on all processes
+            checkpoints.save(i, state, force=stop)
             say(f"step {i} loss {float(loss):.6f}")
+            if stop:
+                break
 
 
 def join(args):

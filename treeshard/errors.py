@@ -30,6 +30,7 @@ __all__ = [
     "NoDevicesError",
     "NoMeshError",
     "ProcessError",
+    "RemovedError",
     "ShardingRuleError",
     "ShardingTypeError",
     "ShardingWarning",
@@ -152,6 +153,10 @@ class CheckpointError(TreeShardError, RuntimeError):
 
 class DamagedError(CheckpointError):
     """The contents of the disk are not what was saved."""
+
+
+class RemovedError(CheckpointError):
+    """A checkpoint was removed or replaced by its writer while it was read."""
 
 
 class MismatchError(TreeShardError, ValueError):

@@ -1,10 +1,11 @@
 """`restore` into a tree that has changed since the save: right, or a typed error; never unsaid."""
 
 import enum
+import re
 import warnings
 from collections import deque
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import equinox as eqx
 import jax
@@ -39,7 +40,43 @@ class Other(enum.Enum):
     ELSE = 1
 
 
+class Flags(enum.Flag):
+    A = 1
+    B = 2
+
+
+class Numbers(enum.IntFlag):
+    A = 1
+    B = 2
+    BOTH = 3
+
+
+class Dropping(enum.Flag, boundary=enum.CONFORM):
+    A = 1
+
+
+class Ejecting(enum.Flag, boundary=enum.EJECT):
+    A = 1
+
+
+class Twice(float):
+    def __new__(cls, x: float) -> Self:
+        return super().__new__(cls, 2 * x)
+
+
+class Needing(float):
+    def __new__(cls, x: float, unit: str) -> Self:
+        return super().__new__(cls, x)
+
+
+Odd = enum.Flag("Odd", {"8": 1, "a|b": 2, "c": 4})  # names that look like those of combinations
+FLAGS = [
+    *(Flags.A | Flags.B, Flags(0), Numbers(8), Numbers(0), Numbers.A | 8, ~Numbers.A),
+    *(Numbers.A | Numbers.B, re.I | re.M, re.RegexFlag(0), Odd(1), Odd(6), Odd(0)),
+]
 SAVED = {
+    **{f"flags{i}": flags for i, flags in enumerate(FLAGS)},
+    "rate": 2.0,
     "w": np.ones((4, 2), np.float32),
     "none": None,
     "step": 7,
@@ -72,6 +109,13 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("pair/w", 1, r"pair/w: shared by \['pair'\].w, \['pair/w'\]"),
         ("step", True, "step: saved as a Python int, requested as a Python bool"),
         ("mode", Other.ELSE, "mode: saved as 'TRAIN', which Other does not have"),
+        ("flags0", Other.ELSE, "saved as 'A|B', which Other does not have"),
+        ("flags0", re.RegexFlag(0), "saved as 'A|B', which RegexFlag does not have"),
+        ("flags4", Flags.A, "saved as 'A|8', which Flags does not have"),
+        ("flags4", Dropping.A, "saved as 'A|8', which Dropping does not have"),
+        ("flags4", Ejecting.A, "saved as 'A|8', which Ejecting does not have"),
+        ("rate", Twice(1), "rate: saved as 2.0, which Twice does not have"),
+        ("rate", Needing(1, "m"), "rate: saved as 2.0, which Needing does not have"),
     ],
 )
 def test_what_cannot_be_restored_is_an_error(path: Path, key: str, leaf: Any, says: str) -> None:
@@ -92,6 +136,7 @@ def test_a_none_may_be_new_or_gone(path: Path) -> None:
         ("pair", Swapped(0.0, 0), Swapped(2.0, 1)),
         ("layer", Layer(np.zeros(2), 4), Layer(np.ones(2), 4)),
         ("mode", Mode.EVAL, Mode.TRAIN),
+        *[(f"flags{i}", type(flags)(1), flags) for i, flags in enumerate(FLAGS)],
         ("act", jax.nn.gelu, jax.nn.gelu),
     ],
 )

@@ -164,7 +164,7 @@ def test_a_full_disk_is_told_once_and_changes_no_earlier_checkpoint(tmp_path: Pa
     checkpoints = Checkpoints(tmp_path)
     with files_of_at_most(100_000):
         checkpoints.save(1, BIG)
-        checkpoints._writing[1]._end.exception()  # wait until it has failed
+        checkpoints._writing[1]._end.wait()  # wait until it has failed
     assert files_in(tmp_path) == [".treeshard-lock"]
     says = "1 was not saved; what existed before is unchanged. .*File too large"
     with pytest.raises(ts.CheckpointError, match=says):
@@ -286,7 +286,7 @@ warnings.simplefilter("ignore")  # Python warns of forks beside threads
 _save._commit = fails
 checkpoints = Checkpoints(sys.argv[1])
 checkpoints.save(1, {"w": np.ones(8)})
-checkpoints._writing[1]._end.exception()
+checkpoints._writing[1]._end.wait()
 child = os.fork()
 if not child:  # a child of JAX cannot end in the ordinary way
     try:

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from tests.power_loss import after_power_loss, new_disk
-from treeshard.checkpoint import Checkpoints, verify
+from treeshard.checkpoint import Checkpoints, _paths, verify
 from treeshard.interchange import load_safetensors, save_safetensors
 
 TRIES = 10  # for each of the cases, of which there are two
@@ -102,6 +102,32 @@ def test_checkpoints(is_on: bool, disk: Path, mesh) -> None:
                 assert state["step"] == number
                 assert (np.asarray(state["w"]) == np.asarray(state_at(number, mesh)["w"])).all()
                 verify(later / "run" / str(number))
+
+        with flushing_elsewhere(disk, is_on):
+            cut(disk, save, check)
+
+
+@pytest.mark.parametrize("is_on", [False, True], ids=["alone", "with flushes elsewhere"])
+@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.filterwarnings("ignore:Checkpoints. removed what killed saves had left")
+def test_replaced_steps(is_on: bool, exchange: bool, disk: Path, mesh, monkeypatch) -> None:
+    """Each save is of the same step."""
+    if not exchange:
+        monkeypatch.setattr(_paths, "exchange_names", lambda *_: False)
+    with Checkpoints(disk / "run") as checkpoints:
+
+        def save(step: int) -> None:
+            checkpoints.save(7, state_at(step, mesh))
+            checkpoints.wait()
+
+        def check(later: Path, step: int, has_returned: bool) -> None:
+            with Checkpoints(later / "run") as found:
+                number, state = found.restore_latest(state_at(0, mesh)) or (0, {})
+                assert number == 7
+                assert state["step"] in ([step] if has_returned else [step - 1, step])
+                expected = state_at(state["step"], mesh)
+                assert (np.asarray(state["w"]) == np.asarray(expected["w"])).all()
+                verify(later / "run" / "7")
 
         with flushing_elsewhere(disk, is_on):
             cut(disk, save, check)

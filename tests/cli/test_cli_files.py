@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 
 import treeshard as ts
 from treeshard._cli import main
-from treeshard.checkpoint import Checkpoints, save
+from treeshard.checkpoint import Checkpoints, _restore, save
 from treeshard.interchange import load_safetensors, save_safetensors
 
 ROOT = Path(__file__).parents[2]
@@ -218,6 +218,31 @@ def test_verify_reports_truncated_files(go, run, weights, tmp_path) -> None:
         assert (code, err) == (1, "")
         assert name in out
         assert go("inspect", tmp_path / name)[:2] == (2, "")
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect", "export"])
+def test_a_step_that_its_writer_removes_meanwhile(command, go, tmp_path, monkeypatch) -> None:
+    """The latest one is that of a later step; one that was named is an error, and not damaged."""
+    name = "run"
+    real = _restore.seal
+
+    def remove_first(path: Path) -> str:
+        monkeypatch.setattr(_restore, "seal", real)
+        with Checkpoints(tmp_path / name, keep=1) as writer:
+            writer.save(int(path.name) + 1, {"w": np.ones(3, np.float32)})
+        return real(path)
+
+    more = [tmp_path / "m.safetensors"] if command == "export" else []
+    save(tmp_path / name / "1", {"w": np.ones(3, np.float32)})
+    monkeypatch.setattr(_restore, "seal", remove_first)
+    code, out, err = go(command, tmp_path / name, *more)
+    assert (code, err) == (0, "")
+    assert ("run/2: 1 leaf" in out) == (command == "verify")
+    for named in ([tmp_path / name / "2"], [tmp_path / name, "--step=3"]):
+        monkeypatch.setattr(_restore, "seal", remove_first)
+        code, out, err = go(command, *named[:1], *more, *named[1:])
+        assert (code, out) == (2, "")
+        assert "was removed while it was read, as `keep=` of its writer does" in err
 
 
 # ------------------------------------------------------------------ export

@@ -1,5 +1,6 @@
 """Locks: one writer at a time, and no lock outlives its process."""
 
+import errno
 import fcntl
 import os
 import platform
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -93,6 +95,20 @@ def test_a_lock_whose_name_cannot_be_written_is_released(tmp_path: Path) -> None
     assert list((tmp_path / "run").iterdir()) == []
     save(tmp_path / "run" / "c", {"w": np.ones(3)})
     assert restore(tmp_path / "run" / "c")["w"].tolist() == [1, 1, 1]
+
+
+def test_a_lock_on_a_dead_disk_is_a_typed_error(tmp_path: Path, monkeypatch) -> None:
+    stat = os.stat
+
+    def fail(path: Any, **options: Any) -> os.stat_result:
+        if str(path).endswith("lock"):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return stat(path, **options)
+
+    with Lock(tmp_path / "lock", "it") as lock:
+        monkeypatch.setattr(os, "stat", fail)
+        with pytest.raises(ts.CheckpointError, match="lock cannot be read: Stale file handle"):
+            lock.check()
 
 
 def test_a_lock_whose_file_its_holder_has_just_removed_is_taken_anew(tmp_path, monkeypatch) -> None:

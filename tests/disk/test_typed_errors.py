@@ -1,7 +1,12 @@
 """Paths and texts of any kind, and files that change or are withheld: what is raised is typed."""
 
+import errno
+import os
 import shutil
+import warnings
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,8 +15,18 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
+from treeshard import checkpoint
 from treeshard._disk import untrusted
-from treeshard.checkpoint import Checkpoints, _array_store, _save, inspect, restore, save
+from treeshard.checkpoint import (
+    Checkpoints,
+    _array_store,
+    _paths,
+    _restore,
+    _save,
+    inspect,
+    restore,
+    save,
+)
 from treeshard.interchange import save_safetensors
 
 TREE = {"w": np.ones((8, 4), np.float32)}
@@ -41,6 +56,113 @@ def test_a_reader_that_races_keep_reads_the_later_step(tmp_path: Path, monkeypat
     step, tree = reader.restore_latest()
     assert (step, tree["w"].max()) == (2, 2)
     run.close()
+
+
+def replace_by(way: str, run: Path) -> None:
+    """Does to step 1 what its writer may do at any time."""
+    if not (run / "1").exists():
+        return
+    with Checkpoints(run, keep=1) as writer:
+        writer.save(1 if way == "replaced" else 2, {"w": 2 * TREE["w"]})
+
+
+MOMENTS = {
+    "restore": [(_restore, "seal"), (_array_store.ArrayStore, "read"), (_restore, "registers")],
+    "verify": [(_restore, "seal"), (_array_store.ArrayStore, "open")],
+    "inspect": [(_restore, "seal")],
+}
+CASES = [(call, moment) for call, moments in MOMENTS.items() for moment in moments]
+
+
+@pytest.mark.parametrize("way", ["removed", "replaced"])
+@pytest.mark.parametrize(("call", "moment"), CASES, ids=lambda x: x if isinstance(x, str) else x[1])
+def test_a_checkpoint_that_its_writer_removes_is_not_damaged(
+    call: str, moment: tuple[Any, str], way: str, tmp_path: Path, monkeypatch
+) -> None:
+    save(tmp_path / "1", TREE)
+    owner, name = moment
+    real = getattr(owner, name)
+
+    def remove_first(*args: Any, **options: Any) -> Any:
+        monkeypatch.setattr(owner, name, real)
+        replace_by(way, tmp_path)
+        return real(*args, **options)
+
+    monkeypatch.setattr(owner, name, remove_first)
+    read = getattr(checkpoint, call)
+    if name == "registers":  # all arrays are read
+        assert read(tmp_path / "1")["w"].max() == 1
+        return
+    with pytest.raises(ts.errors.RemovedError, match=f"{tmp_path}/1 was {way} while it was read"):
+        read(tmp_path / "1")
+
+
+@pytest.mark.parametrize("moment", CASES[:2], ids=lambda x: x[1][1])
+@pytest.mark.parametrize("way", ["removed", "replaced"])
+def test_the_latest_is_read_again_if_its_writer_removes_it(
+    way: str, moment: Any, tmp_path: Path, monkeypatch
+) -> None:
+    save(tmp_path / "1", TREE)
+    owner, name = moment[1]
+    real = getattr(owner, name)
+
+    def remove_first(*args: Any, **options: Any) -> Any:
+        monkeypatch.setattr(owner, name, real)
+        replace_by(way, tmp_path)
+        return real(*args, **options)
+
+    monkeypatch.setattr(owner, name, remove_first)
+    step, tree = Checkpoints(tmp_path, read_only=True).restore_latest()
+    assert (step, tree["w"].max()) == (1 if way == "replaced" else 2, 2)
+
+
+def test_a_step_that_is_removed_while_files_are_counted_is_not_said_to_lack_some(
+    tmp_path: Path, monkeypatch
+) -> None:
+    save(tmp_path / "1", TREE)
+    real = _paths.lacking_files
+
+    def remove_first(path: Path) -> list[str]:
+        replace_by("removed", tmp_path)
+        return real(path)
+
+    monkeypatch.setattr(_paths, "lacking_files", remove_first)
+    with warnings.catch_warnings(action="error"):
+        assert Checkpoints(tmp_path, read_only=True).latest == 2
+
+
+# Where the disk is gone, as a network file system whose server has ended.
+DEAD = ("stat", "fstat", "open", "mkdir", "rename", "fsync", "remove", "listdir")
+
+
+@pytest.mark.parametrize("name", DEAD)
+@pytest.mark.filterwarnings("ignore::treeshard.ShardingWarning")
+def test_a_dead_disk_is_a_typed_error(name: str, tmp_path: Path, monkeypatch) -> None:
+    run = tmp_path / "run"
+    checkpoints = Checkpoints(run, keep=1)
+    checkpoints.save(1, TREE)
+    checkpoints.wait()
+    real = getattr(os, name)
+
+    def fail(path: Any, *args: Any, **options: Any) -> Any:
+        if isinstance(path, int) or str(path).startswith(str(tmp_path)):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path, *args, **options)
+
+    for call in [
+        lambda: (checkpoints.save(2, TREE), checkpoints.wait()),
+        lambda: (checkpoints.save(1, TREE), checkpoints.wait()),
+        lambda: checkpoints.remove_after(0),
+        lambda: checkpoints.latest,
+        lambda: checkpoints.restore_latest(TREE),
+        lambda: inspect(run / "1"),
+        lambda: Checkpoints(tmp_path / "new").close(),
+        lambda: save(tmp_path / "x", TREE),
+        checkpoints.close,
+    ]:
+        with monkeypatch.context() as dead, suppress(ts.TreeShardError):
+            dead.setattr(os, name, fail)
+            call()
 
 
 def test_axis_types_of_jax_are_an_error(unchecked) -> None:

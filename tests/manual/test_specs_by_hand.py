@@ -292,7 +292,8 @@ def test_boxes_that_name_other_axes_than_the_plan() -> None:
     gathers = by_grad(jax.checkpoint(lambda p, x: of_linen(manual.gather_params(p), x)))
     message = (
         "gather_params: boxes and the plan of the step differ:\n  kernel: P('data',) in its box,"
-        " and P(None, 'fsdp') in the plan.\nPass the specs: `gather_params(params, axis_names, specs)`."
+        " and P(None, 'fsdp') in the plan.\n"
+        "Pass the specs: `gather_params(params, axis_names, specs)`."
     )
     with pytest.raises(ts.SpecError, match=re.escape(message)):
         change(gathers, params, plan)
@@ -475,7 +476,8 @@ def test_gradients_of_each_device_are_averaged_over_axis_names(check_vma: bool) 
 
 def test_gradients_that_jax_has_summed_are_an_error() -> None:
     message = (
-        "accumulate_gradients: these are not the gradients of this device's rows alone:\n  b: JAX has"
+        "accumulate_gradients: these are not the gradients of this device's rows alone:\n"
+        "  b: JAX has"
         " summed it over ('data', 'fsdp'), and its mean would be 8 times too large. Differentiate"
         " `treeshard.manual.vary(params, ('data', 'fsdp'))`."
     )

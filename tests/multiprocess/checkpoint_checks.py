@@ -87,6 +87,27 @@ def check_a_run(context: Context) -> None:
     assert "every: 1 on process 0; 2 on process 1" in told
 
 
+def check_a_run_goes_back_to_an_earlier_step(context: Context) -> None:
+    """It replaces a step, with other values than an abandoned run, and removes later ones."""
+    state = saved_state()
+    run = context.directory / "back"
+    with Checkpoints(run) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, {**state, "step": 100 + step})
+        checkpoints.wait()
+        later = pytest.warns(ts.ShardingWarning, match="up to 3, .*`checkpoints.remove_after.2.`")
+        with nullcontext() if context.index else later:  # process 0 says it
+            checkpoints.save(2, state)
+        assert checkpoints.remove_after(2) == (3,)
+        found = checkpoints.restore_latest({**state, "step": 0})
+        assert found is not None
+        assert found[0] == 2
+        assert_is_the_state(found[1])
+        told = error_of(lambda: checkpoints.remove_after(context.index))
+        assert "the step: 0 on process 0; 1 on process 1" in told
+        assert checkpoints.steps() == (1, 2)
+
+
 def refused(context: Context, tree: Any, error: type[Exception], name: str = "no") -> str:
     path = context.directory / "refused"
     told = error_of(lambda: save(path / name, tree, timeout=20), error)
@@ -102,9 +123,10 @@ def check_trees_and_values_that_differ_are_refused(context: Context) -> None:
     assert f"the path: {context.directory}/refused/no0 on process 0" in said
     said = refused(context, {**state, "own": jnp.full(3, context.index)}, ts.CheckpointError)
     assert "own: its values differ between processes" in said
-    save(context.directory / "fsdp", state)  # again, the same values
-    with pytest.raises(ts.CheckpointError, match="There is already a checkpoint at"):
-        save(context.directory / "fsdp", {**state, "own": state["own"] + 1})
+    error = ts.CheckpointError if context.index == 0 else ts.ProcessError
+    for values in (state, {**state, "own": state["own"] + 1}):
+        with pytest.raises(error, match="There is already a checkpoint at"):
+            save(context.directory / "fsdp", values)
     assert_is_the_state(restore(context.directory / "fsdp", state))
 
 

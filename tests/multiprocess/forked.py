@@ -86,6 +86,10 @@ class Forked:
             os.kill(self._pids[index], signal.SIGKILL)
             self._reap(index, 0)
 
+    def signal(self, index: int, number: int) -> None:
+        """Sends a signal to a process that has not ended."""
+        os.kill(self._pids[index], number)
+
     def wait(self, timeout: float = 120.0) -> list[int | None]:
         """Waits until all have ended, and returns their exit codes; negative for a signal."""
         until = time.monotonic() + timeout
@@ -94,6 +98,12 @@ class Forked:
                 self._reap(i, os.WNOHANG)
             time.sleep(0.005)
         return self.codes
+
+    def rest(self) -> list[str]:
+        """What they tell until they have ended."""
+        while more := os.read(self._reading, 2**16):
+            self._told += more
+        return self._told.decode().splitlines()
 
     def printed(self) -> str:
         return self._log.read_text(errors="replace") if self._log.exists() else ""

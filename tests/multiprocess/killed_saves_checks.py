@@ -23,8 +23,11 @@ MESHES = ("fsdp=4", "fsdp=2,data=2")
 # ------------------------------------------------------------------ the runs
 
 
-def run_on(run: Path, axes: str, steps: int | None, index: int, say: Say) -> None:
-    """Resumes a run and saves every step: `steps` of them, or until it is killed."""
+def run_on(run: Path, axes: str, steps: int | None, twice: bool, index: int, say: Say) -> None:
+    """Resumes a run and saves every step: `steps` of them, or until it is killed.
+
+    `twice` says whether it saves each step again, which replaces what it has just saved.
+    """
     mesh = ts.make_mesh(axes)
     with Checkpoints(run, keep=KEPT) as checkpoints:
         left = [path.name for path in run.iterdir() if TEMPORARY in path.name]
@@ -42,6 +45,10 @@ def run_on(run: Path, axes: str, steps: int | None, index: int, say: Say) -> Non
             checkpoints.save(step, state)
             checkpoints.wait()
             say(f"saved {step}")
+            if twice:
+                say(f"saving {step}")
+                checkpoints.save(step, state)
+                checkpoints.wait()
             steps = steps and steps - 1
 
 
@@ -62,7 +69,7 @@ def kill_again_and_again(context: Context, name: str, kills: int, processes: int
     latest = while_it_wrote = 0
     how = {"processes": processes, "devices": 4 // processes}
     for i in range(kills):
-        body = partial(run_on, run, MESHES[i % 2], None)
+        body = partial(run_on, run, MESHES[i % 2], None, i % 4 < 2)
         log = context.directory / f"{name}-{i}.log"
         with Forked(body, log, heartbeat=60, **how) as pair:
             saved = kill_during_a_save(pair, i // 2 % processes, draw, latest)
@@ -92,7 +99,7 @@ def latest_of(run: Path) -> int:
 
 
 def resume(context: Context, name: str, latest: int, axes: str, steps: int, **how: int) -> None:
-    body = partial(run_on, context.directory / name, axes, steps)
+    body = partial(run_on, context.directory / name, axes, steps, False)
     with Forked(body, context.directory / f"{name}-last.log", **how) as pair:
         assert int(pair.hear("0 restored")) == latest
         assert pair.wait() == [0] * how["processes"], pair.printed()
@@ -100,7 +107,7 @@ def resume(context: Context, name: str, latest: int, axes: str, steps: int, **ho
 
 def check_a_process_that_is_left_alone_finishes_no_save(context: Context) -> None:
     """Process 0 could, but for the shards of the other; heartbeats tell JAX to end it."""
-    body = partial(run_on, context.directory / "run-left", MESHES[0], None)
+    body = partial(run_on, context.directory / "run-left", MESHES[0], None, False)
     with Forked(body, context.directory / "run-left.log", heartbeat=5) as pair:
         kill_during_a_save(pair, 1, random.Random(0), 0)
         code = pair.wait()[0]

@@ -8,11 +8,12 @@ import argparse
 import json
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 
-from treeshard._cli.stored_trees import StoredTree, open_stored
+from treeshard._cli.stored_trees import StoredTree, use_stored
 from treeshard._core.processes import TIMEOUT, wants_bar, with_bar
 from treeshard._core.text import human_bytes, parse_bytes, parse_dtype, parse_pattern
 from treeshard._disk.files import file_path
@@ -37,8 +38,8 @@ from treeshard.interchange._tensors import tensor_names
 def run_inspect(options: argparse.Namespace) -> tuple[str, int]:
     """Prints the leaves of a stored tree."""
     _off_accelerators()
-    with open_stored(options.path, options.step) as tree:
-        contents = tree.contents
+    tree = use_stored(options.path, options.step, lambda tree: tree)
+    contents = tree.contents
     if not options.json:
         steps = ", ".join(map(str, tree.steps))
         head = f"{contents.path}, of steps {steps}:\n" if steps else ""
@@ -68,8 +69,7 @@ def run_verify(options: argparse.Namespace) -> tuple[str, int]:
     """Prints which leaves are damaged. Returns 1 if any is."""
     _off_accelerators()
     try:
-        with open_stored(options.path, options.step) as tree:
-            return _verified(tree)
+        return use_stored(options.path, options.step, _verified)
     except (DamagedError, FormatError) as error:
         return str(error), 1
 
@@ -88,6 +88,7 @@ def _verified(tree: StoredTree) -> tuple[str, int]:
     read = tree.damages(with_bar(leaves, "verify", show=wants_bar()))
     damages = [f"  {short(row.path)}: {why}" for row, why in read if why]
     if damages:
+        tree.check()
         head = f"{tree.contents.path}: {len(damages):,} of {count} damaged:"
         return "\n".join([head, *damages]), 1
     bare = sum(leaf.crc is None for leaf in leaves)
@@ -105,22 +106,25 @@ def _verified(tree: StoredTree) -> tuple[str, int]:
 def run_export(options: argparse.Namespace) -> tuple[str, int]:
     """Writes the arrays of a stored tree to safetensors."""
     _off_accelerators()
+    return use_stored(options.path, options.step, partial(_export, options)), 0
+
+
+def _export(options: argparse.Namespace, tree: StoredTree) -> str:
     most = None if options.max_file_size is None else parse_bytes(options.max_file_size)
     metadata = dict(_split("--metadata", x, "=", "'format=pt'") for x in options.metadata)
-    with open_stored(options.path, options.step) as tree:
-        arrays, left_out = _select(tree, options)
-        leaves = _named(arrays, options.rename)
-        rows = [Tensor(name, _code(x) or "", x.shape) for name, x in leaves.items()]
-        out = file_path(options.out)
-        files = lay_out_files(out, rows, most, metadata)
-        write_files(out, files, _values(tree, leaves), "export", TIMEOUT)
+    arrays, left_out = _select(tree, options)
+    leaves = _named(arrays, options.rename)
+    rows = [Tensor(name, _code(x) or "", x.shape) for name, x in leaves.items()]
+    out = file_path(options.out)
+    files = lay_out_files(out, rows, most, metadata)
+    write_files(out, files, _values(tree, leaves), "export", TIMEOUT)
     *parts, last = [file.path for file in files]
     names = f"{counted(len(parts), 'file')} and {last}" if parts else last
     total = human_bytes(sum(leaf.bytes for leaf in leaves.values()))
     lines = [f"{counted(len(leaves), 'tensor')}, {total}: {names}"]
     if left_out:
         lines += [f"{counted(len(left_out), 'leaf')} left out:", *(f"  {x}" for x in left_out)]
-    return "\n".join(lines), 0
+    return "\n".join(lines)
 
 
 def _code(leaf: SavedLeaf) -> str | None:

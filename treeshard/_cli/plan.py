@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from treeshard._cli.stored_trees import open_stored
+from treeshard._cli.stored_trees import use_stored
 from treeshard._core.mesh import abstract_mesh
 from treeshard._core.text import (
     human_bytes,
@@ -75,8 +75,8 @@ def _read_shapes(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
     The headers of safetensors are enough: a download that was cut short has them.
     """
     if path.is_dir() or path.name.endswith((".safetensors", ".safetensors.index.json")):
-        with open_stored(str(path), shapes_only=True) as tree:
-            arrays = [leaf for leaf in tree.contents.leaves if leaf.dtype]
+        contents = use_stored(str(path), None, lambda tree: tree.contents, shapes_only=True)
+        arrays = [leaf for leaf in contents.leaves if leaf.dtype]
         return {x.path: jax.ShapeDtypeStruct(x.shape, parse_dtype(x.dtype)) for x in arrays}
     data = read_file(path, pipes=True)
     try:

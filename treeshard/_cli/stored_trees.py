@@ -6,12 +6,12 @@ What is at a path is told by its files, and not by an option: commands take what
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from treeshard._disk.files import file_path
 from treeshard._disk.leaves import Contents, ReadLeaf, SavedLeaf
 from treeshard._disk.untrusted import check_memory
-from treeshard.errors import CheckpointError, DamagedError
+from treeshard.errors import CheckpointError, DamagedError, RemovedError
 from treeshard.interchange._files import Stored, open_tensors
 from treeshard.interchange._tensors import read_full
 
@@ -20,7 +20,8 @@ class StoredTree(NamedTuple):
     """A tree on disk. Tensors have neither specs nor checksums.
 
     `read` reads some of its leaves, a few at a time, and `damages` says how each is damaged.
-    `steps` are all steps of the directory of checkpoints that it is in.
+    `steps` are all steps of the directory of checkpoints that it is in. `check` raises if its
+    writer has removed it meanwhile.
     """
 
     format: str
@@ -28,6 +29,26 @@ class StoredTree(NamedTuple):
     read: Callable[[Iterable[SavedLeaf]], Iterator[ReadLeaf]]
     damages: Callable[[Iterable[SavedLeaf]], Iterable[tuple[SavedLeaf, str]]] | None = None
     steps: tuple[int, ...] = ()
+    check: Callable[[], None] = lambda: None
+
+
+R = TypeVar("R")
+
+
+def use_stored(
+    path: str, step: int | None, use: Callable[[StoredTree], R], *, shapes_only: bool = False
+) -> R:
+    """Calls a function with a stored tree, as `open_stored` opens it.
+
+    If the writer removes the latest step meanwhile, calls it with the later one.
+    """
+    while True:
+        try:
+            with open_stored(path, step, shapes_only) as tree:
+                return use(tree)
+        except RemovedError:
+            if step is not None or not _has_steps(path):
+                raise
 
 
 @contextmanager
@@ -39,7 +60,8 @@ def open_stored(
     With `shapes_only`, the data of safetensors files may be missing.
     """
     if not _has_tensors(path):
-        yield _checkpoint(path, step)
+        with _open_checkpoint(path, step) as tree:
+            yield tree
         return
     if step is not None:
         raise CheckpointError(f"{path} is not a directory of checkpoints: it has no step {step}.")
@@ -65,7 +87,14 @@ def _has_tensors(path: str) -> bool:
     return not is_checkpoint and any(target.glob("*.safetensors*"))
 
 
-def _checkpoint(path: str, step: int | None) -> StoredTree:
+def _has_steps(path: str) -> bool:
+    from treeshard.checkpoint import _paths
+
+    return bool(_paths.steps_in(_paths.checkpoint_path(path)))
+
+
+@contextmanager
+def _open_checkpoint(path: str, step: int | None) -> Iterator[StoredTree]:
     # These load TensorStore, which safetensors do not need.
     from treeshard.checkpoint import _paths, _restore
 
@@ -75,10 +104,12 @@ def _checkpoint(path: str, step: int | None) -> StoredTree:
         step = steps[-1]
     if step is not None:
         directory = directory / str(step)
-    table = _restore.table_at(directory)
-    contents = Contents(str(directory), table.leaves, table.meshes)
-    read = partial(_restore.read_each, directory)
-    return StoredTree("checkpoint", contents, read, partial(_restore.damages_of, directory), steps)
+    with _paths.reading(directory, listed=step in steps) as check:
+        table = _restore.table_at(directory)
+        contents = Contents(str(directory), table.leaves, table.meshes)
+        read = partial(_restore.read_each, directory)
+        damages = partial(_restore.damages_of, directory)
+        yield StoredTree("checkpoint", contents, read, damages, steps, check)
 
 
 def _read(stored: dict[str, Stored], rows: Iterable[SavedLeaf]) -> Iterator[ReadLeaf]:

@@ -6,6 +6,7 @@ flushes decides what power loss leaves: without `fsync`, a file system may make 
 before the contents, and one rename before an earlier one.
 """
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -94,6 +95,22 @@ def make_directory(path: os.PathLike[str]) -> None:
         raise CheckpointError(f"{path} cannot be created: {error.strerror}.") from None
 
 
+# Of Linux, for paths relative to the current directory, which absolute ones are not.
+_AT_CURRENT_DIRECTORY, _RENAME_EXCHANGE = -100, 2
+
+
+def exchange_names(one: PathLike, other: PathLike) -> bool:
+    """Exchanges the names of two directories at once, so that none is absent at any moment.
+
+    Returns whether it did: NFS and systems other than Linux do not have it.
+    """
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    here = _AT_CURRENT_DIRECTORY
+    if rename is None:
+        return False
+    return rename(here, os.fsencode(one), here, os.fsencode(other), _RENAME_EXCHANGE) == 0
+
+
 # ------------------------------------------------------------------ shared directories
 
 # Seconds until a file that another machine created must be visible. Network file systems remember
@@ -107,8 +124,18 @@ def new_mark(file: Any) -> bytes:
     The path is one of `pathlib`, or of `etils.epath` for object stores.
     """
     mark = os.urandom(16)
-    file.write_bytes(mark)
+    try:
+        file.unlink(missing_ok=True)  # a link would be followed
+        file.write_bytes(mark)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be written: {error.strerror}.") from None
     return mark
+
+
+def remove_mark(file: Any) -> None:
+    """Removes the file of `new_mark`; one that is left behind is replaced by the next."""
+    with suppress(OSError):
+        file.unlink()
 
 
 def check_mark(file: Any, mark: bytes, timeout: float) -> None:
@@ -170,7 +197,7 @@ class Lock:
 
     def check(self) -> None:
         """Raises `CheckpointError` if its file is elsewhere, as after a rename of the directory."""
-        if self._handle is not None and not _is_open_as(self._file, self._handle):
+        if self._handle is not None and not is_open_as(self._file, self._handle):
             raise CheckpointError(
                 f"{self._file.parent} was renamed or removed while it was open for writing, or its"
                 f" lock {self._file.name} was. Move it back, or open the directory again."
@@ -224,14 +251,18 @@ def _lock(file: Path, what: str, *, to_sweep: bool) -> int | None:
 
     With `to_sweep` the file must exist, and writers wait until the lock is free again.
     """
+    try:
+        return _locked(file, what, to_sweep=to_sweep)
+    except OSError as error:
+        why = _NOT_OURS.format(file) if os.path.islink(file) else error.strerror
+        raise CheckpointError(f"{what}: cannot be written to: {why}.") from None
+
+
+def _locked(file: Path, what: str, *, to_sweep: bool) -> int | None:
     me = f"process {os.getpid()} on {platform.node()}"
     tries = 1 if to_sweep else _TRIES
     while True:
-        try:
-            handle = os.open(file, _OWN_FILE | (0 if to_sweep else os.O_CREAT), 0o666)
-        except OSError as error:
-            why = _NOT_OURS.format(file) if os.path.islink(file) else error.strerror
-            raise CheckpointError(f"{what}: cannot be written to: {why}.") from None
+        handle = os.open(file, _OWN_FILE | (0 if to_sweep else os.O_CREAT), 0o666)
         with ExitStack() as opened:
             opened.callback(os.close, handle)
             if not _is_only_ours(handle):
@@ -255,16 +286,16 @@ def _lock(file: Path, what: str, *, to_sweep: bool) -> int | None:
                 if not to_sweep:
                     warn(_NO_LOCKS.format(what, error.strerror))
                 return None
-            if not _is_open_as(file, handle):
+            if not is_open_as(file, handle):
                 continue  # its holder removed it after we had opened it: lock the new one
             since = f"since {datetime.now():%Y-%m-%d %H:%M:%S}"
             try:
                 os.ftruncate(handle, 0)
                 os.write(handle, f"{me}, {_SWEEPS if to_sweep else since}".encode())
-            except OSError as error:  # a full disk
+            except OSError:  # a full disk
                 with suppress(OSError):
                     file.unlink()
-                raise CheckpointError(f"{what}: cannot be written to: {error.strerror}.") from None
+                raise
             opened.pop_all()
             return handle
 
@@ -275,11 +306,14 @@ def _is_only_ours(handle: int) -> bool:
     return stat.S_ISREG(status.st_mode) and status.st_nlink <= 1
 
 
-def _is_open_as(file: Path, handle: int) -> bool:
+def is_open_as(file: PathLike, handle: int) -> bool:
+    """Whether a file or directory is the one that was opened, and not another one of its name."""
     try:
         return os.path.samestat(os.stat(file), os.fstat(handle))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}.") from None
 
 
 # ------------------------------------------------------------------ what killed writers left

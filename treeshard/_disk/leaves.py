@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, Flag
 from functools import lru_cache, partial
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -91,7 +91,7 @@ def kind_of(x: Any) -> str | None:
 def _plain(x: Any) -> Any:
     """A number or text of a subclass as one of Python's own; a member of an enum as its name."""
     if isinstance(x, Enum):
-        return x.name
+        return _name_of(x)
     if type(x) in _SCALAR_KINDS:
         return x
     base = next((kind for kind in _SCALAR_KINDS if isinstance(x, kind)), None)
@@ -103,11 +103,60 @@ def in_class_of(value: Any, leaf: Any, path: str) -> Any:
     kind: Any = type(leaf)
     if type(value) is kind or type(value) not in _SCALAR_KINDS:
         return value
-    if not isinstance(leaf, Enum):
-        return kind(value)
-    if value not in kind.__members__:
-        raise MismatchError(f"{path}: saved as {value!r}, which {kind.__name__} does not have.")
-    return kind[value]
+    try:
+        return _member(kind, value) if isinstance(leaf, Enum) else _converted(kind, value)
+    except (TypeError, ValueError):
+        text = f"{path}: saved as {value!r}, which {kind.__name__} does not have."
+        raise MismatchError(text) from None
+
+
+def _converted(kind: Any, value: Any) -> Any:
+    """A number or text in a subclass, whose constructor may take, or make, something else."""
+    converted = kind(value)
+    if value_text(converted) != value_text(value):
+        raise ValueError
+    return converted
+
+
+# Enums are saved by name: `enum.auto` gives members other values once one is inserted before them.
+# A combination of flags has a name only if one was defined. It is saved as `A|B`; what no flag has
+# is added as a number, as in `A|8`, and `0` has no flags.
+
+
+def _name_of(member: Enum) -> str:
+    members = _named_members(type(member))
+    if member._name_ in members:  # `name` may be a property of the class
+        return member._name_
+    names: list[str] = []
+    rest = member._value_
+    for name, flag in members.items():
+        if flag._value_ and flag._value_ & rest == flag._value_:
+            names.append(name)
+            rest &= ~flag._value_
+    return "|".join([*names, str(rest)] if rest or not names else names)
+
+
+def _member(kind: Any, name: str) -> Any:
+    """The member that `_name_of` named. Raises `ValueError` if the class does not have it."""
+    members = _named_members(kind)
+    if name in members:
+        return members[name]
+    if not issubclass(kind, Flag):
+        raise ValueError
+    bits = 0
+    for part in name.split("|"):
+        bits |= members[part]._value_ if part in members else int(part)
+    member = kind(bits)
+    # Depending on its `boundary`, a class drops unknown bits, or returns an `int`.
+    if type(member) is not kind or member._value_ != bits:
+        raise ValueError
+    return member
+
+
+def _named_members(kind: Any) -> dict[str, Any]:
+    """The members by name. `Flag("Modes", {"8": 1})` makes flags whose names read as numbers."""
+    members = kind.__members__.items()
+    return {name: x for name, x in members if name.isidentifier() or not issubclass(kind, Flag)}
 
 
 # What a program has again when it starts again, as its source says it.

@@ -28,7 +28,7 @@ from treeshard._core.processes import TIMEOUT, with_bar
 from treeshard._disk.files import PathLike
 from treeshard._disk.leaves import Contents, SavedLeaf, raise_damages
 from treeshard.checkpoint._checkpoints import Checkpoints
-from treeshard.checkpoint._paths import checkpoint_path
+from treeshard.checkpoint._paths import checkpoint_path, reading
 from treeshard.checkpoint._restore import damages_of, restore, table_at
 from treeshard.checkpoint._save import begin
 from treeshard.errors import counted, warn
@@ -70,10 +70,10 @@ def save(
 
     Args:
         path: The directory to create, on a file system or object store that all processes share. It
-            must not exist, unless as a checkpoint of the same values.
-        tree: Any pytree. Arrays, typed PRNG keys, Python numbers, strings, bytes, `None` and the
-            names of enums are saved. Functions, types, modules and dtypes are not: `restore` takes
-            them from its like-tree. A numpy array must be equal on all processes.
+            must not exist. `Checkpoints.save` can replace a step.
+        tree: Any pytree. Arrays, typed PRNG keys, Python numbers, strings, bytes, `None`, and enums
+            and flags, by name, are saved. Functions, types, modules and dtypes are not: `restore`
+            takes them from its like-tree. A numpy array must be equal on all processes.
         fingerprints: Whether to save a checksum of every array, and to compare all replicas.
         on_divergence: What to do if replicas of an array, or the processes' copies of one, differ
             in a bit: `"error"` raises a `CheckpointError`; `"warn"` saves the first replica of
@@ -123,6 +123,7 @@ def inspect(path: PathLike) -> Contents:
     Raises:
         CheckpointError: If there is no checkpoint at `path`: it says what is there instead.
         DamagedError: If its table of leaves is not as saved.
+        RemovedError: If its writer removes or replaces it meanwhile.
         FormatError: If another version of treeshard wrote it.
 
     Examples:
@@ -133,7 +134,8 @@ def inspect(path: PathLike) -> Contents:
         [('step', 'int', (), 1), ('w', 'array', (8, 4), 128)]
     """
     checkpoint = checkpoint_path(path)
-    table = table_at(checkpoint)
+    with reading(checkpoint):
+        table = table_at(checkpoint)
     return Contents(str(checkpoint), table.leaves, table.meshes)
 
 
@@ -149,7 +151,7 @@ def verify(path: PathLike, *, progress: bool = False) -> None:
 
     Raises:
         DamagedError: If leaves cannot be read, or are not as saved: all are listed.
-        CheckpointError, FormatError: As `inspect`.
+        CheckpointError, FormatError, RemovedError: As `inspect`.
         CheckpointError: Also if there is not enough host memory.
         ImportError: If `progress` is set and `tqdm` is not installed.
 
@@ -162,9 +164,11 @@ def verify(path: PathLike, *, progress: bool = False) -> None:
         ...     verify(f"{folder}/mlp")
     """
     checkpoint = checkpoint_path(path)
-    leaves = table_at(checkpoint).leaves
-    rows = with_bar(leaves, "verify", show=progress)
-    raise_damages(checkpoint, {row.path: why for row, why in damages_of(checkpoint, rows) if why})
+    with reading(checkpoint):
+        leaves = table_at(checkpoint).leaves
+        rows = with_bar(leaves, "verify", show=progress)
+        damages = {row.path: why for row, why in damages_of(checkpoint, rows) if why}
+        raise_damages(checkpoint, damages)
     bare = [row for row in leaves if row.crc is None]
     if bare:
         warn(

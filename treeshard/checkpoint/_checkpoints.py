@@ -10,7 +10,7 @@ import json
 import operator
 import os
 import sys
-from concurrent.futures import Future, wait
+from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial
 from typing import SupportsIndex, Unpack
@@ -20,13 +20,15 @@ from etils import epath
 
 from treeshard._core.paths import PyTree
 from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, agreeing, together, with_bar
-from treeshard._core.threads import in_thread
+from treeshard._core.threads import Outcome, in_thread, interrupts_deferred
 from treeshard._disk.files import (
     Lock,
     PathLike,
     check_mark,
+    flush,
     make_directory,
     new_mark,
+    remove_mark,
     tell_removed,
 )
 from treeshard.checkpoint._paths import (
@@ -35,23 +37,26 @@ from treeshard.checkpoint._paths import (
     is_local,
     latest_in,
     lock_in,
+    remove_tree,
     set_aside,
     steps_in,
     sweep_left,
     sweep_run,
 )
+from treeshard.checkpoint._preemption import Preemption
 from treeshard.checkpoint._restore import RestoreOptions, restore
 from treeshard.checkpoint._save import Writing, begin
 from treeshard.errors import (
     CheckpointError,
     ProcessError,
+    RemovedError,
     TreeShardError,
     counted,
     listed,
     warn,
 )
 
-LATEST = "restore_latest"
+LATEST, REMOVE_AFTER = "restore_latest", "remove_after"
 
 # The saves in the background of which nobody has been told yet how they ended.
 _untold: set[Writing] = set()
@@ -62,13 +67,15 @@ os.register_at_fork(after_in_child=_untold.clear)
 def _tell_at_exit() -> None:
     """Ends the process with status 1 if a save has failed that nothing waited for.
 
-    Python has joined the threads by now. It prints what `atexit` functions raise, but keeps the
-    status. Those that were registered before this module was imported do not run then.
+    Python has joined the threads by now, unless a Ctrl-C interrupted it: then the threads would end
+    in the middle of code in C++. Python prints what `atexit` functions raise, but keeps the status.
+    Those that were registered before this module was imported do not run then.
     """
-    failed = [error for writing in _untold if (error := writing.error())]
-    if failed:
-        for error in failed:
-            print(f"A save in the background failed: {error}", file=sys.stderr)
+    failures = [f"failed: {error}" for writing in _untold if (error := writing.error())]
+    failures += ["was interrupted." for writing in _untold if not writing.has_ended]
+    if failures:
+        for failure in failures:
+            print(f"A save in the background {failure}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
@@ -141,7 +148,8 @@ class Checkpoints:
         with_bar((), "Checkpoints", show=progress)  # raises without tqdm, before anything is done
         self._begin = partial(begin, fingerprints=fingerprints, on_divergence=on_divergence)
         self._writing: tuple[int, Writing] | None = None
-        self._removing: list[Future[None]] = []
+        self._removing: list[Outcome[None]] = []
+        self._preemption: Preemption | None = None
         self._closed, self._process = False, os.getpid()
         self._lock: Lock | None = None
         with ExitStack() as held:
@@ -159,42 +167,41 @@ class Checkpoints:
             with together("Checkpoints", timeout=self._timeout) as marks:
                 if jax.process_index() == 0:
                     self._lock = _lock(self._directory, held)
-                    mark.unlink(missing_ok=True)  # a link would be followed
                     marks.append(new_mark(mark))
-                    until_seen.callback(mark.unlink)
+                    until_seen.callback(remove_mark, mark)
             with together("Checkpoints", timeout=self._timeout):
                 if jax.process_index() != 0:
                     check_mark(mark, marks[0], self._timeout)
 
-    def save(self, step: SupportsIndex, state: PyTree) -> bool:
+    def save(self, step: SupportsIndex, state: PyTree, *, force: bool = False) -> bool:
         """Saves a state, if its step is a multiple of `every`.
 
+        A checkpoint of this step that exists is replaced once the new one is complete: a killed
+        save leaves the old one or the new one. Object stores cannot do that.
+
         Args:
-            step: The step: not negative, and not saved yet.
+            step: The step: not negative.
             state: Any pytree, as in `treeshard.checkpoint.save`.
+            force: Whether to save it whatever `every` says, as before the run ends.
 
         Returns:
             Whether it is saved or being saved; `False` if its step is skipped. A `ShardingWarning`
             says if the directory has later steps.
 
         Raises:
-            CheckpointError: If the step exists already; if this object is closed or read-only; if
-                the state cannot be written, or an earlier one could not be. What existed before
-                is unchanged.
+            CheckpointError: If there is something else than a checkpoint of treeshard at the name
+                of the step, or, in an object store, anything; if this object is closed or
+                read-only; if the state cannot be written, or an earlier one could not be. What
+                existed before is unchanged.
             ValueError: If the step is negative.
             LeafError, DeletedLeafError, ProcessError: As `treeshard.checkpoint.save`.
         """
-        number = operator.index(step)
-        if number < 0:
-            raise ValueError(f"save(step={number}): the step must not be negative.")
-        if self._read_only or self._closed:
-            why = "read-only" if self._read_only else "closed"
-            raise CheckpointError(f"{self._directory}: this Checkpoints is {why}.")
-        if number % self._every:
+        number = self._step_to_write("save", step)
+        if number % self._every and not force:
             return False
         self.wait()
         path = self._directory / str(number)
-        writing = self._begin(path, state, timeout=self._timeout, run=self._lock)
+        writing = self._begin(path, state, timeout=self._timeout, run=self._lock, replace=True)
         self._writing = number, writing
         _untold.add(writing)
         if jax.process_index() == 0:
@@ -203,13 +210,119 @@ class Checkpoints:
             self.wait()
         return True
 
+    def _step_to_write(self, call: str, step: SupportsIndex) -> int:
+        """The number of a step, for a call of a writer."""
+        number = operator.index(step)
+        if number < 0:
+            raise ValueError(f"{call}(step={number}): the step must not be negative.")
+        if self._read_only or self._closed:
+            why = "read-only" if self._read_only else "closed"
+            raise CheckpointError(f"{self._directory}: this Checkpoints is {why}.")
+        return number
+
     def _warn_of_later_steps(self, step: int) -> None:
         latest = max(self.steps(), default=step)
         if latest > step:
             warn(
                 f"save({step}): {self._directory} has later steps, up to {latest}, which"
-                " `restore_latest` restores. Remove them, or save to another directory."
+                " `restore_latest` restores. To go on from this step, remove them:"
+                f" `checkpoints.remove_after({step})`. Or save to another directory."
             )
+
+    def remove_after(self, step: SupportsIndex) -> tuple[int, ...]:
+        """Removes all later steps, for a run that goes back to an earlier one.
+
+        It waits for writes in progress first, and returns once the removal would survive a power
+        cut. The step itself stays, if it exists.
+
+        Args:
+            step: The step: not negative, and the same on all processes.
+
+        Returns:
+            The removed steps, ascending.
+
+        Raises:
+            CheckpointError: If this object is closed or read-only; if a step cannot be removed: the
+                ones after it are removed by then; if an earlier save could not be written.
+            ProcessError: If the processes pass different steps, or one does not arrive.
+            ValueError: If the step is negative.
+
+        Examples:
+            >>> with tempfile.TemporaryDirectory() as run, Checkpoints(run) as checkpoints:
+            ...     for step in (100, 200, 300):
+            ...         saved = checkpoints.save(step, {"w": np.full(8, step)})
+            ...     state = checkpoints.restore(100)
+            ...     removed = checkpoints.remove_after(100)
+            ...     steps = checkpoints.steps()
+            >>> removed, steps
+            ((200, 300), (100,))
+        """
+        number = self._step_to_write(REMOVE_AFTER, step)
+        self.wait()
+        with agreeing(REMOVE_AFTER, timeout=self._timeout) as facts:
+            facts["the directory"], facts["the step"] = str(self._directory), str(number)
+        with together(REMOVE_AFTER, timeout=AS_LONG_AS_IT_TAKES) as of_process:
+            later: list[int] = []
+            if jax.process_index() == 0:
+                later = [x for x in self.steps() if x > number]
+                self._remove_durably(reversed(later))
+            of_process.append(json.dumps(later).encode())
+        return tuple(json.loads(of_process[0]))
+
+    def _remove_durably(self, steps: Iterable[int]) -> None:
+        """Removes steps in this order; a kill leaves the later ones."""
+        try:
+            for step in steps:
+                self._remove(step)
+            if is_local(self._directory):
+                flush(self._directory)
+        except OSError as error:
+            raise CheckpointError(
+                f"{REMOVE_AFTER}: steps of {self._directory} cannot be removed: {error}."
+            ) from None
+        self._wait_for_removals()
+
+    def preempted(self, step: SupportsIndex) -> bool:
+        """Whether the run should save this step and end, since it received SIGTERM or Ctrl-C.
+
+        Schedulers send SIGTERM some seconds before they kill a process. Call it once in each step,
+        on all processes. With several, it is true on all of them at the same step, whichever
+        received the signal: JAX's `reached_preemption_sync_point` decides the step.
+
+        The first call installs handlers, which no longer end the process or interrupt its code, and
+        `close` restores those before. Handlers of your own are still called. A second Ctrl-C, at
+        least a second after the first signal, interrupts as usual.
+
+        Args:
+            step: The number of the step that has just run.
+
+        Returns:
+            Whether to stop. It stays true at later steps.
+
+        Raises:
+            CheckpointError: If this object is closed or read-only; if there is one process, and the
+                first call is not in the main thread, which alone can install handlers.
+            ProcessError: If there are several processes, and JAX's preemption service is disabled.
+            ValueError: If the step is negative.
+
+        Examples:
+            >>> with tempfile.TemporaryDirectory() as run, Checkpoints(run, every=8) as checkpoints:
+            ...     for step in range(1, 101):
+            ...         stop = checkpoints.preempted(step)
+            ...         saved = checkpoints.save(step, {"w": np.ones(8)}, force=stop)
+            ...         if stop:
+            ...             break
+            ...         if step == 10:  # as a scheduler does
+            ...             signal.raise_signal(signal.SIGTERM)
+            ...     checkpoints.wait()
+            ...     steps = checkpoints.steps()
+            >>> steps
+            (8, 11)
+        """
+        number = self._step_to_write("preempted", step)
+        if self._preemption is None:
+            self._preemption = Preemption(number)
+        return self._preemption.is_reached(number)
 
     def restore_latest(
         self, like: PyTree = None, **options: Unpack[RestoreOptions]
@@ -246,7 +359,7 @@ class Checkpoints:
                 return step, state
             # Its writer may have replaced it by a later one.
             later = self._agreed_latest() if self._read_only else step
-            if later in (step, None):
+            if later is None or (later == step and not isinstance(error, RemovedError)):
                 raise error
             step = later
         return None
@@ -271,7 +384,10 @@ class Checkpoints:
         if not unread:
             return state, None
         facts = [f"process {i} raised {text}" for i, text in unread.items()]
-        error = error or ProcessError(f"{LATEST}: {listed('Several processes failed:', facts)}")
+        failures = f"{LATEST}: {listed('Several processes failed:', facts)}"
+        if any(text.startswith(RemovedError.__name__) for text in unread.values()):
+            return None, RemovedError(failures)
+        error = error or ProcessError(failures)
         # A `ProcessError` alone is about the call, and not about the checkpoint.
         if all(text.startswith(ProcessError.__name__) for text in unread.values()):
             raise error
@@ -298,7 +414,7 @@ class Checkpoints:
             The state.
 
         Raises:
-            CheckpointError, DamagedError, MismatchError, ProcessError: As `wait` and
+            CheckpointError, RemovedError, DamagedError, MismatchError, ProcessError: As `wait` and
                 `treeshard.checkpoint.restore`.
         """
         self.wait()
@@ -338,9 +454,13 @@ class Checkpoints:
                 f" this one, {os.getpid()}, was forked from it. Only process {self._process} can"
                 " wait for the save."
             )
-        (step, writing), self._writing = self._writing, None
-        _untold.discard(writing)
-        writing.wait(progress=self._progress)
+        step, writing = self._writing
+        try:
+            writing.wait(progress=self._progress)
+        finally:
+            if writing.has_ended:  # otherwise, a second Ctrl-C has ended the wait
+                self._writing = None
+                _untold.discard(writing)
         if self._keep is not None and jax.process_index() == 0:
             self._remove_all_but(self._keep, step)
 
@@ -352,10 +472,19 @@ class Checkpoints:
         self._closed = True
         if self._process != os.getpid():  # the locks and the save are those of the other process
             return
-        try:
+        with ExitStack() as ending:  # whatever is raised, even by a Ctrl-C
+            ending.callback(self._release)
+            ending.callback(self._wait_for_removals)
             self.wait()
-        finally:
-            wait(self._removing)
+
+    def _wait_for_removals(self) -> None:
+        for removal in self._removing:
+            removal.wait()
+
+    def _release(self) -> None:
+        if self._preemption is not None:
+            self._preemption.release()
+        with interrupts_deferred():
             self._held.close()
 
     def __enter__(self) -> "Checkpoints":
@@ -368,13 +497,16 @@ class Checkpoints:
         return f"<Checkpoints: {self._directory}, {counted(len(self.steps()), 'step')}>"
 
     def _remove_all_but(self, keep: int, saved: int) -> None:
-        self._removing = [removal for removal in self._removing if not removal.done()]
+        self._removing = [removal for removal in self._removing if not removal.done]
         for step in {*self.steps()[:-keep]} - {saved}:
             try:
-                old = set_aside(self._directory / str(step))
-                self._removing.append(in_thread(_remove, old))
+                self._remove(step)
             except OSError as error:
                 warn(f"{self._directory}: step {step} cannot be removed: {error}.")
+
+    def _remove(self, step: int) -> None:
+        """Hides a step at once, and removes its files in a thread."""
+        in_thread(self._removing, _remove_files, set_aside(self._directory / str(step)))
 
 
 def _lock(directory: epath.Path, held: ExitStack) -> Lock | None:
@@ -391,8 +523,8 @@ def _lock(directory: epath.Path, held: ExitStack) -> Lock | None:
     return lock
 
 
-def _remove(old: epath.Path) -> None:
+def _remove_files(old: epath.Path) -> None:
     try:
-        old.rmtree()
+        remove_tree(old)
     except OSError as error:
         warn(f"{old} cannot be removed: {error}.")

@@ -32,6 +32,7 @@ from treeshard._core.arrays import (
     used_bits,
 )
 from treeshard._core.processes import TIMEOUT, is_spread, together
+from treeshard._core.threads import in_thread
 from treeshard.errors import ProcessError
 
 try:  # the same numbers, faster
@@ -79,6 +80,11 @@ def checksums(
 
 def registers(arrays: Sequence[jax.Array | np.ndarray], *, replicas: bool = False) -> bytes:
     """What this process contributes to the checksums; `of_registers` combines it."""
+    # A Ctrl-C in this thread could leave a lock of the pool taken, and its threads would not end.
+    return in_thread([], _registers, arrays, replicas).result()
+
+
+def _registers(arrays: Sequence[jax.Array | np.ndarray], replicas: bool) -> bytes:
     contribution = np.zeros(len(arrays), _CONTRIBUTION)
     contribution["is_copy"] = [not is_spread(x) for x in arrays]
     # Parts of one layout are joined many at once: numpy takes as long for one as for hundreds.

@@ -9,7 +9,8 @@ import errno
 import json
 import os
 import re
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,8 +18,22 @@ from etils import epath
 from etils.epath.backend import fsspec_backend
 
 from treeshard._core.arguments import check_path
-from treeshard._disk.files import Lock, PathLike, file_path, lock_of_killed
-from treeshard.errors import CheckpointError, DamagedError, counted, did_you_mean, warn
+from treeshard._disk.files import (
+    Lock,
+    PathLike,
+    exchange_names,
+    file_path,
+    is_open_as,
+    lock_of_killed,
+)
+from treeshard.errors import (
+    CheckpointError,
+    DamagedError,
+    RemovedError,
+    counted,
+    did_you_mean,
+    warn,
+)
 
 ARRAYS, TABLE = "state", "leaves"  # the parts of a checkpoint
 TABLE_FILE = "table.json"
@@ -32,7 +47,8 @@ _LOCK = "treeshard-lock"
 _OF_ORBAX = ("_CHECKPOINT_METADATA", "_METADATA", "orbax.checkpoint")
 _STEP = re.compile("0|[1-9][0-9]*")
 _REMOVED = "-removed"  # behind the name of a step that is being removed
-_LEFT_STEP = re.compile(rf"(?P<step>[0-9]+){re.escape(TEMPORARY)}")  # with `-removed`, or not
+_REPLACED = "-replaced"  # behind that of a step for which another one is about to be renamed
+_LEFT_STEP = re.compile(rf"(?P<step>[0-9]+){re.escape(TEMPORARY)}")  # with one of these, or not
 # `.step_7.treeshard-lock`, or that of a run: `.treeshard-lock`
 _LOCK_FILE = re.compile(rf"(\.(?P<name>.+))?\.{_LOCK}", re.DOTALL)
 
@@ -143,7 +159,7 @@ def steps_in(directory: epath.Path) -> tuple[int, ...]:
     while True:
         names = _names_in(directory)
         paths = [directory / name for name in names if _STEP.fullmatch(name)]
-        steps = [path for path in paths if _is_ours(path) and is_complete(path)]
+        steps = [path for path in paths if is_ours(path) and is_complete(path)]
         # A writer with `keep=1` replaces a step by the next. A listing may name the one that is
         # gone by now, or, since it takes a while, neither.
         gone_now = [path for path in paths if path not in steps and not os.path.lexists(path)]
@@ -170,11 +186,19 @@ def latest_in(directory: epath.Path) -> int | None:
     A program that copies checkpoints, such as `rsync`, creates the directory of a step first. Such
     a step has all its files later. One that lost files has not: a warning names it.
     """
+    while True:
+        with suppress(RemovedError):  # then a later one is there, or an earlier one
+            return _latest_with_all_files(directory)
+
+
+def _latest_with_all_files(directory: epath.Path) -> int | None:
     for step in reversed(steps_in(directory)):
         path = directory / str(step)
-        lacking = lacking_files(path)
-        if not lacking:
-            return step
+        with reading(path, listed=True) as check:
+            lacking = lacking_files(path)
+            if not lacking:
+                return step
+            check()
         warn(
             f"{path} lacks {counted(len(lacking), 'file')} or part of them, such as {lacking[0]}:"
             " it is being copied, or damaged. It does not count as the latest step."
@@ -202,7 +226,7 @@ def _size_of(file: epath.Path) -> int | None:
         return None
 
 
-def _is_ours(path: epath.Path) -> bool:
+def is_ours(path: epath.Path) -> bool:
     """Whether there is a checkpoint at `path`, perhaps one whose table of leaves is lost."""
     return is_there(path / TABLE / TABLE_FILE) or is_there(path / ARRAYS / SEAL)
 
@@ -234,18 +258,56 @@ def seal(path: epath.Path) -> str:
         raise CheckpointError(f"{path}: its seal cannot be read: {error}.") from None
 
 
-def was_removed(path: epath.Path) -> bool:
-    """Whether a checkpoint that was there is gone; not if it cannot be looked at."""
-    with suppress(CheckpointError):
-        return not is_there(path)
-    return False
+@contextmanager
+def reading(path: epath.Path, *, listed: bool = False) -> Iterator[Callable[[], None]]:
+    """Raises `RemovedError` for whatever fails to be read because the writer removes it meanwhile.
+
+    A writer removes old steps (`keep=`), and replaces a step that is saved again. Yields a function
+    that raises the error at once, for reads that end without one. `listed` says that a listing had
+    the checkpoint, so that it was removed if it is not there.
+    """
+    # While a directory is open, no other one gets its inode.
+    handle = _open_directory(path) if is_local(path) else None
+    was_there = listed or handle is not None or (not is_local(path) and is_complete(path))
+
+    def check() -> None:
+        why = ""
+        with suppress(CheckpointError):  # a disk that does not answer says nothing
+            why = _change_of(path, handle) if was_there else ""
+        if why:
+            raise RemovedError(f"{path} was {why}") from None
+
+    try:
+        with explaining(check):
+            yield check
+    finally:
+        if handle is not None:
+            os.close(handle)
 
 
-def gone(path: epath.Path) -> CheckpointError:
-    """The error for a checkpoint that was removed during a read."""
-    return CheckpointError(
-        f"{path} was removed while it was read, as `keep=` of its writer does.{_steps(path.parent)}"
-    )
+@contextmanager
+def explaining(check: Callable[[], None]) -> Iterator[None]:
+    """Raises what the function of `reading` raises, if anything, in place of another error."""
+    try:
+        yield
+    except CheckpointError:
+        check()
+        raise
+
+
+def _open_directory(path: epath.Path) -> int | None:
+    with suppress(OSError):
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    return None
+
+
+def _change_of(path: epath.Path, handle: int | None) -> str:
+    """How a checkpoint that was there has changed; empty if it has not."""
+    if not (is_there(path) if is_local(path) else is_complete(path)):
+        return f"removed while it was read, as `keep=` of its writer does.{_steps(path.parent)}"
+    if handle is None or is_open_as(path, handle):
+        return ""
+    return "replaced while it was read: its writer has saved this step again. Read it again."
 
 
 def _none_at(path: epath.Path) -> CheckpointError:
@@ -303,14 +365,22 @@ def lock_in(directory: epath.Path) -> Path:
     return Path(directory / f".{_LOCK}")
 
 
-def check_vacant(path: epath.Path) -> None:
-    """Raises `CheckpointError` unless a checkpoint can be created at `path`."""
+def check_vacant(path: epath.Path, *, replace: bool = False) -> None:
+    """Raises `CheckpointError` unless a checkpoint can be created at `path`, or replaced there."""
     if TEMPORARY in path.name:
         raise CheckpointError(
             f"{path}: names with {TEMPORARY!r} are reserved for unfinished checkpoints."
         )
     if not is_there(path) or _is_unfinished(path):
         return
+    if replace and is_ours(path):
+        if is_local(path):
+            return
+        raise CheckpointError(
+            f"There is already a checkpoint at {path}, and an object store cannot replace one"
+            " atomically. Remove it and the later steps first, with"
+            f" `checkpoints.remove_after({int(path.name) - 1})`."
+        )
     what = "file"
     if path.is_dir():
         what = "checkpoint" if (path / TABLE).is_dir() else "directory"
@@ -324,8 +394,9 @@ def sweep(path: epath.Path, *, half_removed: bool = False) -> dict[str, int | No
     """Removes what failed saves of a checkpoint left behind. No save may be running.
 
     `half_removed` is for what a killed run had begun to remove. A run that is alive removes such
-    in a thread of its own. Returns the bytes of each directory that was removed;
-    `None` in an object store, where nobody counts them.
+    in a thread of its own. A checkpoint that was about to be replaced gets its name back. Returns
+    the bytes of each directory that was removed; `None` in an object store, where nobody counts
+    them.
     """
     removed: dict[str, int | None] = {}
     if not is_local(path):
@@ -333,15 +404,26 @@ def sweep(path: epath.Path, *, half_removed: bool = False) -> dict[str, int | No
             path.rmtree()
             removed[path.name] = None
         return removed
+    replaced = _replaced_path(path)
+    if is_ours(replaced) and not is_there(path):
+        replaced.rename(path)
     for left in path.parent.iterdir():
         if left.name.endswith(_REMOVED) and not half_removed:
             continue
         if left.name.startswith(f"{path.name}{TEMPORARY}") and left.is_dir():
             size = _bytes_in(left)
             with suppress(OSError):
-                left.rmtree()
+                remove_tree(left)
                 removed[left.name] = size
     return removed
+
+
+def remove_tree(path: epath.Path) -> None:
+    """Removes a directory, or a link to one."""
+    if is_local(path) and os.path.islink(path):
+        path.unlink()
+    else:
+        path.rmtree()
 
 
 def _is_unfinished(path: epath.Path) -> bool:
@@ -406,13 +488,31 @@ def partial_path(path: epath.Path) -> epath.Path:
     return path.with_name(f"{path.name}{TEMPORARY}") if is_local(path) else path
 
 
+def put_in_place(partial: epath.Path, path: epath.Path, *, replace: bool) -> None:
+    """Renames a complete checkpoint, with `replace` in place of another one, to its name.
+
+    The other one is then at a name that `sweep` removes. A kill leaves one of the two.
+    """
+    if not (replace and is_ours(path)):
+        partial.rename(path)
+    elif not exchange_names(partial, path):
+        path.rename(_replaced_path(path))
+        partial.rename(path)
+
+
+def _replaced_path(path: epath.Path) -> epath.Path:
+    return path.with_name(f"{path.name}{TEMPORARY}{_REPLACED}")
+
+
 def set_aside(path: epath.Path) -> epath.Path:
     """Marks a checkpoint as incomplete, so that it can then be removed slowly."""
     if not is_local(path):
         (path / COMMITTED).unlink(missing_ok=True)
         return path
+    # An earlier checkpoint of this step may still be being removed.
+    name = f"{path.name}{TEMPORARY}-{os.urandom(4).hex()}{_REMOVED}"
     try:
-        return path.rename(path.with_name(f"{path.name}{TEMPORARY}{_REMOVED}"))
+        return path.rename(path.with_name(name))
     except OSError as error:
         if error.errno != errno.EXDEV:  # of a directory in a lower layer of an overlay
             raise

@@ -6,7 +6,7 @@ they make the same call, what they could not read, and their parts of the checks
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypedDict
 from zlib import crc32
@@ -43,9 +43,9 @@ from treeshard.checkpoint._checksums import (
     of_registers,
     registers,
 )
-from treeshard.checkpoint._paths import checkpoint_path, gone, seal, table_text, was_removed
+from treeshard.checkpoint._paths import checkpoint_path, explaining, reading, seal, table_text
 from treeshard.checkpoint._table import LeafTable, from_text, in_its_dtype, paths_of, unpack
-from treeshard.errors import CheckpointError, DamagedError, FormatError, MismatchError
+from treeshard.errors import DamagedError, FormatError, MismatchError
 
 WHERE = "restore"
 
@@ -114,6 +114,7 @@ def restore(
 
     Raises:
         CheckpointError: If there is no checkpoint at `path`; if there is not enough host memory.
+        RemovedError: If its writer removes or replaces the checkpoint meanwhile.
         DamagedError: If the checkpoint is not as saved: the leaves are listed.
         MismatchError: If leaves are missing, not requested, or of another kind, shape or dtype
             than requested; if they have 64 bits without JAX's x64 mode; if JAX does not know the
@@ -133,26 +134,20 @@ def restore(
     # A restore to host memory alone needs no other process.
     among = [jax.process_index()] if like is None and rules is None else None
     checkpoint = checkpoint_path(path)
-    with agreeing(WHERE, among=among, timeout=timeout) as facts:
-        text = table_text(checkpoint)
-        rows = {row.path: row for row in _table_of(checkpoint, text).leaves}
-        types = {row.path: LeafType(row.kind, row.shape, row.dtype) for row in rows.values()}
-        placing = Placing(rules, mesh, min_size)
-        request = read_request(types, like, placing, cast=cast, names=_paths, where=WHERE)
-        request.differences.check(str(checkpoint), partial=partial)
-        facts["the path"] = str(checkpoint)
-        facts["the table of leaves"] = f"CRC-32 {crc32(text.encode())}"
-        facts |= request.facts()
-    requested = request.to_read()
-    leaves = [(rows[x.name], x) for x in requested.values()]
-    try:
-        arrays = _read_together(
-            checkpoint, leaves, verify=verify, among=among, timeout=timeout, progress=progress
-        )
-    except CheckpointError:
-        if was_removed(checkpoint):
-            raise gone(checkpoint) from None
-        raise
+    with reading(checkpoint) as check:
+        with agreeing(WHERE, among=among, timeout=timeout) as facts, explaining(check):
+            text = table_text(checkpoint)
+            rows = {row.path: row for row in _table_of(checkpoint, text).leaves}
+            types = {row.path: LeafType(row.kind, row.shape, row.dtype) for row in rows.values()}
+            placing = Placing(rules, mesh, min_size)
+            request = read_request(types, like, placing, cast=cast, names=_paths, where=WHERE)
+            request.differences.check(str(checkpoint), partial=partial)
+            facts["the path"] = str(checkpoint)
+            facts["the table of leaves"] = f"CRC-32 {crc32(text.encode())}"
+            facts |= request.facts()
+        requested = request.to_read()
+        leaves = [(rows[x.name], x) for x in requested.values()]
+        arrays = _read_together(checkpoint, leaves, check, verify, among, timeout, progress)
     tree = request.tree(zip(requested, _values(leaves, arrays), strict=True))
     return nested(tree) if like is None else tree
 
@@ -230,13 +225,16 @@ _BATCH = 2**28  # bytes that are read to host memory at a time, if no single lea
 def _read_together(
     path: epath.Path,
     leaves: Leaves,
-    *,
+    check: Callable[[], None],
     verify: bool,
     among: Sequence[int] | None,
     timeout: float,
     progress: bool,
 ) -> dict[str, Any]:
-    """Reads the stored arrays of leaves, by path; all processes do, or all raise."""
+    """Reads the stored arrays of leaves, by path; all processes do, or all raise.
+
+    `check` raises if the writer has removed or replaced the checkpoint meanwhile.
+    """
     stored = [(row, requested) for row, requested in leaves if row.stored]
     default = default_sharding()
     wanted = {row.path: _stored_array(row, requested, default) for row, requested in stored}
@@ -249,8 +247,9 @@ def _read_together(
         among=among,
         timeout=timeout,
     )
-    with together(WHERE, among=among, timeout=AS_LONG_AS_IT_TAKES) as messages:
+    with together(WHERE, among=among, timeout=AS_LONG_AS_IT_TAKES) as messages, explaining(check):
         arrays, unread = ArrayStore(path).read(wanted, progress=progress)
+        check()
         to_verify = [] if unread else [arrays[row.path] for row in verified]
         messages += [json.dumps(unread).encode(), b"\n", registers(to_verify)]
     unread_anywhere: dict[str, str] = {}

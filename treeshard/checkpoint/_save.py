@@ -10,11 +10,8 @@ no step could donate its state until everything is written.
 """
 
 import json
-import signal
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -35,7 +32,7 @@ from treeshard._core.processes import (
     tell,
     with_bar,
 )
-from treeshard._core.threads import in_thread
+from treeshard._core.threads import Outcome, in_thread, interrupts_deferred
 from treeshard._disk.files import (
     Lock,
     check_mark,
@@ -67,38 +64,41 @@ from treeshard.checkpoint._paths import (
     TABLE_FILE,
     check_vacant,
     is_local,
-    lacking_files,
     lock_of,
     partial_path,
+    put_in_place,
     sweep,
     sweep_left,
-    table_text,
 )
-from treeshard.checkpoint._table import WHERE, LeafTable, from_text, pack, to_text
-from treeshard.errors import CheckpointError, LeafError, TreeShardError, counted, listed, warn
+from treeshard.checkpoint._table import WHERE, LeafTable, pack, to_text
+from treeshard.errors import CheckpointError, LeafError, counted, listed, warn
 
 
 class Writing:
     """A save in the background, of arrays with `size` bytes."""
 
-    def __init__(self, path: epath.Path, size: int, end: Future[None]) -> None:
+    def __init__(self, path: epath.Path, size: int, end: Outcome[None]) -> None:
         self._path, self._size, self._end = path, size, end
+
+    @property
+    def has_ended(self) -> bool:
+        return self._end.done
 
     def wait(self, *, progress: bool = False) -> None:
         """Returns once all processes have written everything; or raises what failed on any."""
         try:
             if progress and jax.process_index() == 0:
                 for percent in with_bar(range(1, 101), WHERE, unit="%"):
-                    while not self._end.done() and 100 * self._on_disk() < percent * self._size:
+                    while not self._end.done and 100 * self._on_disk() < percent * self._size:
                         time.sleep(0.05)
             self._end.result()
         except KeyboardInterrupt:
-            self._end.exception()  # hold the locks until the last byte is written
+            self._end.wait()  # hold the locks until the last byte is written
             raise
 
     def error(self) -> BaseException | None:
         """What went wrong, if it has ended."""
-        return self._end.exception() if self._end.done() else None
+        return self._end.error() if self._end.done else None
 
     def _on_disk(self) -> int:
         """The bytes of all files so far; 0 in an object store, which shows only complete ones."""
@@ -118,15 +118,17 @@ def begin(
     on_divergence: str,
     timeout: float,
     run: Lock | None = None,
+    replace: bool = False,
 ) -> Writing:
     """Begins to save a tree, as `checkpoint.save` does. Its leaves may then change or be donated.
 
     Either all processes save it or all raise, here or in `Writing.wait`. If they raise, process 0
-    removes the unfinished checkpoint. `run` is the lock of the directory, if it is held.
+    removes the unfinished checkpoint. `run` is the lock of the directory, if it is held. `replace`
+    says whether a checkpoint that is at `path` is replaced, which is otherwise an error.
     """
     if on_divergence not in ("error", "warn"):
         raise ValueError(f"{WHERE}(on_divergence={on_divergence!r}): it is 'error' or 'warn'.")
-    first, again = jax.process_index() == 0, False
+    first = jax.process_index() == 0
     with ExitStack() as held:
         with agreeing(WHERE, timeout=timeout) as facts:
             table, arrays = pack(tree)
@@ -134,45 +136,36 @@ def begin(
                 raise LeafError(f"{WHERE}: the tree has no array, number, text or `None` to save.")
             if first:
                 _lock(path, run, held)
-                again = fingerprints and _has_table(path, table)
-                if not again:
-                    check_vacant(path)
+                check_vacant(path, replace=replace)
             facts |= _facts(path, tree, table, fingerprints)
         needed, lacks = memory_to_save(arrays), partial(_no_memory, path)
         check_memory_of_hosts(WHERE, needed, lacks, threads=THREADS, timeout=timeout)
         if first:
-            held.callback(_clean_up, path)  # after a failure, before the lock is released
-        ends: list[Future[None]] = []
+            # After a failure, or of what was replaced; before the lock is released.
+            held.callback(_clean_up, path)
+        running: list[Outcome[Any]] = []
         try:
-            with _interrupts_deferred():
+            with interrupts_deferred(at_most=1):  # so that no thread is orphaned
                 with _stage(path, "begin", timeout) as marks:
-                    if first and not again:
+                    if first:
                         marks.append(_create(path))
                     copied = copies(arrays)
-                mark = marks[0]  # empty if the checkpoint is there already
                 # What is written has the checksums that are saved.
                 arrays = with_copies(arrays, copied)
                 size = sum(x.size * x.dtype.itemsize for x in arrays.values())
-                written = in_thread(_write, path, mark, copied, timeout)
-                # While the thread writes, this one reads the arrays for their checksums.
-                text: Future[str] = Future()
-                try:
-                    if fingerprints:
-                        table = _with_checksums(table, arrays, timeout, on_divergence)
-                    text.set_result(to_text(table))
-                except BaseException as error:
-                    text.set_exception(error)  # which the next stage tells the other processes
-                if mark:
-                    end = in_thread(_finish, path, written, text, list(arrays), held.pop_all())
-                else:
-                    end = in_thread(_confirm, path, text, held.pop_all())
-                ends.append(end)
+                written = in_thread(running, _write, path, marks[0], copied, timeout)
+                # While the thread writes, this one reads the arrays for their checksums. The next
+                # stage tells the other processes if that fails.
+                text: Outcome[str] = Outcome()
+                text.run(_text, table, arrays if fingerprints else None, timeout, on_divergence)
+                with interrupts_deferred():  # the thread takes over the locks
+                    parts = written, text, list(arrays)
+                    end = in_thread(running, _finish, path, *parts, replace, held.pop_all())
                 text.result()
-                if not mark:
-                    end.result()
             return Writing(path, size, end)
         except BaseException:
-            wait(ends)  # hold the locks until the last byte is written
+            for outcome in running:  # hold the locks until the last byte is written
+                outcome.wait()
             raise
 
 
@@ -193,14 +186,6 @@ def _lock(path: epath.Path, run: Lock | None, held: ExitStack) -> None:
         held.enter_context(Lock(lock_of(path), str(path)))
 
 
-def _has_table(path: epath.Path, table: LeafTable) -> bool:
-    """Whether there is a whole checkpoint of the same leaves at a path, but for their values."""
-    with suppress(TreeShardError):  # there is none, or another one
-        there = from_text(table_text(path))
-        return there.without_checksums() == table.without_checksums() and not lacking_files(path)
-    return False
-
-
 def _facts(path: epath.Path, tree: PyTree, table: LeafTable, fingerprints: bool) -> dict[str, str]:
     """What must be the same on all processes."""
     facts = {"the path": str(path), "the options": f"fingerprints={fingerprints}"}
@@ -213,6 +198,13 @@ def _facts(path: epath.Path, tree: PyTree, table: LeafTable, fingerprints: bool)
         for name, leaf in zip(leaf_paths(tree), tree_leaves(tree), strict=True):
             facts |= fact_of_origin(name, leaf)
     return facts
+
+
+def _text(table: LeafTable, arrays: Arrays | None, timeout: float, on_divergence: str) -> str:
+    """The text of the table, with checksums of the arrays."""
+    if arrays is not None:
+        table = _with_checksums(table, arrays, timeout, on_divergence)
+    return to_text(table)
 
 
 def _with_checksums(
@@ -252,8 +244,6 @@ def _create(path: epath.Path) -> bytes:
 
 def _write(path: epath.Path, mark: bytes, copied: Mapping[str, Copy], timeout: float) -> int:
     """Writes what this process stores of the arrays; returns how many parts."""
-    if not mark:
-        return 0
     partial = partial_path(path)
     if jax.process_index() != 0:
         check_mark(partial / MARK, mark, timeout)
@@ -262,9 +252,10 @@ def _write(path: epath.Path, mark: bytes, copied: Mapping[str, Copy], timeout: f
 
 def _finish(
     path: epath.Path,
-    written: Future[int],
-    table: Future[str],
+    written: Outcome[int],
+    table: Outcome[str],
     leaves: Sequence[str],
+    replace: bool,
     held: ExitStack,
 ) -> None:
     """Waits for the arrays, and gives the checkpoint its name, durably."""
@@ -288,7 +279,8 @@ def _finish(
             if me == 0:
                 reports = [json.loads(message) for message in messages]
                 merge(partial, [i for i, (parts, _) in enumerate(reports) if parts], leaves)
-                unflushed.append(_commit(path, text, [files for _, files in reports]).encode())
+                seen_by = [files for _, files in reports]
+                unflushed.append(_commit(path, text, seen_by, replace).encode())
         if unflushed[0]:
             raise CheckpointError(
                 f"{path} is complete and can be read, but it may not survive a power cut:"
@@ -296,7 +288,9 @@ def _finish(
             )
 
 
-def _commit(path: epath.Path, text: str, written: Sequence[Mapping[str, int]]) -> str:
+def _commit(
+    path: epath.Path, text: str, written: Sequence[Mapping[str, int]], replace: bool
+) -> str:
     """Makes a written checkpoint visible under its name, if it can be read back.
 
     `written` are the files that each other process has written, and their sizes. Returns why the
@@ -325,7 +319,7 @@ def _commit(path: epath.Path, text: str, written: Sequence[Mapping[str, int]]) -
                 f" {_in_all(seen)} in {written_by(partial, process)}. Save to a directory that all"
                 " processes share."
             )
-    partial.rename(path)
+    put_in_place(partial, path, replace=replace)
     try:
         flush(path.parent)
     except OSError as error:
@@ -335,18 +329,6 @@ def _commit(path: epath.Path, text: str, written: Sequence[Mapping[str, int]]) -
 
 def _in_all(files: Mapping[str, int]) -> str:
     return f"{counted(len(files), 'file')} of {sum(files.values()):,} bytes"
-
-
-def _confirm(path: epath.Path, table: Future[str], held: ExitStack) -> None:
-    """Makes a checkpoint durable that is there already, if it has the same values."""
-    with held, _stage(path, "written", AS_LONG_AS_IT_TAKES):
-        text = table.result()
-        if jax.process_index() == 0:
-            if table_text(path) != text:
-                check_vacant(path)
-            if is_local(path):
-                flush_tree(path)
-                flush(path.parent)
 
 
 @contextmanager
@@ -374,30 +356,3 @@ def _stage(path: epath.Path, name: str, timeout: float) -> Iterator[list[bytes]]
             f" {listed('Several processes failed:', facts)}"
         ) from raised
     messages[:] = told
-
-
-@contextmanager
-def _interrupts_deferred() -> Iterator[None]:
-    """Raises a Ctrl-C that arrives during the block after it; a second one is raised at once.
-
-    So background threads are not orphaned. Outside the main thread, which alone receives signals,
-    it does nothing.
-    """
-    handler = signal.getsignal(signal.SIGINT)
-    # A handler that C code installed is `None`, and ignoring the signal is a number.
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield
-        return
-    interrupted_at: list[Any] = []
-
-    def later(number: int, frame: Any) -> None:
-        signal.signal(signal.SIGINT, handler)
-        interrupted_at.append(frame)
-
-    signal.signal(signal.SIGINT, later)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    if interrupted_at:
-        handler(signal.SIGINT, interrupted_at[0])

@@ -57,10 +57,6 @@ class LeafTable(NamedTuple):
         rows = (row._replace(crc=crcs.get(row.path, row.crc)) for row in self.leaves)
         return self._replace(leaves=tuple(rows))
 
-    def without_checksums(self) -> "LeafTable":
-        """The table of a tree of other values, where these are not in the table."""
-        return self._replace(leaves=tuple(row._replace(crc=None) for row in self.leaves))
-
 
 # ------------------------------------------------------------------ from a tree, and back
 
