@@ -5,8 +5,8 @@ raises before it, or starts another, leaves the rest waiting in a collective wit
 word. So calls that move data exchange a message first.
 
 Callers use `together` and `agreeing`: if one process raises, all raise. `exchange` and `tell` are
-what both are made of. Only the stages of a save call `tell` themselves, since they also tell the
-other processes of a Ctrl-C, and raise a `CheckpointError` that lists the errors of all processes.
+what both are made of. Only the stages of a save call `tell` themselves, since they raise a
+`CheckpointError` that lists the errors of all processes.
 """
 
 import hashlib
@@ -33,6 +33,7 @@ from treeshard._core.meetings import (
     indices,
     lines_differ,
     origin,
+    set_told,
 )
 from treeshard._core.mesh import AnyMesh, describe_mesh
 from treeshard._core.specs import entries, with_entries
@@ -46,6 +47,7 @@ from treeshard.errors import ProcessError, listed, warn
 def together(
     what: str,
     *,
+    phase: str = "",
     among: Sequence[int] | None = None,
     timeout: float = TIMEOUT,
     moves: bool = True,
@@ -54,16 +56,19 @@ def together(
 
     Yields a list, to which the block may append the message of this process; after the block, it
     has the message of each process. The error of the block is raised here; on the others, a
-    `ProcessError` quotes it.
+    `ProcessError` quotes it. A Ctrl-C in the block is raised here only after the others were told;
+    another one, while this process waits for them, is raised at once, and the break is final.
     """
     messages: list[bytes] = []
-    own_error: Exception | None = None  # told to the others before it is raised here
+    own_error: BaseException | None = None  # told to the others before it is raised here
     try:
         yield messages
-    except Exception as error:
+    except BaseException as error:  # a Ctrl-C too
         own_error = error
     try:
-        told, failures = tell(what, own_error, messages, among=among, timeout=timeout, moves=moves)
+        told, failures = tell(
+            what, own_error, messages, phase=phase, among=among, timeout=timeout, moves=moves
+        )
     except ProcessError as absent:
         raise (own_error or absent) from None
     if own_error is not None:
@@ -82,6 +87,7 @@ def tell(
     error: BaseException | None,
     messages: Sequence[bytes],
     *,
+    phase: str = "",
     among: Sequence[int] | None = None,
     timeout: float = TIMEOUT,
     moves: bool = True,
@@ -93,8 +99,11 @@ def tell(
     """
     outcome = b"+" + b"".join(messages)
     if error is not None:
-        outcome = f"-{type(error).__name__}: {error}".encode()
-    outcomes = exchange(what, outcome, among=among, timeout=timeout, moves=moves, lane=lane)
+        outcome = f"-{type(error).__name__}: {error}".removesuffix(": ").encode()
+    outcomes = exchange(
+        what, outcome, phase=phase, among=among, timeout=timeout, moves=moves, lane=lane
+    )
+    set_told(error)
     failures: dict[int, str] = {}
     for i, text in zip(indices(among), outcomes, strict=True):
         if text[:1] == b"-":
@@ -106,6 +115,7 @@ def tell(
 def agreeing(
     what: str,
     *,
+    phase: str = "",
     among: Sequence[int] | None = None,
     timeout: float = TIMEOUT,
     moves: bool = True,
@@ -118,7 +128,7 @@ def agreeing(
     """
     facts: dict[str, str] = {}
     encoded = b""
-    with together(what, among=among, timeout=timeout, moves=moves) as hashes:
+    with together(what, phase=phase, among=among, timeout=timeout, moves=moves) as hashes:
         yield facts
         encoded = json.dumps(list(facts.items())).encode()  # a list: the order counts too
         hashes.append(hashlib.sha256(encoded).digest())
@@ -126,7 +136,14 @@ def agreeing(
         if UNKNOWN in facts.values() and (lines := lines_differ(among)):
             warn(_AT_OTHER_LINES.format(what=what, lines=lines))
         return
-    messages = exchange(what, zlib.compress(encoded), among=among, timeout=timeout, moves=moves)
+    messages = exchange(
+        what,
+        zlib.compress(encoded),
+        phase="differences",
+        among=among,
+        timeout=timeout,
+        moves=moves,
+    )
     decoded = [dict(json.loads(zlib.decompress(message))) for message in messages]
     differences = _differences(dict(zip(indices(among), decoded, strict=True)))
     headline = (

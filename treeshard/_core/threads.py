@@ -1,12 +1,15 @@
-"""Threads that may begin at any time, and that end before the process does.
+"""Threads that may begin at any time, waits that Ctrl-C interrupts, and the end of the process.
 
-Those of `concurrent.futures` do not begin once the main thread has ended.
+Threads of `concurrent.futures` do not begin once the main thread has ended.
 """
 
+import os
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import ParamSpec, TypeVar
+from queue import SimpleQueue
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -34,3 +37,44 @@ def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Fu
     except RuntimeError:  # there are no more threads
         run()
     return end
+
+
+def wait_in_thread(function: Callable[..., object], *args: Any) -> None:
+    """Calls a function that waits in C++, so that Ctrl-C interrupts this thread but not the call.
+
+    Python runs signal handlers only once such a function has returned. Only the main thread gets
+    signals: in others the function is called directly.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        function(*args)
+        return
+    # A Ctrl-C inside `Future` or `threading.Event` may leave their locks locked; not in this queue.
+    end: SimpleQueue[BaseException | None] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            function(*args)
+        except BaseException as error:
+            end.put(error)
+        else:
+            end.put(None)
+
+    try:
+        threading.Thread(target=run, name="treeshard-wait", daemon=True).start()
+    except RuntimeError:  # there are no more threads, or Python has joined them
+        function(*args)
+        return
+    error = end.get()
+    if error is not None:
+        raise error
+
+
+def end_process() -> NoReturn:
+    """Ends the process with status 1 now. For `atexit` functions, which cannot set the status.
+
+    `atexit` functions that were registered earlier do not run, and so not those of JAX, which wait
+    for other processes.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)

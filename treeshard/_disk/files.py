@@ -337,7 +337,7 @@ def new_files(
     hidden = [path.with_name(f".{path.name}{_PART}") for path in paths]
     files: list[int] = []
     with ExitStack() as held:
-        with together(what, timeout=timeout) as marks:
+        with together(what, phase="create", timeout=timeout) as marks:
             if first:
                 mark = os.urandom(16)
                 marks.append(mark)
@@ -349,16 +349,16 @@ def new_files(
                     removed |= _remove_unfinished(beside, partial(belongs, name))
                 tell_removed(what, name.parent, removed)
                 files += [held.enter_context(_created(path, mark)) for path in hidden]
-        with together(what, timeout=timeout):
+        with together(what, phase="open", timeout=timeout):
             if not first:
                 files += [
                     held.enter_context(_of_process_0(path, marks[0], timeout)) for path in hidden
                 ]
-        with together(what, timeout=AS_LONG_AS_IT_TAKES):
+        with together(what, phase="write", timeout=AS_LONG_AS_IT_TAKES):
             yield files
             for file in files:
                 os.fsync(file)
-        with together(what, timeout=AS_LONG_AS_IT_TAKES):
+        with together(what, phase="rename", timeout=AS_LONG_AS_IT_TAKES):
             if first:
                 _rename(name, hidden, paths, keep_earlier)
                 _remove_earlier(name, paths, belongs, what)

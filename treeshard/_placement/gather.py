@@ -26,7 +26,7 @@ from treeshard._core.arrays import (
     to_host,
 )
 from treeshard._core.make_mesh import make_mesh, with_devices
-from treeshard._core.meetings import in_turn, last_meeting
+from treeshard._core.meetings import breaking_if_left, in_turn, last_meeting
 from treeshard._core.memory import lacking_memory
 from treeshard._core.mesh import MeshLike, as_mesh
 from treeshard._core.paths import PyTree, leaf_paths, path_under
@@ -100,12 +100,13 @@ def gather_at(
     """`gather` of a subtree; messages name its `prefix` in the larger tree."""
     leaves, treedef = tree_flatten(tree)
     call = _Call("gather", tree, leaves, to, _processes(leaves, to), timeout, prefix)
-    with in_turn(call.processes):
+    with breaking_if_left(), in_turn(call.processes):
         read = _reader(call)
         gathered = [next(read) for _ in with_bar(leaves, "gather", show=progress)]
     return treedef.unflatten(gathered)
 
 
+@breaking_if_left()
 def iter_gather(
     tree: PyTree, *, to: To = "all", timeout: float = TIMEOUT
 ) -> Iterator[tuple[str, Any]]:
@@ -217,7 +218,7 @@ def _turns(call: _Call, paths: list[str]) -> Callable[[int], AbstractContextMana
 
     @contextmanager
     def turn(i: int) -> Iterator[None]:
-        with in_turn(call.processes):
+        with breaking_if_left(), in_turn(call.processes):
             if call.leaf_by_leaf:
                 at = f"{call.where}, at {named[i]} (call of {met})"
                 with together(at, among=call.processes, timeout=call.timeout):

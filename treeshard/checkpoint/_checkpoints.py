@@ -18,9 +18,10 @@ from typing import SupportsIndex, Unpack
 import jax
 from etils import epath
 
+from treeshard._core.meetings import breaking_if_left
 from treeshard._core.paths import PyTree
 from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, agreeing, together, with_bar
-from treeshard._core.threads import in_thread
+from treeshard._core.threads import end_process, in_thread
 from treeshard._disk.files import (
     Lock,
     PathLike,
@@ -62,16 +63,13 @@ os.register_at_fork(after_in_child=_untold.clear)
 def _tell_at_exit() -> None:
     """Ends the process with status 1 if a save has failed that nothing waited for.
 
-    Python has joined the threads by now. It prints what `atexit` functions raise, but keeps the
-    status. Those that were registered before this module was imported do not run then.
+    Python has joined the threads by now.
     """
     failed = [error for writing in _untold if (error := writing.error())]
     if failed:
         for error in failed:
             print(f"A save in the background failed: {error}", file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        end_process()
 
 
 class Checkpoints:
@@ -144,7 +142,7 @@ class Checkpoints:
         self._removing: list[Future[None]] = []
         self._closed, self._process = False, os.getpid()
         self._lock: Lock | None = None
-        with ExitStack() as held:
+        with breaking_if_left(), ExitStack() as held:
             if not read_only:
                 with agreeing("Checkpoints", timeout=timeout) as facts:
                     facts["the directory"] = str(self._directory)
@@ -156,13 +154,13 @@ class Checkpoints:
         """Locks the directory, and checks that all processes share it."""
         mark = self._directory / f".{MARK}"
         with ExitStack() as until_seen:
-            with together("Checkpoints", timeout=self._timeout) as marks:
+            with together("Checkpoints", phase="lock", timeout=self._timeout) as marks:
                 if jax.process_index() == 0:
                     self._lock = _lock(self._directory, held)
                     mark.unlink(missing_ok=True)  # a link would be followed
                     marks.append(new_mark(mark))
                     until_seen.callback(mark.unlink)
-            with together("Checkpoints", timeout=self._timeout):
+            with together("Checkpoints", phase="look", timeout=self._timeout):
                 if jax.process_index() != 0:
                     check_mark(mark, marks[0], self._timeout)
 
@@ -211,6 +209,7 @@ class Checkpoints:
                 " `restore_latest` restores. Remove them, or save to another directory."
             )
 
+    @breaking_if_left()
     def restore_latest(
         self, like: PyTree = None, **options: Unpack[RestoreOptions]
     ) -> tuple[int, PyTree] | None:
@@ -255,7 +254,7 @@ class Checkpoints:
         """
         state: PyTree = None
         error: TreeShardError | None = None
-        with together(LATEST, timeout=AS_LONG_AS_IT_TAKES) as outcomes:
+        with together(LATEST, phase="read", timeout=AS_LONG_AS_IT_TAKES) as outcomes:
             try:
                 state = self.restore(step, like, **options)
             except (CheckpointError, ProcessError) as raised:

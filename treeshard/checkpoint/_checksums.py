@@ -71,7 +71,7 @@ def checksums(
     than a byte the unused bits count as zero; typed keys count as their `key_data`. With
     `replicas`, all replicas of each shard are read and compared, not only the first.
     """
-    with together(what, timeout=timeout) as messages:
+    with together(what, phase="checksums", timeout=timeout) as messages:
         arrays = list(map(data_of, arrays))
         messages.append(registers(arrays, replicas=replicas))
     return of_registers(messages, arrays, what)

@@ -137,7 +137,7 @@ def _unwritable(leaf: Any) -> Misfit | None:
 
 def names_to_write(tensors: Mapping[str, Any], what: str, timeout: float) -> list[str]:
     """The tensors of which this process writes shards, or all: the first that has all does."""
-    with together(what, timeout=timeout) as answers:
+    with together(what, phase="parts", timeout=timeout) as answers:
         answers.append(bytes(not is_spread(x) for x in tensors.values()))
     has_it_all = zip(*answers, strict=True)  # for each tensor, a 1 or 0 of each process
     return [
