@@ -44,7 +44,7 @@ from jax.core import Tracer
 
 from treeshard._core.jax_private import coordination_client
 from treeshard._core.text import in_groups
-from treeshard._core.threads import end_process, wait_in_thread
+from treeshard._core.threads import end_process, interrupts_deferred, wait_in_thread
 from treeshard.errors import HIDDEN, ProcessError, counted
 
 # Seconds to wait for other processes, by default.
@@ -149,6 +149,14 @@ def breaking_if_left() -> Iterator[None]:
         if _last.count > met and error is not _last.told:
             _last.sequence.leave(error)
         raise
+
+
+def uninterrupted(among: Sequence[int]) -> AbstractContextManager[None]:
+    """While data travels between these processes: without this one, the others would wait forever.
+
+    A Ctrl-C is raised after it, but a second one at once.
+    """
+    return interrupts_deferred(at_most=1) if among else nullcontext()
 
 
 def set_told(error: BaseException | None) -> None:

@@ -4,10 +4,12 @@ Threads of `concurrent.futures` do not begin once the main thread has ended.
 """
 
 import os
+import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -37,6 +39,37 @@ def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Fu
     except RuntimeError:  # there are no more threads
         run()
     return end
+
+
+@contextmanager
+def interrupts_deferred(*, at_most: int | None = None) -> Iterator[None]:
+    """Handles a Ctrl-C that arrives during the block after it.
+
+    If more than `at_most` arrive, the last one is handled at once instead. Outside the main thread,
+    which alone receives signals, it does nothing.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    # A handler that C code installed is `None`, and ignoring the signal is a number.
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    frames: list[Any] = []
+
+    def are_too_many() -> bool:
+        return at_most is not None and len(frames) > at_most
+
+    def defer(number: int, frame: Any) -> None:
+        frames.append(frame)
+        if are_too_many():
+            handler(number, frame)
+
+    signal.signal(signal.SIGINT, defer)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if frames and not are_too_many():
+            handler(signal.SIGINT, frames[0])
 
 
 def wait_in_thread(function: Callable[..., object], *args: Any) -> None:

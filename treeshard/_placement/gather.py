@@ -6,7 +6,7 @@ full copy of each on every device.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import repeat
 from typing import Any, Literal, NamedTuple
@@ -26,7 +26,7 @@ from treeshard._core.arrays import (
     to_host,
 )
 from treeshard._core.make_mesh import make_mesh, with_devices
-from treeshard._core.meetings import breaking_if_left, in_turn, last_meeting
+from treeshard._core.meetings import breaking_if_left, in_turn, last_meeting, uninterrupted
 from treeshard._core.memory import lacking_memory
 from treeshard._core.mesh import MeshLike, as_mesh
 from treeshard._core.paths import PyTree, leaf_paths, path_under
@@ -102,7 +102,8 @@ def gather_at(
     call = _Call("gather", tree, leaves, to, _processes(leaves, to), timeout, prefix)
     with breaking_if_left(), in_turn(call.processes):
         read = _reader(call)
-        gathered = [next(read) for _ in with_bar(leaves, "gather", show=progress)]
+        with uninterrupted(call.processes):
+            gathered = [next(read) for _ in with_bar(leaves, "gather", show=progress)]
     return treedef.unflatten(gathered)
 
 
@@ -211,19 +212,21 @@ def _agreed_paths(call: _Call) -> list[str]:
     return paths
 
 
-def _turns(call: _Call, paths: list[str]) -> Callable[[int], AbstractContextManager[None]]:
+def _turns(call: _Call, paths: list[str]) -> Callable[[int], AbstractContextManager[Any]]:
     """The context in which the data of a spread leaf travels, by its index among these."""
+    if not call.leaf_by_leaf:  # all leaves have one turn
+        return nullcontext
     named = [path for path, leaf in zip(paths, call.leaves, strict=True) if is_spread(leaf)]
     met = last_meeting()  # the same on all processes, which have agreed on the call
 
     @contextmanager
     def turn(i: int) -> Iterator[None]:
+        at = f"{call.where}, at {named[i]} (call of {met})"
         with breaking_if_left(), in_turn(call.processes):
-            if call.leaf_by_leaf:
-                at = f"{call.where}, at {named[i]} (call of {met})"
-                with together(at, among=call.processes, timeout=call.timeout):
-                    pass
-            yield
+            with together(at, among=call.processes, timeout=call.timeout):
+                pass
+            with uninterrupted(call.processes):
+                yield
 
     return turn
 
