@@ -44,7 +44,7 @@ from jax.core import Tracer
 
 from treeshard._core.jax_private import coordination_client
 from treeshard._core.text import in_groups
-from treeshard._core.threads import end_process, interrupts_deferred, wait_in_thread
+from treeshard._core.threads import HeldInterrupts, end_process, wait_in_thread
 from treeshard.errors import HIDDEN, ProcessError, counted
 
 # Seconds to wait for other processes, by default.
@@ -136,13 +136,20 @@ def get_out_of_step(what: str, among: Sequence[int] | None) -> None:
 def breaking_if_left() -> Iterator[None]:
     """For the whole of a call that has several meetings, or moves data after one.
 
-    What leaves it and is not an `Exception`, such as a Ctrl-C, makes the break final, unless the
-    others were told: they go on with the call, so that the next call of this process would meet
-    with the middle of it, or with data of the next one.
+    After a meeting the others go on with the call, and may wait for this process in a collective.
+    So a Ctrl-C waits until the next block of which the others are told, or for the end of the call.
+    Whatever else leaves the call and is not an `Exception` makes the break final, since the next
+    call of this process would meet with the middle of this one.
     """
-    met = _last.count
+    met, outer = _last.count, _last.interrupts
+    interrupts = _last.interrupts = outer or HeldInterrupts()
     try:
-        yield
+        try:
+            yield
+        finally:
+            _last.interrupts = outer
+            if outer is None:
+                interrupts.close()
     except Exception:  # of all processes, or told at a meeting
         raise
     except BaseException as error:
@@ -151,12 +158,10 @@ def breaking_if_left() -> Iterator[None]:
         raise
 
 
-def uninterrupted(among: Sequence[int]) -> AbstractContextManager[None]:
-    """While data travels between these processes: without this one, the others would wait forever.
-
-    A Ctrl-C is raised after it, but a second one at once.
-    """
-    return interrupts_deferred(at_most=1) if among else nullcontext()
+def release_interrupts() -> None:
+    """Raises a Ctrl-C that has waited: from here on the others are told of it."""
+    if _last.interrupts is not None:
+        _last.interrupts.release()
 
 
 def set_told(error: BaseException | None) -> None:
@@ -293,12 +298,14 @@ class _Last(threading.local):
     Attributes:
         count: How many meetings this thread has come to.
         told: The error of this process that it told the others at the last one.
+        interrupts: Those of the call that this thread makes.
         place: The place of this process.
         places: Those of all of them, if data moved after it.
     """
 
     count = 0
     told: BaseException | None = None
+    interrupts: HeldInterrupts | None = None
     sequence: "_Sequence"
     call: "_Call"
     meeting: str
@@ -399,6 +406,7 @@ class _Sequence:
             call = _Call(what, phase, thread, *done, "", self._place)
             _last.count, _last.sequence, _last.call = _last.count + 1, self, call
             try:
+                release_interrupts()
                 with _typed_errors(what):
                     messages = self._attend(call, mine, timeout)
                     calls = {i: call for i, (call, _) in messages.items()}
@@ -447,9 +455,7 @@ class _Sequence:
             left = began + timeout - time.monotonic()
             # The service decides once how a barrier ends. A process that comes to one that has
             # failed gets the same error at once, so all processes count the same meetings.
-            milliseconds = max(1, round(1000 * left))
-            name, participants = f"{self._name}/{number}", self._participants
-            wait_in_thread(self._client.wait_at_barrier, name, milliseconds, participants)
+            self._wait(number, left)
             messages = self._messages(number)
         except jax.errors.JaxRuntimeError as error:
             calls = {i: made for i, (made, _) in self._messages(number).items()}
@@ -461,6 +467,20 @@ class _Sequence:
         if number:
             self._client.key_value_delete(f"{self._name}/{number - 1}/{me}")
         return messages
+
+    def _wait(self, number: int, seconds: float) -> None:
+        interrupts = _last.interrupts
+
+        def wait() -> None:
+            self._client.wait_at_barrier(
+                f"{self._name}/{number}", max(1, round(1000 * seconds)), self._participants
+            )
+            if interrupts is not None:  # the others go on with the call
+                interrupts.hold()
+
+        if interrupts is not None:
+            interrupts.install()
+        wait_in_thread(wait)
 
     def _say(self, number: int, call: _Call, message: bytes) -> None:
         self._client.key_value_set_bytes(

@@ -33,6 +33,7 @@ from treeshard._core.meetings import (
     indices,
     lines_differ,
     origin,
+    release_interrupts,
     set_told,
 )
 from treeshard._core.mesh import AnyMesh, describe_mesh
@@ -62,7 +63,9 @@ def together(
     messages: list[bytes] = []
     own_error: BaseException | None = None  # told to the others before it is raised here
     try:
+        release_interrupts()
         yield messages
+        release_interrupts()
     except BaseException as error:  # a Ctrl-C too
         own_error = error
     try:

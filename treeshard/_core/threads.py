@@ -7,9 +7,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -41,52 +40,64 @@ def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Fu
     return end
 
 
-@contextmanager
-def interrupts_deferred(*, at_most: int | None = None) -> Iterator[None]:
-    """Handles a Ctrl-C that arrives during the block after it.
+class HeldInterrupts:
+    """A Ctrl-C that arrives between `hold` and `release` is handled by `release`.
 
-    If more than `at_most` arrive, the last one is handled at once instead. Outside the main thread,
-    which alone receives signals, it does nothing.
+    A second one is handled at once. In threads other than the main thread, which alone receives
+    signals, nothing is held.
     """
-    handler = signal.getsignal(signal.SIGINT)
-    # A handler that C code installed is `None`, and ignoring the signal is a number.
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield
-        return
-    frames: list[Any] = []
 
-    def are_too_many() -> bool:
-        return at_most is not None and len(frames) > at_most
+    def __init__(self) -> None:
+        self._handler: Any = None  # the one that was there, once `install` has put another there
+        self._is_holding = False
+        self._frame: Any = None
 
-    def defer(number: int, frame: Any) -> None:
-        frames.append(frame)
-        if are_too_many():
-            handler(number, frame)
+    def install(self) -> None:
+        """Must be called before `hold`. Later calls do nothing."""
+        handler = signal.getsignal(signal.SIGINT)
+        is_main = threading.current_thread() is threading.main_thread()
+        # A handler that C code installed is `None`, and ignoring the signal is a number.
+        if is_main and callable(handler) and self._handler is None:
+            self._handler = handler
+            signal.signal(signal.SIGINT, self._handle)
 
-    signal.signal(signal.SIGINT, defer)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if frames and not are_too_many():
-            handler(signal.SIGINT, frames[0])
+    def _handle(self, number: int, frame: Any) -> None:
+        if self._is_holding and self._frame is None:
+            self._frame = frame
+        else:
+            self._handler(number, frame)
+
+    def hold(self) -> None:
+        self._is_holding = True
+
+    def release(self) -> None:
+        self._is_holding = False
+        frame, self._frame = self._frame, None
+        if frame is not None:
+            self._handler(signal.SIGINT, frame)
+
+    def close(self) -> None:
+        """Releases, and restores the handler that was there before `install`."""
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._handler)
+        self.release()
 
 
-def wait_in_thread(function: Callable[..., object], *args: Any) -> None:
+def wait_in_thread(function: Callable[[], None]) -> None:
     """Calls a function that waits in C++, so that Ctrl-C interrupts this thread but not the call.
 
     Python runs signal handlers only once such a function has returned. Only the main thread gets
     signals: in others the function is called directly.
     """
     if threading.current_thread() is not threading.main_thread():
-        function(*args)
+        function()
         return
     # A Ctrl-C inside `Future` or `threading.Event` may leave their locks locked; not in this queue.
     end: SimpleQueue[BaseException | None] = SimpleQueue()
 
     def run() -> None:
         try:
-            function(*args)
+            function()
         except BaseException as error:
             end.put(error)
         else:
@@ -95,7 +106,7 @@ def wait_in_thread(function: Callable[..., object], *args: Any) -> None:
     try:
         threading.Thread(target=run, name="treeshard-wait", daemon=True).start()
     except RuntimeError:  # there are no more threads, or Python has joined them
-        function(*args)
+        function()
         return
     error = end.get()
     if error is not None:

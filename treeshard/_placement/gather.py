@@ -26,7 +26,7 @@ from treeshard._core.arrays import (
     to_host,
 )
 from treeshard._core.make_mesh import make_mesh, with_devices
-from treeshard._core.meetings import breaking_if_left, in_turn, last_meeting, uninterrupted
+from treeshard._core.meetings import breaking_if_left, in_turn, last_meeting
 from treeshard._core.memory import lacking_memory
 from treeshard._core.mesh import MeshLike, as_mesh
 from treeshard._core.paths import PyTree, leaf_paths, path_under
@@ -102,8 +102,7 @@ def gather_at(
     call = _Call("gather", tree, leaves, to, _processes(leaves, to), timeout, prefix)
     with breaking_if_left(), in_turn(call.processes):
         read = _reader(call)
-        with uninterrupted(call.processes):
-            gathered = [next(read) for _ in with_bar(leaves, "gather", show=progress)]
+        gathered = [next(read) for _ in with_bar(leaves, "gather", show=progress)]
     return treedef.unflatten(gathered)
 
 
@@ -225,8 +224,7 @@ def _turns(call: _Call, paths: list[str]) -> Callable[[int], AbstractContextMana
         with breaking_if_left(), in_turn(call.processes):
             with together(at, among=call.processes, timeout=call.timeout):
                 pass
-            with uninterrupted(call.processes):
-                yield
+            yield
 
     return turn
 

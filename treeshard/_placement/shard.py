@@ -17,13 +17,7 @@ from jax.tree_util import tree_flatten
 
 from treeshard._core.arguments import check_tree
 from treeshard._core.make_mesh import make_mesh
-from treeshard._core.meetings import (
-    breaking_if_left,
-    in_turn,
-    last_meeting,
-    set_origin,
-    uninterrupted,
-)
+from treeshard._core.meetings import breaking_if_left, in_turn, last_meeting, set_origin
 from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh
 from treeshard._core.paths import PyTree, leaf_paths, path_under
 from treeshard._core.processes import (
@@ -233,10 +227,9 @@ def place(tree: PyTree, specs: SpecTree, mesh: MeshLike | None, call: Call) -> P
                 facts |= facts_of(rows, group.processes, _COMPARED_BYTES[call.check])
         if call.read is not None:
             _fill_structs(leaves, paths, shardings, group, call, call.read)
-        with uninterrupted(group.processes if group.moves else ()):
-            move_leaves(
-                leaves, shardings, call.name, call.from_single_device, sent, progress=call.progress
-            )
+        move_leaves(
+            leaves, shardings, call.name, call.from_single_device, sent, progress=call.progress
+        )
         if group.processes:
             made, names = [leaves[i] for i in shardings], [paths[i] for i in shardings]
             set_origin(made, group.processes, last_meeting(), names)

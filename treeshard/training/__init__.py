@@ -16,13 +16,7 @@ from jax.tree_util import tree_leaves
 from treeshard._core.arguments import check_tree, described
 from treeshard._core.arrays import array_text, is_array, same_arrays
 from treeshard._core.make_mesh import with_devices
-from treeshard._core.meetings import (
-    breaking_if_left,
-    in_turn,
-    last_meeting,
-    set_origin,
-    uninterrupted,
-)
+from treeshard._core.meetings import breaking_if_left, in_turn, last_meeting, set_origin
 from treeshard._core.mesh import MeshLike, axis_sizes, check_axes
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.processes import (
@@ -175,8 +169,7 @@ def init_sharded(
 
         # The partitioner splits the initialisers too. Random bits are the same for all splits
         # since JAX 0.5, by its default `jax_threefry_partitionable`.
-        with uninterrupted(processes):
-            arrays = jax.jit(make_arrays, out_shardings=shardings)(arguments)
+        arrays = jax.jit(make_arrays, out_shardings=shardings)(arguments)
         if processes:
             set_origin(arrays, processes, last_meeting(), [leaf.path for leaf in tree_plan.leaves])
     return tree_plan.with_arrays(arrays), tree_plan
