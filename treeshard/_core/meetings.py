@@ -123,9 +123,9 @@ def get_out_of_step(what: str, among: Sequence[int] | None) -> None:
     _broken.append(_with_line(what, _last.place))
     # The first process to say so decides what all of them name. Without the service: this one.
     key = _OUT_OF_STEP + "-".join(map(str, indices(among)))
-    with suppress(jax.errors.JaxRuntimeError):
+    with suppress(jax.errors.JaxRuntimeError, ProcessError):
         _client().key_value_set(_NAMES + key, _broken[0])
-    with suppress(jax.errors.JaxRuntimeError):
+    with suppress(jax.errors.JaxRuntimeError, ProcessError):
         _broken[0] = _client().key_value_try_get(_NAMES + key)
 
 
