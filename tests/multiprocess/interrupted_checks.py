@@ -20,7 +20,7 @@ from tests.multiprocess.worker import Context, start_again
 from treeshard import ProcessError
 from treeshard._core import processes
 from treeshard._core.meetings import AS_LONG_AS_IT_TAKES, breaking_if_left, exchange
-from treeshard._core.processes import together
+from treeshard._core.processes import all_or_none
 from treeshard.checkpoint import Checkpoints, restore, save
 from treeshard.interchange import load_safetensors, save_safetensors
 
@@ -64,7 +64,10 @@ def assert_out_of_step(since: str) -> None:
 def check_whatever_a_block_raises_is_told_and_the_next_call_works(context: Context) -> None:
     for kind in (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
         leaves = context.index == 1
-        with pytest.raises(kind if leaves else ProcessError) as told, together("save", timeout=20):
+        with (
+            pytest.raises(kind if leaves else ProcessError) as told,
+            all_or_none("save", timeout=20),
+        ):
             raise_in_place(kind if leaves else None)
         if not leaves:
             assert str(told.value) == (

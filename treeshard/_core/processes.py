@@ -4,8 +4,8 @@ JAX starts a program on each process and never asks whether it is the same one. 
 raises before it, or starts another, leaves the rest waiting in a collective without an end or a
 word. So calls that move data exchange a message first.
 
-Callers use `together` and `agreeing`: if one process raises, all raise. `exchange` and `tell` are
-what both are made of. Only the stages of a save call `tell` themselves, since they raise a
+Callers use `all_or_none` and `agreeing`: if one process raises, all raise. Both are made of
+`exchange` and `tell`. Only the stages of a save call `tell` themselves, since they raise a
 `CheckpointError` that lists the errors of all processes.
 """
 
@@ -45,7 +45,7 @@ from treeshard.errors import ProcessError, listed, warn
 
 
 @contextmanager
-def together(
+def all_or_none(
     what: str,
     *,
     phase: str = "",
@@ -127,11 +127,11 @@ def agreeing(
 
     Yields a dict for the block to fill, in order: what this process is about to do, by leaf path or
     another name. The processes exchange a hash of the facts, and the facts themselves only if
-    hashes differ. Otherwise as `together`.
+    hashes differ. Otherwise as `all_or_none`.
     """
     facts: dict[str, str] = {}
     encoded = b""
-    with together(what, phase=phase, among=among, timeout=timeout, moves=moves) as hashes:
+    with all_or_none(what, phase=phase, among=among, timeout=timeout, moves=moves) as hashes:
         yield facts
         encoded = json.dumps(list(facts.items())).encode()  # a list: the order counts too
         hashes.append(hashlib.sha256(encoded).digest())

@@ -33,10 +33,10 @@ from treeshard._core.paths import PyTree, leaf_paths, path_under
 from treeshard._core.processes import (
     TIMEOUT,
     agreeing,
+    all_or_none,
     facts_of,
     is_spread,
     participating_processes,
-    together,
     with_bar,
 )
 from treeshard._core.spec_trees import SpecCarrier, SpecTree, flatten_specs, is_spec_entry
@@ -222,7 +222,7 @@ def _turns(call: _Call, paths: list[str]) -> Callable[[int], AbstractContextMana
     def turn(i: int) -> Iterator[None]:
         at = f"{call.where}, at {named[i]} (call of {met})"
         with breaking_if_left(), in_turn(call.processes):
-            with together(at, among=call.processes, timeout=call.timeout):
+            with all_or_none(at, among=call.processes, timeout=call.timeout):
                 pass
             yield
 

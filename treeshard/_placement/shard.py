@@ -25,11 +25,11 @@ from treeshard._core.processes import (
     SMALL_BYTES,
     TIMEOUT,
     agreeing,
+    all_or_none,
     facts_of,
     is_spread,
     participating_processes,
     processes_of,
-    together,
     with_bar,
 )
 from treeshard._core.spec_trees import SpecCarrier, SpecTree
@@ -275,7 +275,7 @@ def _fill_structs(
     """Replaces each struct by an array of what `read` returns, sharded as it will be."""
     structs = [i for i in shardings if isinstance(leaves[i], jax.ShapeDtypeStruct)]
     # If `read` fails on one process, all stop before any other leaf moves.
-    with together(
+    with all_or_none(
         call.name,
         phase="read",
         among=group.processes,
@@ -328,7 +328,7 @@ def _sent_by_one(leaves: Sequence[Any], group: _Group, call: Call) -> set[int]:
     """
     if not (group.processes and group.has_local):
         return set()
-    with together(
+    with all_or_none(
         call.name, phase="local leaves", among=group.processes, timeout=call.timeout
     ) as messages:
         messages.append(bytes(map(is_spread, leaves)))

@@ -20,7 +20,7 @@ from etils import epath
 
 from treeshard._core.meetings import breaking_if_left
 from treeshard._core.paths import PyTree
-from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, agreeing, together, with_bar
+from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, agreeing, all_or_none, with_bar
 from treeshard._core.threads import end_process, in_thread
 from treeshard._disk.files import (
     Lock,
@@ -154,13 +154,13 @@ class Checkpoints:
         """Locks the directory, and checks that all processes share it."""
         mark = self._directory / f".{MARK}"
         with ExitStack() as until_seen:
-            with together("Checkpoints", phase="lock", timeout=self._timeout) as marks:
+            with all_or_none("Checkpoints", phase="lock", timeout=self._timeout) as marks:
                 if jax.process_index() == 0:
                     self._lock = _lock(self._directory, held)
                     mark.unlink(missing_ok=True)  # a link would be followed
                     marks.append(new_mark(mark))
                     until_seen.callback(mark.unlink)
-            with together("Checkpoints", phase="look", timeout=self._timeout):
+            with all_or_none("Checkpoints", phase="look", timeout=self._timeout):
                 if jax.process_index() != 0:
                     check_mark(mark, marks[0], self._timeout)
 
@@ -254,7 +254,7 @@ class Checkpoints:
         """
         state: PyTree = None
         error: TreeShardError | None = None
-        with together(LATEST, phase="read", timeout=AS_LONG_AS_IT_TAKES) as outcomes:
+        with all_or_none(LATEST, phase="read", timeout=AS_LONG_AS_IT_TAKES) as outcomes:
             try:
                 state = self.restore(step, like, **options)
             except (CheckpointError, ProcessError) as raised:
@@ -272,7 +272,7 @@ class Checkpoints:
 
     def _agreed_latest(self) -> int | None:
         """The latest step as process 0 sees it: others may see changes to the directory later."""
-        with together(LATEST, timeout=self._timeout) as of_process:
+        with all_or_none(LATEST, timeout=self._timeout) as of_process:
             of_process.append(json.dumps(self.latest).encode())
         return json.loads(of_process[0])
 

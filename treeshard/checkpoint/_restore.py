@@ -20,7 +20,7 @@ from treeshard._core.arrays import map_shards
 from treeshard._core.meetings import breaking_if_left
 from treeshard._core.mesh import MeshLike
 from treeshard._core.paths import PyTree, nested
-from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, agreeing, together
+from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, agreeing, all_or_none
 from treeshard._core.text import parse_dtype
 from treeshard._disk.files import PathLike
 from treeshard._disk.leaves import ReadLeaf, SavedLeaf, raise_damages
@@ -215,7 +215,7 @@ def _read_together(
     default = _default_sharding()
     wanted = {row.path: _stored_array(row, requested, default) for row, requested in stored}
     verified = [row for row, _ in stored if verify and row.crc is not None]
-    with together(WHERE, phase="read", among=among, timeout=AS_LONG_AS_IT_TAKES) as messages:
+    with all_or_none(WHERE, phase="read", among=among, timeout=AS_LONG_AS_IT_TAKES) as messages:
         arrays, unread = ArrayStore(path).read(wanted, progress=progress)
         to_verify = [] if unread else [arrays[row.path] for row in verified]
         messages += [json.dumps(unread).encode(), b"\n", registers(to_verify)]

@@ -17,8 +17,8 @@ from treeshard._core.processes import (
     AS_LONG_AS_IT_TAKES,
     TIMEOUT,
     agreeing,
+    all_or_none,
     fact_of_origin,
-    together,
     with_bar,
 )
 from treeshard._core.text import parse_bytes
@@ -207,7 +207,7 @@ def load_safetensors(
                 request.differences.check(str(source), partial=partial)
                 facts |= {"the path": str(source), "the files": tensor_facts(stored)}
                 facts |= request.facts()
-            with together(where, phase="read", timeout=AS_LONG_AS_IT_TAKES):
+            with all_or_none(where, phase="read", timeout=AS_LONG_AS_IT_TAKES):
                 return read_tensors(source, request, stored, progress=progress)
     except OSError as error:
         raise CheckpointError(f"{where}: {source} cannot be read: {error}.") from error
