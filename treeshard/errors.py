@@ -144,7 +144,7 @@ class ShardingTypeError(TreeShardError, TypeError):
 
 
 class ProcessError(TreeShardError, RuntimeError):
-    """Processes of a collective call did not all arrive, or disagree about what to do."""
+    """Processes of a collective call did not all arrive, disagree about what to do, or left it."""
 
 
 class CheckpointError(TreeShardError, RuntimeError):

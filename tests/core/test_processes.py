@@ -1,23 +1,29 @@
 """Messages between real processes, and the launcher that starts these processes and ends them."""
 
+import subprocess
 import sys
+import time
 from pathlib import Path
+from unittest.mock import Mock
 
+import jax
 import pytest
 
 import treeshard as ts
 from tests.helpers import runs, wait_until
-from tests.multiprocess import exchange_checks, launcher
+from tests.multiprocess import exchange_checks, interrupted_checks, launcher
+from treeshard._core import meetings
 from treeshard._core.meetings import _absent, _client, exchange
 
-*CHECKS, FAILING = launcher.checks_of(exchange_checks)
+WORKERS = (interrupted_checks, exchange_checks)
+*CHECKS, FAILING = launcher.checks_of(*WORKERS)
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> launcher.Verdicts:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launcher, "GRACE", 0.5)  # since one of them fails
-        return launcher.launch(exchange_checks, tmp_path_factory.mktemp("exchange"), devices=1)
+        return launcher.launch(WORKERS, tmp_path_factory.mktemp("exchange"), devices=1)
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -57,3 +63,116 @@ def test_a_lost_process_is_told_by_the_time_waited() -> None:
         " (INTERNAL: Barrier failed because: Task 1 heartbeat timeout.). Nothing was done. See the"
         " log of the missing process."
     )
+
+
+# ------------------------------------------------------------------ a service that is gone
+
+GONE = jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect to all addresses\nmore")
+CALLS = (
+    "key_value_set",
+    "key_value_set_bytes",
+    "key_value_dir_get",
+    "key_value_dir_get_bytes",
+    "wait_at_barrier",
+    "key_value_delete",
+)
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """A service in which process 0 meets with a process 1 that always agrees."""
+    said: dict[str, bytes] = {}
+    client = Mock()
+    client.key_value_set_bytes.side_effect = lambda key, value, **_: said.update({key: value})
+    client.key_value_dir_get.return_value = [
+        (f"treeshard-version/{i}", ts.__version__) for i in (0, 1)
+    ]
+    client.key_value_dir_get_bytes.side_effect = lambda start: [
+        (f"{start}{i}", value)
+        for key, value in said.items()
+        if key.startswith(start)
+        for i in (0, 1)
+    ]
+    monkeypatch.setattr(meetings, "coordination_client", lambda: client)
+    monkeypatch.setattr(meetings, "_sequences", {})
+    monkeypatch.setattr(meetings, "_broken", [])
+    return client
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_service_that_is_gone_is_a_typed_error(call: str, client: Mock) -> None:
+    """Whichever of its calls fails first; and as with any failed meeting, later ones raise."""
+    if call == "key_value_delete":  # of the message of the meeting before
+        exchange("begin", b"", among=[0, 1])
+    for later in CALLS[CALLS.index(call) :]:
+        getattr(client, later).side_effect = GONE
+    client.key_value_try_get.side_effect = GONE
+    with pytest.raises(ts.ProcessError) as told:
+        exchange("save", b"", among=[0, 1])
+    assert "UNAVAILABLE: failed to connect to all addresses)" in str(told.value)
+    with pytest.raises(ts.ProcessError, match="gather: nothing was done. The processes are out of"):
+        exchange("gather", b"", among=[0, 1])
+
+
+def test_the_form_of_a_batch_that_cannot_be_told_is_a_typed_error(client: Mock) -> None:
+    client.key_value_set.side_effect = GONE
+    with pytest.raises(ts.ProcessError) as told:
+        meetings.tell_batch([0, 1], 3, "x: float32[4]")
+    assert str(told.value) == (
+        "from_process_local: the coordination service of JAX, which is in process 0, cannot be"
+        " reached (UNAVAILABLE: failed to connect to all addresses). Nothing was done. See the log"
+        " of process 0."
+    )
+
+
+# ------------------------------------------------------------------ the end of the process
+
+ENDS = """
+import atexit, sys
+from treeshard._core import meetings
+meetings._broken.append("save, train.py:3")
+atexit.register(print, "the user's own function")
+print("unflushed", end=" ")
+{}
+"""
+
+
+@pytest.mark.parametrize("end", ["sys.exit(3)", "1 / 0"])
+def test_a_process_that_is_out_of_step_ends_with_status_1(end: str) -> None:
+    """However its program ends, and after what it has registered itself."""
+    command = [sys.executable, "-c", ENDS.format(end)]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 1
+    assert process.stdout == "unflushed the user's own function\n"
+    assert process.stderr.endswith(
+        "treeshard: the processes are out of step since save, train.py:3. This one ends with status"
+        " 1 now, and does not wait for the others. Start the run again, from its last checkpoint.\n"
+    )
+
+
+@pytest.mark.parametrize(("leaves", "end"), [(1, "3"), (0, "raise")])
+def test_all_end_soon_after_one_is_out_of_step(leaves: int, end: str, tmp_path: Path) -> None:
+    """Although the other one is in a step that waits for it. JAX would wait five minutes."""
+    port = launcher.free_port()
+    module = [sys.executable, "-m", "tests.multiprocess.out_of_step"]
+    logs = [tmp_path / f"{i}.log" for i in (0, 1)]
+    started = [
+        launcher.start([*module, *map(str, (port, i, 2, leaves, end))], logs[i]) for i in (0, 1)
+    ]
+    try:
+        until = time.monotonic() + 60
+        while None in [process.poll() for process in started] and time.monotonic() < until:
+            time.sleep(0.02)
+    finally:
+        launcher.end(started)
+    texts = [log.read_text(errors="replace") for log in logs]
+    told = (
+        "treeshard: the processes are out of step since gather, tests/multiprocess/out_of_step.py:"
+    )
+    assert started[leaves].returncode == 1, texts
+    assert told in texts[leaves]
+    assert ("ProcessError: gather: process" in texts[leaves]) == (end == "raise")
+    # The other one hears of it, unless it ends because process 0 did, which has the service.
+    assert started[1 - leaves].returncode in ((1,) if leaves else (1, -6)), texts
+    assert told in texts[1 - leaves] or leaves == 0
+    assert texts[leaves].count("the user's own function at exit") == 1

@@ -11,7 +11,7 @@ from tests.multiprocess.worker import Context, arriving_last, start_again
 from treeshard import ProcessError
 from treeshard._core import meetings
 from treeshard._core.meetings import AS_LONG_AS_IT_TAKES, exchange
-from treeshard._core.processes import together
+from treeshard._core.processes import all_or_none
 
 FILE = "tests/multiprocess/exchange_checks.py"
 
@@ -75,7 +75,7 @@ def check_a_late_process_is_named_and_gets_the_error_too(context: Context) -> No
         )
     else:
         assert "a process arrived more than 0.5 s after another" in str(told.value)
-    with pytest.raises(ProcessError) as told, together("gather", timeout=20):
+    with pytest.raises(ProcessError) as told, all_or_none("gather", timeout=20):
         pass
     first = f"gather: nothing was done. The processes are out of step since save /runs/7, {FILE}:"
     assert str(told.value).startswith(first)

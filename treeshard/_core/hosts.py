@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from treeshard._core.memory import lacking_memory, shared_memory
-from treeshard._core.processes import TIMEOUT, together
+from treeshard._core.processes import TIMEOUT, all_or_none
 from treeshard._core.text import human_bytes
 
 
@@ -24,14 +24,14 @@ def check_memory_of_hosts(
     """Raises unless each host has what its processes need together; all make this call.
 
     Args:
-        what: As in `together`.
+        what: As in `all_or_none`.
         needed: The bytes that this process needs.
         error: Makes the error of what is needed and available, in words, and of what is available.
         threads: As in `lacking_memory`.
-        among: As in `together`.
-        timeout: As in `together`.
+        among: As in `all_or_none`.
+        timeout: As in `all_or_none`.
     """
-    with together(what, among=among, timeout=timeout) as messages:
+    with all_or_none(what, phase="memory", among=among, timeout=timeout) as messages:
         if lacking := lacking_memory(needed, threads):
             raise error(*lacking)
         messages.append(json.dumps([_host(), needed, shared_memory()]).encode())

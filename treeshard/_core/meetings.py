@@ -8,9 +8,10 @@ The meetings of the same processes are numbered, and each process says there whi
 which thread, and how many steps it has started. If these differ, a process skipped a call, or two
 threads of one process call at once: then all processes raise, before any data moves.
 
-There is no repair after that, nor after a call that some processes gave up: as a broken
-`threading.Barrier`, every later call raises, and names the first failure. What goes on is a call on
-which all had agreed before, such as a save in the background.
+There is no repair after that, nor after a call that some processes gave up, for lack of time or for
+a Ctrl-C: as a broken `threading.Barrier`, every later call raises, and names the first failure.
+What goes on is a call on which all had agreed before, such as a save in the background. When such a
+process ends, it does not wait for the others, which may wait for it.
 
 At each meeting the processes also say how many steps and batches of treeshard they have made, by
 which programs and of which shapes (as a hash of all of them), and at which lines of the user's code
@@ -22,6 +23,7 @@ once all make one of these calls together, or had done so before. What is not no
 is skipped in a loop around it, if all else in the loop is JAX's.
 """
 
+import atexit
 import hashlib
 import json
 import os
@@ -32,7 +34,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import count, islice
 from traceback import walk_stack
 from typing import Any, NamedTuple
@@ -42,6 +44,7 @@ from jax.core import Tracer
 
 from treeshard._core.jax_private import coordination_client
 from treeshard._core.text import in_groups
+from treeshard._core.threads import HeldInterrupts, end_process, wait_in_thread
 from treeshard.errors import HIDDEN, ProcessError, counted
 
 # Seconds to wait for other processes, by default.
@@ -61,6 +64,7 @@ def exchange(
     what: str,
     mine: bytes,
     *,
+    phase: str = "",
     among: Sequence[int] | None = None,
     timeout: float = TIMEOUT,
     moves: bool = True,
@@ -75,6 +79,9 @@ def exchange(
     Args:
         what: The operation, such as `"save /runs/7/step_100"`; the same on every process.
         mine: The message of this process.
+        phase: What the operation does now, such as `"read"`, if it is not its first meeting: so
+            that a process that left the operation, and began it again, does not meet with others
+            that are in the middle of it.
         among: The indices of the participating processes; all by default. If it is empty, only
             this one participates.
         timeout: Seconds to wait for the other processes.
@@ -89,7 +96,7 @@ def exchange(
         check_in_step(what, participants)
     if not (moves or is_main_thread()):
         lane = lane or "background"
-    return _sequence(participants, lane).meet(what, mine, timeout, moves=moves)
+    return _sequence(participants, lane).meet(what, phase, mine, timeout, moves=moves)
 
 
 def in_turn(among: Sequence[int]) -> AbstractContextManager[Any]:
@@ -111,17 +118,101 @@ def get_out_of_step(what: str, among: Sequence[int] | None) -> None:
 
     `what` is the call of the last meeting of this thread.
     """
-    line = _first_line(_last.place)
-    call = f"{what}, {line}" if line else what
-    client = coordination_client()
+    if _broken:
+        return
+    _broken.append(_with_line(what, _last.place))
     # The first process to say so decides what all of them name. Without the service: this one.
-    key = _sequence(indices(among)).key("out-of-step")
-    with suppress(jax.errors.JaxRuntimeError):
-        client.key_value_set(key, call)
-    with suppress(jax.errors.JaxRuntimeError):
-        call = client.key_value_try_get(key)
-    if not _broken:
-        _broken.append(call)
+    key = _OUT_OF_STEP + "-".join(map(str, indices(among)))
+    with suppress(jax.errors.JaxRuntimeError, ProcessError):
+        _client().key_value_set(_NAMES + key, _broken[0])
+    with suppress(jax.errors.JaxRuntimeError, ProcessError):
+        _broken[0] = _client().key_value_try_get(_NAMES + key)
+
+
+# ------------------------------------------------------------------ leaving a call
+
+
+@contextmanager
+def breaking_if_left() -> Iterator[None]:
+    """For the whole of a call that has several meetings, or moves data after one.
+
+    After a meeting the others go on with the call, and may wait for this process in a collective.
+    So a Ctrl-C waits until the next block of which the others are told, or for the end of the call.
+    Whatever else leaves the call and is not an `Exception` makes the break final, since the next
+    call of this process would meet with the middle of this one.
+    """
+    met, outer = _last.count, _last.interrupts
+    interrupts = _last.interrupts = outer or HeldInterrupts()
+    try:
+        try:
+            yield
+        finally:
+            _last.interrupts = outer
+            if outer is None:
+                interrupts.close()
+    except Exception:  # of all processes, or told at a meeting
+        raise
+    except BaseException as error:
+        if _last.count > met and error is not _last.told:
+            _last.sequence.leave(error)
+        raise
+
+
+def release_interrupts() -> None:
+    """Raises a Ctrl-C that has waited: from here on the others are told of it."""
+    if _last.interrupts is not None:
+        _last.interrupts.release()
+
+
+def set_told(error: BaseException | None) -> None:
+    """Notes the error of this process that the last meeting of this thread told the others."""
+    _last.told = error
+
+
+# ------------------------------------------------------------------ the end of the process
+
+_SECONDS_TO_END = 5.0  # that process 0 gives the others
+
+
+@atexit.register
+def _end_if_out_of_step() -> None:
+    """Ends a process that is out of step, or hears that others are, with status 1.
+
+    At exit JAX waits five minutes for the other processes, which may be in a step that waits for
+    this one.
+    """
+    since = _broken or _broken_of_others()
+    if since:
+        print(_AT_EXIT.format(since=since[0]), file=sys.stderr, flush=True)
+        with suppress(jax.errors.JaxRuntimeError, ProcessError):
+            _let_others_end()
+        end_process()
+
+
+def _broken_of_others() -> list[str]:
+    """The calls that failed on other processes with which this one had a meeting."""
+    participants = {"-".join(map(str, among)) for *among, _ in _sequences}
+    if not participants:
+        return []
+    with suppress(jax.errors.JaxRuntimeError, ProcessError):
+        keys = _client().key_value_dir_get(_NAMES + _OUT_OF_STEP)
+        return [call for key, call in keys if key.rpartition("/")[2] in participants]
+    return []
+
+
+def _let_others_end() -> None:
+    """Waits on process 0, which has the service: without it JAX aborts the others, which could not
+    say why they end."""
+    client, me = _client(), jax.process_index()
+    client.key_value_set(f"{_NAMES}ends/{me}", "")
+    if me != 0:
+        return
+    until = time.monotonic() + _SECONDS_TO_END
+    while len(client.key_value_dir_get(f"{_NAMES}ends/")) < jax.process_count():
+        if time.monotonic() > until:
+            return
+        time.sleep(0.05)
+    time.sleep(0.3)  # between saying so and the end
 
 
 # ------------------------------------------------------------------ between meetings
@@ -168,7 +259,8 @@ def tell_batch(among: Sequence[int], number: int, form: str) -> None:
     if sequence.batch is None or sequence.batch[1] != form:
         sequence.batch = number, form
         key = sequence.key(f"batch/{jax.process_index()}")
-        _client().key_value_set(key, json.dumps(sequence.batch), allow_overwrite=True)
+        with _typed_errors("from_process_local"):
+            _client().key_value_set(key, json.dumps(sequence.batch), allow_overwrite=True)
 
 
 def is_main_thread() -> bool:
@@ -199,9 +291,29 @@ def origin(x: Any, among: Sequence[int]) -> str:
 
 # ------------------------------------------------------------------ the last meeting
 
-# Of the last meeting of this thread: its name, the place of this process, and those of all of them
-# if data moved after it.
-_last = threading.local()
+
+class _Last(threading.local):
+    """The last meeting of this thread.
+
+    Attributes:
+        count: How many meetings this thread has come to.
+        told: The error of this process that it told the others at the last one.
+        interrupts: Those of the call that this thread makes.
+        place: The place of this process.
+        places: Those of all of them, if data moved after it.
+    """
+
+    count = 0
+    told: BaseException | None = None
+    interrupts: HeldInterrupts | None = None
+    sequence: "_Sequence"
+    call: "_Call"
+    meeting: str
+    place: str
+    places: Mapping[int, str]
+
+
+_last = _Last()
 
 
 def last_meeting() -> str:
@@ -227,17 +339,21 @@ class _Call(NamedTuple):
 
     Attributes:
         history: A hash of the forms of all batches so far.
+        left: The type of what made the process leave, and not come to meetings any more.
     """
 
     what: str
+    phase: str
     thread: str
     steps: int
     batches: int
     history: str
+    left: str
     place: str
 
 
 _NAMES = "treeshard/"  # of all keys of meetings in the service
+_OUT_OF_STEP = "out-of-step/"  # and of those that say that a call has failed
 
 
 class _Sequence:
@@ -259,6 +375,7 @@ class _Sequence:
             self._name += "." + _hash(lane)
         self.lock = threading.RLock()
         self.number = self.programs = self.steps = self.batches = self.all_batches = 0
+        self._is_over = False  # a meeting has failed, and so will all later ones
         self._history, self._noted = "", deque[str](maxlen=500)
         self.batch: tuple[int, str] | None = None
         self._place = ""  # of the last call that the user's code made
@@ -274,44 +391,71 @@ class _Sequence:
         self._history = _hash(self._history + entry)
         self._noted.append(entry)
 
-    def meet(self, what: str, mine: bytes, timeout: float, *, moves: bool) -> list[bytes]:
+    def meet(
+        self, what: str, phase: str, mine: bytes, timeout: float, *, moves: bool
+    ) -> list[bytes]:
         self._client = _client()
         thread = "" if self._lane else threading.current_thread().name
         # A thread in the background goes on with a call that the user's code has made.
         self._place = _user_place() or self._place
         _last.place, _last.places = self._place, {}
         with self.lock:
+            if self._is_over:
+                check_in_step(what, self._participants)
             done = (self.steps, self.batches, self._history) if moves else (0, 0, "")
-            call = _Call(what, thread, *done, self._place)
+            call = _Call(what, phase, thread, *done, "", self._place)
+            _last.count, _last.sequence, _last.call = _last.count + 1, self, call
             try:
-                messages = self._attend(call, mine, timeout)
-                calls = {i: call for i, (call, _) in messages.items()}
-                if _differ(calls):
-                    raise ProcessError(_different(what, calls) + self._first_other(calls, timeout))
+                release_interrupts()
+                with _typed_errors(what):
+                    messages = self._attend(call, mine, timeout)
+                    calls = {i: call for i, (call, _) in messages.items()}
+                    if _differ(calls):
+                        other = self._first_other(calls, timeout)
+                        raise ProcessError(_different(what, calls) + other)
                 if moves:
                     _last.places = {i: call.place for i, call in calls.items()}
                     self._check_places(what, _last.places)
-            except ProcessError:
+            except ProcessError:  # of all processes that come to this meeting
+                self._is_over = True
                 get_out_of_step(what, self._participants)
                 raise
+            except BaseException as error:
+                self.leave(error)
+                raise
         return [messages[i][1] for i in self._participants]
+
+    def leave(self, error: BaseException) -> None:
+        """Tells the others that this process will come to no meeting any more, because of an error.
+
+        They may be at the last meeting of this process or on their way to the next one.
+        """
+        self._is_over = True
+        get_out_of_step(_last.call.what, self._participants)
+        me = jax.process_index()
+        call = _last.call._replace(left=type(error).__name__)
+        others = [i for i in self._participants if i != me]
+        for number in (self.number - 1, self.number):
+            with suppress(jax.errors.JaxRuntimeError):
+                self._say(number, call, b"")
+            # The service fails a barrier, on all processes and at once, that one of them calls with
+            # other participants. (If this process is waiting at it, this call fails alone, and the
+            # others read the message above.)
+            with suppress(jax.errors.JaxRuntimeError):
+                self._client.wait_at_barrier(f"{self._name}/{number}", 1, others)
 
     def _attend(self, call: _Call, mine: bytes, timeout: float) -> dict[int, tuple[_Call, bytes]]:
         """The calls and messages of one meeting, by process."""
         number, self.number = self.number, self.number + 1
         me = jax.process_index()
-        self._client.key_value_set_bytes(
-            f"{self._name}/{number}/{me}", json.dumps(call).encode() + b"\n" + mine
-        )
+        self._say(number, call, mine)
         began = time.monotonic()
         try:
             self._check_versions(call.what, began + timeout)
             left = began + timeout - time.monotonic()
             # The service decides once how a barrier ends. A process that comes to one that has
             # failed gets the same error at once, so all processes count the same meetings.
-            self._client.wait_at_barrier(
-                f"{self._name}/{number}", max(1, round(1000 * left)), self._participants
-            )
+            self._wait(number, left)
             messages = self._messages(number)
         except jax.errors.JaxRuntimeError as error:
             calls = {i: made for i, (made, _) in self._messages(number).items()}
@@ -323,6 +467,27 @@ class _Sequence:
         if number:
             self._client.key_value_delete(f"{self._name}/{number - 1}/{me}")
         return messages
+
+    def _wait(self, number: int, seconds: float) -> None:
+        interrupts = _last.interrupts
+
+        def wait() -> None:
+            self._client.wait_at_barrier(
+                f"{self._name}/{number}", max(1, round(1000 * seconds)), self._participants
+            )
+            if interrupts is not None:  # the others go on with the call
+                interrupts.hold()
+
+        if interrupts is not None:
+            interrupts.install()
+        wait_in_thread(wait)
+
+    def _say(self, number: int, call: _Call, message: bytes) -> None:
+        self._client.key_value_set_bytes(
+            f"{self._name}/{number}/{jax.process_index()}",
+            json.dumps(call).encode() + b"\n" + message,
+            allow_overwrite=True,  # by `leave`
+        )
 
     def _messages(self, number: int) -> dict[int, tuple[_Call, bytes]]:
         messages = {}
@@ -378,7 +543,8 @@ class _Sequence:
         """Names the first batch of another form, if that is all in which the processes differ."""
         if not _differ_in_history_alone(calls):
             return ""
-        call = _Call("comparing batches", *calls[self._participants[0]][1:-2], "", "")
+        first = calls[self._participants[0]]
+        call = first._replace(what="comparing batches", history="", place="")
         mine = zlib.compress(json.dumps(list(self._noted)).encode())
         messages = self._attend(call, mine, timeout)
         noted = {i: json.loads(zlib.decompress(text)) for i, (_, text) in messages.items()}
@@ -421,6 +587,9 @@ class _Sequence:
 
 _sequences: dict[Any, _Sequence] = {}
 _broken: list[str] = []  # the first call that failed, if there is one
+# A forked process is not one of the processes that meet.
+os.register_at_fork(after_in_child=_sequences.clear)
+os.register_at_fork(after_in_child=_broken.clear)
 
 
 def _sequence(among: Sequence[int], lane: str = "") -> _Sequence:
@@ -437,6 +606,14 @@ def _client() -> Any:
             " others. Call `jax.distributed.initialize()` first, on each of them."
         )
     return client
+
+
+@contextmanager
+def _typed_errors(what: str) -> Iterator[None]:
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        raise ProcessError(_UNREACHABLE.format(what=what, error=_reason(error))) from None
 
 
 def _process_of(key: str) -> int:
@@ -476,11 +653,16 @@ def _first_line(place: str) -> str:
     return place.partition(" < ")[0]
 
 
+def _with_line(what: str, place: str) -> str:
+    """`save, train.py:12 (main)`"""
+    return ", ".join(filter(None, (what, _first_line(place))))
+
+
 # ------------------------------------------------------------------ messages
 
 
 def _absent(what: str, absent: Sequence[int], after: float, error: Exception, *, lost: bool) -> str:
-    reason = str(error).splitlines()[0]
+    reason = _reason(error)
     if not absent:  # all arrived, one of them too late; or the service itself is gone
         return (
             f"{what}: a process arrived more than {after:g} s after another, or was lost"
@@ -499,6 +681,18 @@ def _absent(what: str, absent: Sequence[int], after: float, error: Exception, *,
     )
 
 
+def _reason(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+_UNREACHABLE = (
+    "{what}: the coordination service of JAX, which is in process 0, cannot be reached ({error})."
+    " Nothing was done. See the log of process 0."
+)
+_AT_EXIT = (
+    "treeshard: the processes are out of step since {since}. This one ends with status 1 now, and"
+    " does not wait for the others. Start the run again, from its last checkpoint."
+)
 _SKIPPED_A_CALL = "A process skipped a call, or made one more."
 _THE_SAME_CALLS = "All of them must make the same calls in the same order."
 _AT_ONE_LINE = (
@@ -513,25 +707,38 @@ _AT_OTHER_LINES = (
 
 
 def _differ(calls: Mapping[int, _Call]) -> bool:
-    return len({call[:-1] for call in calls.values()}) > 1
+    return len({call._replace(place="") for call in calls.values()}) > 1
 
 
 def _differ_in_history_alone(calls: Mapping[int, _Call]) -> bool:
-    return _differ(calls) and len({call[:-2] for call in calls.values()}) == 1
+    same = {call._replace(place="", history="") for call in calls.values()}
+    return _differ(calls) and len(same) == 1
 
 
 def _different(what: str, calls: Mapping[int, _Call]) -> str:
     """What processes say that make different calls."""
+    left = {
+        i: f"{_with_line(call.what, call.place)} was left by a {call.left}"
+        for i, call in calls.items()
+        if call.left
+    }
+    if left:
+        return (
+            f"{what}: the call could not be made together: {in_groups(left)}. The processes are out"
+            " of step: start the run again, from its last checkpoint."
+        )
     if _differ_in_history_alone(calls):
         return (
             f"{what}: the processes have passed batches of other shapes or of other small values,"
             " or called other steps, and nothing was done."
         )
     columns = zip(*calls.values(), strict=True)
-    whats, threads, steps, batches, *_ = (len(set(column)) > 1 for column in columns)
+    whats, phases, threads, steps, batches, *_ = (len(set(column)) > 1 for column in columns)
     rows: dict[int, str] = {}
     for i, call in calls.items():
         rows[i] = call.what
+        if phases and not whats:
+            rows[i] += f" ({call.phase or 'begin'})"
         if threads:
             rows[i] += f" in the thread {call.thread!r}"
         if steps and not whats:
@@ -544,6 +751,8 @@ def _different(what: str, calls: Mapping[int, _Call]) -> str:
             "Calls from several threads may come in another order on each process: make them from"
             " one thread."
         )
+    elif phases and not whats:
+        why = "A process left this call before its end, and made it again."
     elif steps and not whats:
         why = "A process skipped a step, or made one more."
     text = (

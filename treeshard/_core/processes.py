@@ -4,9 +4,9 @@ JAX starts a program on each process and never asks whether it is the same one. 
 raises before it, or starts another, leaves the rest waiting in a collective without an end or a
 word. So calls that move data exchange a message first.
 
-Callers use `together` and `agreeing`: if one process raises, all raise. `exchange` and `tell` are
-what both are made of. Only the stages of a save call `tell` themselves, since they also tell the
-other processes of a Ctrl-C, and raise a `CheckpointError` that lists the errors of all processes.
+Callers use `all_or_none` and `agreeing`: if one process raises, all raise. Both are made of
+`exchange` and `tell`. Only the stages of a save call `tell` themselves, since they raise a
+`CheckpointError` that lists the errors of all processes.
 """
 
 import hashlib
@@ -33,6 +33,8 @@ from treeshard._core.meetings import (
     indices,
     lines_differ,
     origin,
+    release_interrupts,
+    set_told,
 )
 from treeshard._core.mesh import AnyMesh, describe_mesh
 from treeshard._core.specs import entries, with_entries
@@ -43,9 +45,10 @@ from treeshard.errors import ProcessError, listed, warn
 
 
 @contextmanager
-def together(
+def all_or_none(
     what: str,
     *,
+    phase: str = "",
     among: Sequence[int] | None = None,
     timeout: float = TIMEOUT,
     moves: bool = True,
@@ -54,16 +57,21 @@ def together(
 
     Yields a list, to which the block may append the message of this process; after the block, it
     has the message of each process. The error of the block is raised here; on the others, a
-    `ProcessError` quotes it.
+    `ProcessError` quotes it. A Ctrl-C in the block is raised here only after the others were told;
+    another one, while this process waits for them, is raised at once, and the break is final.
     """
     messages: list[bytes] = []
-    own_error: Exception | None = None  # told to the others before it is raised here
+    own_error: BaseException | None = None  # told to the others before it is raised here
     try:
+        release_interrupts()
         yield messages
-    except Exception as error:
+        release_interrupts()
+    except BaseException as error:  # a Ctrl-C too
         own_error = error
     try:
-        told, failures = tell(what, own_error, messages, among=among, timeout=timeout, moves=moves)
+        told, failures = tell(
+            what, own_error, messages, phase=phase, among=among, timeout=timeout, moves=moves
+        )
     except ProcessError as absent:
         raise (own_error or absent) from None
     if own_error is not None:
@@ -82,6 +90,7 @@ def tell(
     error: BaseException | None,
     messages: Sequence[bytes],
     *,
+    phase: str = "",
     among: Sequence[int] | None = None,
     timeout: float = TIMEOUT,
     moves: bool = True,
@@ -93,8 +102,11 @@ def tell(
     """
     outcome = b"+" + b"".join(messages)
     if error is not None:
-        outcome = f"-{type(error).__name__}: {error}".encode()
-    outcomes = exchange(what, outcome, among=among, timeout=timeout, moves=moves, lane=lane)
+        outcome = f"-{type(error).__name__}: {error}".removesuffix(": ").encode()
+    outcomes = exchange(
+        what, outcome, phase=phase, among=among, timeout=timeout, moves=moves, lane=lane
+    )
+    set_told(error)
     failures: dict[int, str] = {}
     for i, text in zip(indices(among), outcomes, strict=True):
         if text[:1] == b"-":
@@ -106,6 +118,7 @@ def tell(
 def agreeing(
     what: str,
     *,
+    phase: str = "",
     among: Sequence[int] | None = None,
     timeout: float = TIMEOUT,
     moves: bool = True,
@@ -114,11 +127,11 @@ def agreeing(
 
     Yields a dict for the block to fill, in order: what this process is about to do, by leaf path or
     another name. The processes exchange a hash of the facts, and the facts themselves only if
-    hashes differ. Otherwise as `together`.
+    hashes differ. Otherwise as `all_or_none`.
     """
     facts: dict[str, str] = {}
     encoded = b""
-    with together(what, among=among, timeout=timeout, moves=moves) as hashes:
+    with all_or_none(what, phase=phase, among=among, timeout=timeout, moves=moves) as hashes:
         yield facts
         encoded = json.dumps(list(facts.items())).encode()  # a list: the order counts too
         hashes.append(hashlib.sha256(encoded).digest())
@@ -126,7 +139,14 @@ def agreeing(
         if UNKNOWN in facts.values() and (lines := lines_differ(among)):
             warn(_AT_OTHER_LINES.format(what=what, lines=lines))
         return
-    messages = exchange(what, zlib.compress(encoded), among=among, timeout=timeout, moves=moves)
+    messages = exchange(
+        what,
+        zlib.compress(encoded),
+        phase="differences",
+        among=among,
+        timeout=timeout,
+        moves=moves,
+    )
     decoded = [dict(json.loads(zlib.decompress(message))) for message in messages]
     differences = _differences(dict(zip(indices(among), decoded, strict=True)))
     headline = (

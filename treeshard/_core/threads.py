@@ -1,15 +1,17 @@
-"""Threads that may begin at any time, and that end before the process does; and Ctrl-C beside them.
+"""Threads that may begin at any time, Ctrl-C beside them, and the end of the process.
 
 Those of `concurrent.futures` do not begin once the main thread has ended. Its `Future`, and each
 `threading.Condition`, also takes a lock in Python code: a Ctrl-C between taking it and entering the
 `with` block leaves it taken, and the thread that would end waits for it forever.
 """
 
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -87,32 +89,89 @@ def in_thread(
     return outcome
 
 
+class HeldInterrupts:
+    """A Ctrl-C that arrives between `hold` and `release` is handled by `release`.
+
+    If more than `at_most` arrive, the last one is handled at once instead. In threads other than
+    the main thread, which alone receives signals, nothing is held.
+    """
+
+    def __init__(self, at_most: int | None = 1) -> None:
+        self._at_most = at_most
+        self._handler: Any = None  # the one that was there, once `install` has put another there
+        self._is_holding = False
+        self._frames: list[Any] = []  # in which the signals arrived that are held
+
+    def install(self) -> None:
+        """Must be called before `hold`. Later calls do nothing."""
+        handler = signal.getsignal(signal.SIGINT)
+        is_main = threading.current_thread() is threading.main_thread()
+        # A handler that C code installed is `None`, and ignoring the signal is a number.
+        if is_main and callable(handler) and self._handler is None:
+            self._handler = handler
+            signal.signal(signal.SIGINT, self._handle)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if self._is_holding and (self._at_most is None or len(self._frames) < self._at_most):
+            self._frames.append(frame)
+        else:
+            self._frames.clear()  # this one stands for all
+            self._handler(number, frame)
+
+    def hold(self) -> None:
+        self._is_holding = True
+
+    def release(self) -> None:
+        self._is_holding = False
+        frames, self._frames = self._frames, []
+        if frames:
+            self._handler(signal.SIGINT, frames[0])
+
+    def close(self) -> None:
+        """Releases, and restores the handler that was there before `install`."""
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._handler)
+        self.release()
+
+
 @contextmanager
 def interrupts_deferred(*, at_most: int | None = None) -> Iterator[None]:
-    """Handles a Ctrl-C that arrives during the block after it.
-
-    If more than `at_most` arrive, the last one is handled at once instead. Outside the main thread,
-    which alone receives signals, it does nothing.
-    """
-    handler = signal.getsignal(signal.SIGINT)
-    # A handler that C code installed is `None`, and ignoring the signal is a number.
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield
-        return
-    frames: list[Any] = []
-
-    def are_too_many() -> bool:
-        return at_most is not None and len(frames) > at_most
-
-    def defer(number: int, frame: Any) -> None:
-        frames.append(frame)
-        if are_too_many():
-            handler(number, frame)
-
-    signal.signal(signal.SIGINT, defer)
+    """Handles a Ctrl-C that arrives during the block after it, as `HeldInterrupts` does."""
+    held = HeldInterrupts(at_most)
     try:
+        held.hold()
+        held.install()
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
-        if frames and not are_too_many():
-            handler(signal.SIGINT, frames[0])
+        held.close()
+
+
+def wait_in_thread(function: Callable[[], None]) -> None:
+    """Calls a function that waits in C++, so that Ctrl-C interrupts this thread but not the call.
+
+    Python runs signal handlers only once such a function has returned. Only the main thread gets
+    signals: in others the function is called directly.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        function()
+        return
+    outcome: Outcome[None] = Outcome()
+    try:
+        threading.Thread(
+            target=outcome.run, args=(function,), name="treeshard-wait", daemon=True
+        ).start()
+    except RuntimeError:  # there are no more threads, or Python has joined them
+        function()
+        return
+    outcome.result()
+
+
+def end_process() -> NoReturn:
+    """Ends the process with status 1 now. For `atexit` functions, which cannot set the status.
+
+    `atexit` functions that were registered earlier do not run, and so not those of JAX, which wait
+    for other processes.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)

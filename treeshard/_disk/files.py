@@ -24,7 +24,7 @@ from typing import Any
 
 import jax
 
-from treeshard._core.processes import AS_LONG_AS_IT_TAKES, together
+from treeshard._core.processes import AS_LONG_AS_IT_TAKES, all_or_none
 from treeshard._core.text import human_bytes
 from treeshard.errors import CheckpointError, warn
 
@@ -364,14 +364,14 @@ def new_files(
             also of other paths in this directory.
         keep_earlier: Called before the first of several files is replaced. It keeps earlier files
             that the existing index names under other names, and has the index name these.
-        what: The operation, as in `together`.
+        what: The operation, as in `all_or_none`.
         timeout: Seconds to wait for other processes; waits for their writes have no limit.
     """
     first = jax.process_index() == 0
     hidden = [path.with_name(f".{path.name}{_PART}") for path in paths]
     files: list[int] = []
     with ExitStack() as held:
-        with together(what, timeout=timeout) as marks:
+        with all_or_none(what, phase="create", timeout=timeout) as marks:
             if first:
                 mark = os.urandom(16)
                 marks.append(mark)
@@ -383,16 +383,16 @@ def new_files(
                     removed |= _remove_unfinished(beside, partial(belongs, name))
                 tell_removed(what, name.parent, removed)
                 files += [held.enter_context(_created(path, mark)) for path in hidden]
-        with together(what, timeout=timeout):
+        with all_or_none(what, phase="open", timeout=timeout):
             if not first:
                 files += [
                     held.enter_context(_of_process_0(path, marks[0], timeout)) for path in hidden
                 ]
-        with together(what, timeout=AS_LONG_AS_IT_TAKES):
+        with all_or_none(what, phase="write", timeout=AS_LONG_AS_IT_TAKES):
             yield files
             for file in files:
                 os.fsync(file)
-        with together(what, timeout=AS_LONG_AS_IT_TAKES):
+        with all_or_none(what, phase="rename", timeout=AS_LONG_AS_IT_TAKES):
             if first:
                 _rename(name, hidden, paths, keep_earlier)
                 _remove_earlier(name, paths, belongs, what)

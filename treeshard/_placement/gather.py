@@ -6,7 +6,7 @@ full copy of each on every device.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise, repeat
 from typing import Any, Literal, NamedTuple
@@ -29,17 +29,17 @@ from treeshard._core.arrays import (
 )
 from treeshard._core.hosts import check_memory_of_hosts
 from treeshard._core.make_mesh import make_mesh, with_devices
-from treeshard._core.meetings import in_turn, last_meeting
+from treeshard._core.meetings import breaking_if_left, in_turn, last_meeting
 from treeshard._core.memory import NOT_WORTH_A_LOOK
 from treeshard._core.mesh import MeshLike, as_mesh
 from treeshard._core.paths import PyTree, leaf_paths, path_under
 from treeshard._core.processes import (
     TIMEOUT,
     agreeing,
+    all_or_none,
     facts_of,
     is_spread,
     participating_processes,
-    together,
     with_bar,
 )
 from treeshard._core.spec_trees import SpecCarrier, SpecTree, flatten_specs, is_spec_entry
@@ -104,12 +104,13 @@ def gather_at(
     """`gather` of a subtree; messages name its `prefix` in the larger tree."""
     leaves, treedef = tree_flatten(tree)
     call = _Call("gather", tree, leaves, to, _processes(leaves, to), timeout, prefix)
-    with in_turn(call.processes):
+    with breaking_if_left(), in_turn(call.processes):
         read = _reader(call)
         gathered = [next(read) for _ in with_bar(leaves, "gather", show=progress)]
     return treedef.unflatten(gathered)
 
 
+@breaking_if_left()
 def iter_gather(
     tree: PyTree, *, to: To = "all", timeout: float = TIMEOUT
 ) -> Iterator[tuple[str, Any]]:
@@ -218,18 +219,19 @@ def _agreed_paths(call: _Call) -> list[str]:
     return paths
 
 
-def _turns(call: _Call, paths: list[str]) -> Callable[[int], AbstractContextManager[None]]:
+def _turns(call: _Call, paths: list[str]) -> Callable[[int], AbstractContextManager[Any]]:
     """The context in which the data of a spread leaf travels, by its index among these."""
+    if not call.leaf_by_leaf:  # all leaves have one turn
+        return nullcontext
     named = [path for path, leaf in zip(paths, call.leaves, strict=True) if is_spread(leaf)]
     met = last_meeting()  # the same on all processes, which have agreed on the call
 
     @contextmanager
     def turn(i: int) -> Iterator[None]:
-        with in_turn(call.processes):
-            if call.leaf_by_leaf:
-                at = f"{call.where}, at {named[i]} (call of {met})"
-                with together(at, among=call.processes, timeout=call.timeout):
-                    pass
+        at = f"{call.where}, at {named[i]} (call of {met})"
+        with breaking_if_left(), in_turn(call.processes):
+            with all_or_none(at, among=call.processes, timeout=call.timeout):
+                pass
             yield
 
     return turn

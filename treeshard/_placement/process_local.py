@@ -17,7 +17,14 @@ from jax.tree_util import tree_flatten, tree_structure
 from treeshard._core.arguments import check_no_refs
 from treeshard._core.arrays import array_text, device_dtype, has_shape
 from treeshard._core.make_mesh import make_mesh
-from treeshard._core.meetings import check_in_step, count_batch, note, set_origin, tell_batch
+from treeshard._core.meetings import (
+    breaking_if_left,
+    check_in_step,
+    count_batch,
+    note,
+    set_origin,
+    tell_batch,
+)
 from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.processes import (
@@ -48,6 +55,7 @@ WHERE = "from_process_local"
 _agreed: dict[Any, str] = {}
 
 
+@breaking_if_left()
 def from_process_local(
     tree: PyTree, specs: SpecTree, mesh: MeshLike | None = None, *, timeout: float = TIMEOUT
 ) -> PyTree:

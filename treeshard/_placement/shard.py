@@ -19,7 +19,7 @@ from jax.tree_util import tree_flatten
 from treeshard._core.arguments import check_tree
 from treeshard._core.arrays import items_on_host, lengths, regions_here
 from treeshard._core.make_mesh import make_mesh
-from treeshard._core.meetings import in_turn, last_meeting, set_origin
+from treeshard._core.meetings import breaking_if_left, in_turn, last_meeting, set_origin
 from treeshard._core.memory import Meter, lacking_memory
 from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh
 from treeshard._core.paths import PyTree, leaf_paths, path_under
@@ -28,11 +28,11 @@ from treeshard._core.processes import (
     SMALL_BYTES,
     TIMEOUT,
     agreeing,
+    all_or_none,
     facts_of,
     is_spread,
     participating_processes,
     processes_of,
-    together,
     with_bar,
 )
 from treeshard._core.spec_trees import SpecCarrier, SpecTree
@@ -221,7 +221,7 @@ def place(tree: PyTree, specs: SpecTree, mesh: MeshLike | None, call: Call) -> P
     leaves, treedef = tree_flatten(tree)
     group = _group_of(leaves, meshes, call)
     paths = leaf_paths(tree) if group.processes or call.read else []
-    with in_turn(group.processes if group.moves else ()):
+    with breaking_if_left(), in_turn(group.processes if group.moves else ()):
         sent = _sent_by_one(leaves, group, call)
         with agreeing(
             call.name, among=group.processes, timeout=call.timeout, moves=group.moves
@@ -318,7 +318,13 @@ def _fill_structs(
     """Replaces each struct by an array of what `read` returns, sharded as it will be."""
     structs = [i for i in shardings if isinstance(leaves[i], jax.ShapeDtypeStruct)]
     # If `read` fails on one process, all stop before any other leaf moves.
-    with together(call.name, among=group.processes, timeout=AS_LONG_AS_IT_TAKES, moves=group.moves):
+    with all_or_none(
+        call.name,
+        phase="read",
+        among=group.processes,
+        timeout=AS_LONG_AS_IT_TAKES,
+        moves=group.moves,
+    ):
         for i in with_bar(structs, call.name, show=call.progress):
             leaves[i] = read_shards(read, paths[i], leaves[i], shardings[i])
 
@@ -365,7 +371,9 @@ def _sent_by_one(leaves: Sequence[Any], group: _Group, call: Call) -> set[int]:
     """
     if not (group.processes and group.has_local):
         return set()
-    with together(call.name, among=group.processes, timeout=call.timeout) as messages:
+    with all_or_none(
+        call.name, phase="local leaves", among=group.processes, timeout=call.timeout
+    ) as messages:
         messages.append(bytes(map(is_spread, leaves)))
     counts = [sum(flags) for flags in zip(*messages, strict=False)]  # processes with shards of it
     return {i for i, count in enumerate(counts) if 0 < count < len(group.processes)}

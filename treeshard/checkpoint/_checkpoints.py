@@ -18,9 +18,10 @@ from typing import SupportsIndex, Unpack
 import jax
 from etils import epath
 
+from treeshard._core.meetings import breaking_if_left
 from treeshard._core.paths import PyTree
-from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, agreeing, together, with_bar
-from treeshard._core.threads import Outcome, in_thread, interrupts_deferred
+from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, agreeing, all_or_none, with_bar
+from treeshard._core.threads import Outcome, end_process, in_thread, interrupts_deferred
 from treeshard._disk.files import (
     Lock,
     PathLike,
@@ -69,16 +70,13 @@ def _tell_at_exit() -> None:
 
     Python has joined the threads by now, unless a Ctrl-C interrupted it: then the threads would end
     in the middle of code in C++. Python prints what `atexit` functions raise, but keeps the status.
-    Those that were registered before this module was imported do not run then.
     """
     failures = [f"failed: {error}" for writing in _untold if (error := writing.error())]
     failures += ["was interrupted." for writing in _untold if not writing.has_ended]
     if failures:
         for failure in failures:
             print(f"A save in the background {failure}", file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        end_process()
 
 
 class Checkpoints:
@@ -152,7 +150,7 @@ class Checkpoints:
         self._preemption: Preemption | None = None
         self._closed, self._process = False, os.getpid()
         self._lock: Lock | None = None
-        with ExitStack() as held:
+        with breaking_if_left(), ExitStack() as held:
             if not read_only:
                 with agreeing("Checkpoints", timeout=timeout) as facts:
                     facts["the directory"] = str(self._directory)
@@ -164,12 +162,12 @@ class Checkpoints:
         """Locks the directory, and checks that all processes share it."""
         mark = self._directory / f".{MARK}"
         with ExitStack() as until_seen:
-            with together("Checkpoints", timeout=self._timeout) as marks:
+            with all_or_none("Checkpoints", phase="lock", timeout=self._timeout) as marks:
                 if jax.process_index() == 0:
                     self._lock = _lock(self._directory, held)
                     marks.append(new_mark(mark))
                     until_seen.callback(remove_mark, mark)
-            with together("Checkpoints", timeout=self._timeout):
+            with all_or_none("Checkpoints", phase="look", timeout=self._timeout):
                 if jax.process_index() != 0:
                     check_mark(mark, marks[0], self._timeout)
 
@@ -229,6 +227,7 @@ class Checkpoints:
                 f" `checkpoints.remove_after({step})`. Or save to another directory."
             )
 
+    @breaking_if_left()
     def remove_after(self, step: SupportsIndex) -> tuple[int, ...]:
         """Removes all later steps, for a run that goes back to an earlier one.
 
@@ -261,7 +260,7 @@ class Checkpoints:
         self.wait()
         with agreeing(REMOVE_AFTER, timeout=self._timeout) as facts:
             facts["the directory"], facts["the step"] = str(self._directory), str(number)
-        with together(REMOVE_AFTER, timeout=AS_LONG_AS_IT_TAKES) as of_process:
+        with all_or_none(REMOVE_AFTER, phase="remove", timeout=AS_LONG_AS_IT_TAKES) as of_process:
             later: list[int] = []
             if jax.process_index() == 0:
                 later = [x for x in self.steps() if x > number]
@@ -324,6 +323,7 @@ class Checkpoints:
             self._preemption = Preemption(number)
         return self._preemption.is_reached(number)
 
+    @breaking_if_left()
     def restore_latest(
         self, like: PyTree = None, **options: Unpack[RestoreOptions]
     ) -> tuple[int, PyTree] | None:
@@ -374,7 +374,7 @@ class Checkpoints:
         """
         state: PyTree = None
         error: TreeShardError | None = None
-        with together(LATEST, timeout=AS_LONG_AS_IT_TAKES) as outcomes:
+        with all_or_none(LATEST, phase="read", timeout=AS_LONG_AS_IT_TAKES) as outcomes:
             try:
                 state = self.restore(step, like, **options)
             except (CheckpointError, ProcessError) as raised:
@@ -395,7 +395,7 @@ class Checkpoints:
 
     def _agreed_latest(self) -> int | None:
         """The latest step as process 0 sees it: others may see changes to the directory later."""
-        with together(LATEST, timeout=self._timeout) as of_process:
+        with all_or_none(LATEST, timeout=self._timeout) as of_process:
             of_process.append(json.dumps(self.latest).encode())
         return json.loads(of_process[0])
 

@@ -31,7 +31,7 @@ from treeshard._core.arrays import (
     to_read,
     used_bits,
 )
-from treeshard._core.processes import TIMEOUT, is_spread, together
+from treeshard._core.processes import TIMEOUT, all_or_none, is_spread
 from treeshard._core.threads import in_thread
 from treeshard.errors import ProcessError
 
@@ -72,7 +72,7 @@ def checksums(
     than a byte the unused bits count as zero; typed keys count as their `key_data`. With
     `replicas`, all replicas of each shard are read and compared, not only the first.
     """
-    with together(what, timeout=timeout) as messages:
+    with all_or_none(what, phase="checksums", timeout=timeout) as messages:
         arrays = list(map(data_of, arrays))
         messages.append(registers(arrays, replicas=replicas))
     return of_registers(messages, arrays, what)

@@ -18,10 +18,11 @@ from jax.sharding import Sharding
 
 from treeshard._core.arrays import map_shards
 from treeshard._core.hosts import check_memory_of_hosts
+from treeshard._core.meetings import breaking_if_left
 from treeshard._core.memory import Meter
 from treeshard._core.mesh import MeshLike
 from treeshard._core.paths import PyTree, nested
-from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, agreeing, together
+from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, agreeing, all_or_none
 from treeshard._core.text import parse_dtype
 from treeshard._disk.files import PathLike
 from treeshard._disk.leaves import ReadLeaf, SavedLeaf, raise_damages
@@ -66,6 +67,7 @@ class RestoreOptions(TypedDict, total=False):
     progress: bool
 
 
+@breaking_if_left()
 def restore(
     path: PathLike,
     like: PyTree = None,
@@ -247,7 +249,8 @@ def _read_together(
         among=among,
         timeout=timeout,
     )
-    with together(WHERE, among=among, timeout=AS_LONG_AS_IT_TAKES) as messages, explaining(check):
+    reading_together = all_or_none(WHERE, phase="read", among=among, timeout=AS_LONG_AS_IT_TAKES)
+    with reading_together as messages, explaining(check):
         arrays, unread = ArrayStore(path).read(wanted, progress=progress)
         check()
         to_verify = [] if unread else [arrays[row.path] for row in verified]

@@ -11,13 +11,14 @@ from typing import Any
 import jax
 
 from treeshard._core.arguments import check_path
+from treeshard._core.meetings import breaking_if_left
 from treeshard._core.mesh import MeshLike
 from treeshard._core.processes import (
     AS_LONG_AS_IT_TAKES,
     TIMEOUT,
     agreeing,
+    all_or_none,
     fact_of_origin,
-    together,
     with_bar,
 )
 from treeshard._core.text import parse_bytes
@@ -47,6 +48,7 @@ __all__ = ["load_safetensors", "map_tensors", "save_safetensors", "tensor_shapes
 # ------------------------------------------------------------------ save
 
 
+@breaking_if_left()
 def save_safetensors(
     path: PathLike,
     tree: Any,
@@ -201,7 +203,7 @@ def load_safetensors(
         )
     placing = Placing(rules, mesh, min_size)
     try:
-        with ExitStack() as open_files:
+        with breaking_if_left(), ExitStack() as open_files:
             if like is None and rules is None:  # so that other processes need not call
                 placing.check(where)
                 stored = open_files.enter_context(open_tensors(source))
@@ -213,7 +215,7 @@ def load_safetensors(
                 facts |= {"the path": str(source), "the files": tensor_facts(stored)}
                 facts |= request.facts()
             check_memory_to_load(source, request, stored, timeout)
-            with together(where, timeout=AS_LONG_AS_IT_TAKES):
+            with all_or_none(where, phase="read", timeout=AS_LONG_AS_IT_TAKES):
                 return read_tensors(request, stored, progress=progress)
     except OSError as error:
         raise CheckpointError(f"{where}: {source} cannot be read: {error}.") from error

@@ -29,7 +29,7 @@ from treeshard._core.arrays import (
 from treeshard._core.hosts import check_memory_of_hosts
 from treeshard._core.memory import Meter, kept_by_allocator, lacking_memory
 from treeshard._core.paths import PyTree, leaf_paths, shared_names
-from treeshard._core.processes import is_spread, together, with_bar
+from treeshard._core.processes import all_or_none, is_spread, with_bar
 from treeshard._core.spec_trees import Misfit
 from treeshard._core.text import parse_dtype
 from treeshard._disk.leaves import check_known, is_none
@@ -147,7 +147,7 @@ def _unwritable(leaf: Any) -> Misfit | None:
 
 def names_to_write(tensors: Mapping[str, Any], what: str, timeout: float) -> list[str]:
     """The tensors of which this process writes shards, or all: the first that has all does."""
-    with together(what, timeout=timeout) as answers:
+    with all_or_none(what, phase="parts", timeout=timeout) as answers:
         answers.append(bytes(not is_spread(x) for x in tensors.values()))
     has_it_all = zip(*answers, strict=True)  # for each tensor, a 1 or 0 of each process
     return [

@@ -11,7 +11,7 @@ from treeshard._core.arguments import check_no_refs
 from treeshard._core.arrays import data_of, is_raw_key
 from treeshard._core.mesh import MeshLike
 from treeshard._core.paths import PyTree
-from treeshard._core.processes import participating_processes, together, wants_bar, with_bar
+from treeshard._core.processes import all_or_none, participating_processes, wants_bar, with_bar
 from treeshard._core.spec_trees import SpecTree
 from treeshard._core.text import fold_paths
 from treeshard._planning.plan import Plan
@@ -234,7 +234,7 @@ def check(
         )
     bar = with_bar(chosen, what, unit="layout", show=wants_bar(), after=_QUIET_SECONDS)
     # All processes read the same numbers, and so say the same.
-    with together(what, among=participating_processes((), [mesh])):
+    with all_or_none(what, among=participating_processes((), [mesh])):
         if _are_rows_alike(computation, chosen[0]):
             raise WrongResultError(_ROWS_ALIKE.format(what=what))
         comparison = _Comparison(computation, chosen[0])

@@ -17,7 +17,7 @@ from treeshard._core.arguments import check_no_refs, check_tree, described
 from treeshard._core.arrays import array_text, is_array, same_arrays
 from treeshard._core.contexts import plan_in_force
 from treeshard._core.make_mesh import with_devices
-from treeshard._core.meetings import in_turn, last_meeting, set_origin
+from treeshard._core.meetings import breaking_if_left, in_turn, last_meeting, set_origin
 from treeshard._core.mesh import MeshLike, axis_sizes, check_axes
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.processes import (
@@ -149,7 +149,7 @@ def init_sharded(
         return tree, same_arrays(leaf_paths(tree), tree_leaves(tree))
 
     processes = participating_processes((), [mesh])
-    with in_turn(processes):
+    with breaking_if_left(), in_turn(processes):
         with agreeing("init_sharded", among=processes) as facts:
             # Only inside the trace can two leaves be seen to be one array.
             structs, pairs = eqx.filter_eval_shape(make_and_compare, arguments)
