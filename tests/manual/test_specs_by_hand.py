@@ -291,8 +291,8 @@ def test_boxes_that_name_other_axes_than_the_plan() -> None:
     check_gradients(manual.value_and_grad(of_linen, AXES), of_linen, params, plan)
     gathers = by_grad(jax.checkpoint(lambda p, x: of_linen(manual.gather_params(p), x)))
     message = (
-        "gather_params: boxes and the plan of the step differ:\n  kernel: P('data',) in its box, and"
-        " P(None, 'fsdp') in the plan.\nPass the specs: `gather_params(params, axis_names, specs)`."
+        "gather_params: boxes and the plan of the step differ:\n  kernel: P('data',) in its box,"
+        " and P(None, 'fsdp') in the plan.\nPass the specs: `gather_params(params, axis_names, specs)`."
     )
     with pytest.raises(ts.SpecError, match=re.escape(message)):
         change(gathers, params, plan)

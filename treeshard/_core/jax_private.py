@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 
@@ -115,7 +116,7 @@ def primal_of(x: Any) -> Any:
     Without it: `None`; inside a loss, the specs of a leaf are found by structure and shape alone.
     Versions: all. It can go when JAX has a public function for it.
     """
-    return getattr(x, "primal", None) if isinstance(x, jax.core.Tracer) else None
+    return getattr(x, "primal", None) if isinstance(x, Tracer) else None
 
 
 # ------------------------------------------------------------------ the runtime

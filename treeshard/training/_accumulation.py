@@ -94,6 +94,9 @@ def accumulate_gradients(
         SpecError: If the number of rows is not divisible by the number of minibatches, or
             the rows of a minibatch not by the size of the axes; lists all such leaves, and the
             nearest sizes that are. If `num_minibatches` is less than 1.
+            Inside `shard_map`, if gradients are shards along `axis_names`, or were summed: under
+            `check_vma=True` JAX sums the gradients of parameters that are equal on all devices, so
+            differentiate `manual.vary(params, axis_names)`.
         LeafError: If metrics that are not in `Metrics` or in a pair are integers, booleans or
             keys, which have no mean. Lists all of them.
         UnknownAxisError: If the mesh lacks one of `axis_names`.

@@ -71,7 +71,8 @@ def value_and_grad(
 
     Raises:
         SpecError: When called on a mesh, if no plan is in force and `specs` is not given, or the
-            plan has no subtree like `params`, or several that differ; inside `shard_map_step`.
+            plan has no subtree like `params`, or several that differ; inside `shard_map_step`, and
+            in another `shard_map` if `params` are shards.
 
     Source:
         The twin of `treeshard.manual.value_and_grad`, for code that the compiler partitions.
