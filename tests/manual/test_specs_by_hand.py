@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 import treeshard as ts
 from treeshard import manual, testing
 from treeshard._core import origins
+from treeshard.errors import WrongResultError
 from treeshard.training import accumulate_gradients
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -292,7 +293,8 @@ def test_boxes_that_name_other_axes_than_the_plan() -> None:
     gathers = by_grad(jax.checkpoint(lambda p, x: of_linen(manual.gather_params(p), x)))
     message = (
         "gather_params: boxes and the plan of the step differ:\n  kernel: P('data',) in its box,"
-        " and P(None, 'fsdp') in the plan.\nPass the specs: `gather_params(params, axis_names, specs)`."
+        " and P(None, 'fsdp') in the plan.\nPass the specs: `gather_params(params, axis_names,"
+        " specs)`."
     )
     with pytest.raises(ts.SpecError, match=re.escape(message)):
         change(gathers, params, plan)
@@ -424,7 +426,7 @@ def test_check_step_finds_what_these_errors_find(monkeypatch) -> None:
     of_shards = manual.value_and_grad(without_w, AXES, gather=False)
     for way, plan in ((of_shards, PLAN), (summed, plan_of(PARAMS))):
         run = ts.shard_map_step(step(way), plan, batch=P(AXES), donate=False)
-        with pytest.raises(ts.WrongResultError, match="results are wrong"):
+        with pytest.raises(WrongResultError, match="results are wrong"):
             testing.check_step(run, ts.shard(PARAMS, plan), X)
 
 

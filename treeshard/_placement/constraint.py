@@ -158,14 +158,15 @@ def unshard(
     plan: of arrays that the step has received, also inside `jax.grad`, by identity; of others by
     the structure and the shapes of `tree`; for one layer inside a scan, by the shapes of the
     stacked layers without dim 0. Inside `shard_map` it gathers shards over the Manual axes as
-    `manual.gather_params` does, and leaves full arrays unchanged. On a mesh of Explicit axes, the types of the arrays have the
-    specs. While `init_sharded` makes a state, and without a mesh, it returns `tree` unchanged.
+    `manual.gather_params` does, and leaves full arrays unchanged. On a mesh of Explicit axes, the
+    types of the arrays have the specs. While `init_sharded` makes a state, and without a mesh, it
+    returns `tree` unchanged.
 
     Args:
         tree: Any pytree, such as the parameters of one layer.
         specs: How `tree` is sharded now: a `Plan` that has `tree`, or its layers stacked, such as
-            `plan["layers"][0]` or `plan["layers"]`; a tree of specs, or a prefix of one (`layer_specs` has those of a layer). By default the plan
-            in force.
+            `plan["layers"][0]` or `plan["layers"]`; a tree of specs, or a prefix of one
+            (`layer_specs` has those of a layer). By default the plan in force.
         axis: The mesh axis to gather over, or several. By default those over which the step
             splits the rows of the batch or `fsdp` shards the parameters; the axes of tensor
             parallelism stay.
