@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 import treeshard as ts
 from treeshard import manual, testing
 from treeshard._core import origins
+from treeshard.errors import WrongResultError
 from treeshard.training import accumulate_gradients
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -425,7 +426,7 @@ def test_check_step_finds_what_these_errors_find(monkeypatch) -> None:
     of_shards = manual.value_and_grad(without_w, AXES, gather=False)
     for way, plan in ((of_shards, PLAN), (summed, plan_of(PARAMS))):
         run = ts.shard_map_step(step(way), plan, batch=P(AXES), donate=False)
-        with pytest.raises(ts.WrongResultError, match="results are wrong"):
+        with pytest.raises(WrongResultError, match="results are wrong"):
             testing.check_step(run, ts.shard(PARAMS, plan), X)
 
 

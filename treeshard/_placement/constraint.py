@@ -161,17 +161,19 @@ def unshard(
     `jax.checkpoint` around the layer, a scan keeps every gathered layer for its gradient.
 
     In code that `jit_step`, `shard_map_step` or `training.value_and_grad` traces, `unshard(tree)`
-    is enough; in any other `jit`, `unshard(tree, plan)`. It finds the specs in the plan, by the
-    structure and the shapes of `tree`; for one layer inside a scan, by the shapes of the stacked
-    layers without dim 0. Inside `shard_map_step` it gathers as `manual.gather_params` does, and
-    leaves full arrays unchanged. On a mesh of Explicit axes, the types of the arrays have the
-    specs. While `init_sharded` makes a state, and without a mesh, it returns `tree` unchanged.
+    is enough; in any other `jit` or `shard_map`, `unshard(tree, plan)`. It finds the specs in the
+    plan: of arrays that the step has received, also inside `jax.grad`, by identity; of others by
+    the structure and the shapes of `tree`; for one layer inside a scan, by the shapes of the
+    stacked layers without dim 0. Inside `shard_map` it gathers shards over the Manual axes as
+    `manual.gather_params` does, and leaves full arrays unchanged. On a mesh of Explicit axes, the
+    types of the arrays have the specs. While `init_sharded` makes a state, and without a mesh, it
+    returns `tree` unchanged.
 
     Args:
         tree: Any pytree, such as the parameters of one layer.
-        specs: How `tree` is sharded now: a `Plan` that has `tree`, or its layers stacked; a tree
-            of specs, or a prefix of one (`layer_specs` has those of a layer). By default the plan
-            in force.
+        specs: How `tree` is sharded now: a `Plan` that has `tree`, or its layers stacked, such as
+            `plan["layers"][0]` or `plan["layers"]`; a tree of specs, or a prefix of one
+            (`layer_specs` has those of a layer). By default the plan in force.
         axis: The mesh axis to gather over, or several. By default those over which the step
             splits the rows of the batch or `fsdp` shards the parameters; the axes of tensor
             parallelism stay.
@@ -182,9 +184,10 @@ def unshard(
         A tree of the same structure. Leaves whose specs do not name `axis` are unchanged.
 
     Raises:
-        SpecError: As `with_sharding_constraint`, whose warnings apply too. Without `specs`, if
-            the plan in force has no subtree of this structure and these shapes, or several with
-            different specs. Without `axis`, if no plan is in force.
+        SpecError: As `with_sharding_constraint`, whose warnings apply too. If the plan has no
+            subtree of this structure and these shapes, or several with different specs. Without
+            `axis`, if no plan is in force. Inside `shard_map`, if a dim cannot be gathered over an
+            axis because an axis further in still shards it.
         TypeError: If `axis` is neither a string nor a sequence of strings.
         ShardingRuleError: If `specs` is a `Plan` with errors, as `Plan.check_before_use`, whose
             warnings apply too.

@@ -310,7 +310,8 @@ def gather_params(
         axis_names: The axes to gather over, and to average gradients over; by default all
             Manual axes.
         specs: How `params` is sharded: a tree of specs, a prefix of one, or a `Plan`; `None`
-            in it leaves a subtree as it is. By default the specs are read from boxes
+            in it leaves a subtree as it is. By default those of the plan in force, which are found
+            as `treeshard.unshard` finds them. Without a plan they are read from boxes
             (`Partitioned`, Flax's), and leaves without a box are replicated.
         dtype: The dtype in which floating leaves are sent, such as `jnp.bfloat16`, and their
             gradients too, which are converted back after it.
@@ -321,7 +322,10 @@ def gather_params(
 
     Raises:
         SpecError: If `specs` does not fit the tree or a leaf, or a dim cannot be gathered
-            over an axis because an axis further in still shards it.
+            over an axis because an axis further in still shards it. Without `specs`: if the plan in
+            force has no subtree like `params`, or several with different specs; if a box names
+            other axes than the plan; or, without a plan and boxes and under `check_vma=True`, if
+            leaves differ along the axes, as shards do.
         UnknownAxisError: If an axis is not bound here, or a spec has an axis that the mesh
             lacks.
         ShardingRuleError: If `specs` is a `Plan` with errors, as `Plan.check_before_use`, whose
@@ -390,14 +394,18 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames, specs: SpecTree = None)
         grads: The gradients, or any pytree to average. Leaves that are not arrays pass
             through, and so do the `float0`s that JAX returns for integers.
         axis_names: The axes to average over, the same as in `gather_params`.
-        specs: How the parameters are sharded, as in `gather_params`.
+        specs: How the parameters are sharded, as in `gather_params`. By default, the plan in force
+            is searched for parameters with the structure and the shapes of `grads`; gradients may
+            be `None`, and arrays that cannot be shards are averaged over all axes.
 
     Returns:
         A tree of the same structure.
 
     Raises:
         LeafError: If leaves are integers or keys, which have no mean, or mutable references.
-        SpecError, UnknownAxisError, ShardingRuleError: As `gather_params`.
+        SpecError: As `gather_params`. If a gradient that a gather has scattered over an axis would
+            be averaged over it, where that can be seen.
+        UnknownAxisError, ShardingRuleError: As `gather_params`.
 
     Examples:
         >>> f = lambda g: sync_gradients(g, "fsdp")
@@ -491,8 +499,7 @@ def value_and_grad(
             `has_aux` a pair of a scalar and anything.
         axis_names: The axes to gather and average over: all that shard the batch, and all
             that shard parameters to save memory.
-        specs: As in `gather_params`; inside `shard_map_step`, by default those of its plan, or
-            `P()` for parameters that `unshard` has gathered.
+        specs: As in `gather_params`; parameters that were gathered before need none.
         has_aux: Whether `loss` returns more than the scalar. `aux` is returned as it is, this
             device's own: reduce it yourself.
         dtype: As in `gather_params`.
@@ -506,10 +513,10 @@ def value_and_grad(
         gradients are sharded like `params`; those of leaves that are not floating are `None`.
 
     Raises:
-        SpecError: When called, if `specs` does not fit `params`; if the plan of the step has no
-            subtree like `params`, or several with different specs; under `check_vma=True`, if
-            the loss varies over an axis that is not in `axis_names` and over which no
-            parameter varies: its gradients would be sums over that axis.
+        SpecError: When called, as `gather_params`; under `check_vma=True`, if the loss varies over
+            an axis that is not in `axis_names` and over which no parameter varies: its gradients
+            would be sums over that axis. `shard_map_step` raises if `gather=False`, and the loss
+            never gathers a leaf.
         UnknownAxisError: When called, if an axis is not bound here.
         ShardingRuleError, LeafError: When called, as `gather_params`.
     """

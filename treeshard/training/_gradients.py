@@ -72,7 +72,8 @@ def value_and_grad(
 
     Raises:
         SpecError: When called on a mesh, if no plan is in force and `specs` is not given, or the
-            plan has no subtree like `params`, or several that differ; inside `shard_map_step`.
+            plan has no subtree like `params`, or several that differ; inside `shard_map_step`, and
+            in another `shard_map` if `params` are shards.
         ShardingRuleError: If `specs` is a `Plan` with errors, as `Plan.check_before_use`, whose
             warnings apply too.
         LeafError: When called, if a leaf of `params` is a mutable reference (`jax.Ref`).

@@ -103,7 +103,7 @@ class Program:
             return self.run.trace(state, data)
 
     def _check_gathered(self, jaxpr: Any) -> None:
-        """Raises if gradients of shards were reduced, and the weights were never gathered."""
+        """Raises if the step reduces gradients of shards of weights that it never gathers."""
         reduced = {x.path: axes for x in self.leaves if (axes := self._in_force.reduced_axes(x))}
         if not reduced:
             return
