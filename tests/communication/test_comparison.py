@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import linen as nn
 from helpers import struct
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -530,6 +531,14 @@ def test_a_loop_of_equinox_is_read_by_the_order_of_its_arrays(donate: Any) -> No
     compared = ts.compare_communication(fsdp_plan(model), lowered.compile())
     leaves = [leaf for _, leaf in gathered(compared)]
     assert sorted(leaves) == sorted(leaf.path for leaf in fsdp_plan(model).leaves)
+
+
+def test_boxes_have_their_paths_in_the_plan() -> None:
+    box = {"w": nn.Partitioned(split(MATRIX), names=("a", None))}
+    whole = NamedSharding(ts.make_mesh("fsdp=8"), P())
+    apply = lambda box, x: jax.lax.with_sharding_constraint(box["w"].value, whole) @ x  # noqa: E731
+    program = jax.jit(apply).lower(box, split(MATRIX, P())).compile()
+    assert gathered(ts.compare_communication(fsdp_plan(box), program)) == [("box/w", "w")]
 
 
 def test_the_leaves_of_one_argument_are_listed() -> None:
