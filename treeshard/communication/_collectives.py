@@ -118,8 +118,9 @@ def collectives(
     guess.
 
     Args:
-        program: A `jax.stages.Compiled`, or the text of one (HLO). A `jax.stages.Lowered` is
-            refused: the partitioner adds most collectives when it compiles.
+        program: A `jax.stages.Compiled`, also as `Step.compile` or `eqx.filter_jit` wraps it, or
+            the text of one (HLO). A `jax.stages.Lowered` is refused: the partitioner adds most
+            collectives when it compiles.
         mesh: The mesh that the program runs on, to name its axes: a mesh, or text such as
             `"data=2,fsdp=4"`. By default it is read from the program's shardings; the text of
             HLO alone does not name axes.
