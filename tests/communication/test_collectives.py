@@ -119,6 +119,117 @@ ENTRY %main (w: f32[2]) -> f32[16] {{
     assert (line in str(compared)) == (filling == "0")
 
 
+# How a shard in zeros reaches its all-reduce; and an edit after which it is no longer in zeros.
+PLACED = {
+    "copies to fast memory": (
+        """
+  %zeros = f32[16]{0} broadcast(%c), dimensions={}
+  %put = f32[16]{0} dynamic-update-slice(%zeros, %w, %at)
+  %cs = (f32[16]{0:S(1)}, f32[16]{0}, u32[]{:S(2)}) copy-start(%put)
+  %placed = f32[16]{0:S(1)} copy-done(%cs)
+""",
+        ("broadcast(%c)", "broadcast(%at)"),
+    ),
+    "a fusion that returns a tuple": (
+        """
+  %both = (f32[16]{0}, f32[16]{0}) fusion(%w, %at), kind=kLoop, calls=%place
+  %placed = f32[16]{0} get-tuple-element(%both), index=0
+""",
+        ("get-tuple-element(%both), index=0", "get-tuple-element(%both), index=1"),
+    ),
+    "another dtype": (
+        """
+  %half = bf16[] convert(%c)
+  %zeros = bf16[16]{0} broadcast(%half), dimensions={}
+  %narrow = bf16[2]{0} convert(%w)
+  %put = bf16[16]{0} dynamic-update-slice(%zeros, %narrow, %at)
+  %placed = f32[16]{0} convert(%put)
+""",
+        ("f32[16]{0} convert(%put)", "f32[16]{0} exponential(%put)"),
+    ),
+    "a barrier": (
+        """
+  %zeros = f32[16]{0} broadcast(%c), dimensions={}
+  %put = f32[16]{0} dynamic-update-slice(%zeros, %w, %at)
+  %tuple = (f32[2]{0}, f32[16]{0}) tuple(%w, %put)
+  %barrier = (f32[2]{0}, f32[16]{0}) opt-barrier(%tuple)
+  %placed = f32[16]{0} get-tuple-element(%barrier), index=1
+""",
+        ("tuple(%w, %put)", "tuple(%put, %zeros)"),
+    ),
+    "an async computation": (
+        """
+  %as = ((f32[2]{0}, s32[]), (f32[16]{0}, f32[16]{0}), u32[]) async-start(%w, %at), calls=%place
+  %ad = (f32[16]{0}, f32[16]{0}) async-done(%as)
+  %placed = f32[16]{0} get-tuple-element(%ad), index=0
+""",
+        ("tuple(%put, %other)", "tuple(%other, %put)"),
+    ),
+    "zeros that a loop carries": (
+        """
+  %zeros = f32[16]{0} broadcast(%c), dimensions={}
+  %start = (s32[], f32[16]{0}) tuple(%at, %zeros)
+  %loop = (s32[], f32[16]{0}) while(%start), condition=%test, body=%trip
+  %carried = f32[16]{0} get-tuple-element(%loop), index=1
+  %placed = f32[16]{0} dynamic-update-slice(%carried, %w, %at)
+""",
+        ("tuple(%next, %kept)", "tuple(%next, %changed)"),
+    ),
+    "a dim of size 1, and zeros that are written out": (
+        """
+  %row = f32[1,2]{1,0} broadcast(%w), dimensions={1}
+  %flat = f32[2]{0} reduce(%row, %c), dimensions={0}, to_apply=%add
+  %zeros = f32[4,4]{1,0} constant({ {0, 0, 0, 0}, {0, 0, 0, 0}, {0, 0, 0, 0}, {0, 0, 0, 0} })
+  %line = f32[16]{0} reshape(%zeros)
+  %placed = f32[16]{0} dynamic-update-slice(%line, %flat, %at)
+""",
+        ("{ {0, 0,", "{ {0, 1,"),
+    ),
+}
+GATHERS_IN_ZEROS = """HloModule jit_f, num_partitions=8
+
+%place (shard: f32[2], at: s32[]) -> (f32[16], f32[16]) {
+  %shard = f32[2]{0} parameter(0)
+  %at = s32[] parameter(1)
+  %c = f32[] constant(0)
+  %zeros = f32[16]{0} broadcast(%c), dimensions={}
+  %put = f32[16]{0} dynamic-update-slice(%zeros, %shard, %at)
+  %other = f32[16]{0} exponential(%put)
+  ROOT %both = (f32[16]{0}, f32[16]{0}) tuple(%put, %other)
+}
+
+%trip (carry: (s32[], f32[16])) -> (s32[], f32[16]) {
+  %carry = (s32[], f32[16]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%carry), index=0
+  %kept = f32[16]{0} get-tuple-element(%carry), index=1
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %changed = f32[16]{0} exponential(%kept)
+  ROOT %next_carry = (s32[], f32[16]{0}) tuple(%next, %kept)
+}
+
+ENTRY %main (w: f32[2]) -> f32[16] {
+  %w = f32[2]{0} parameter(0), metadata={op_name="w"}
+  %c = f32[] constant(0)
+  %at = s32[] constant(4)
+PLACED
+  ROOT %sum = f32[16]{0} all-reduce(%placed), replica_groups=[1,8]<=[8], channel_id=1,\
+ use_global_device_ids=true, to_apply=%add
+}
+"""
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_a_shard_in_zeros_is_recognised_behind(name: str) -> None:
+    ops, edit = PLACED[name]
+    program = GATHERS_IN_ZEROS.replace("PLACED", ops)
+    [moved] = ts.collectives(program, "fsdp=8")
+    assert (moved.kind, moved.path, moved.bytes) == ("all-gather", "w", 64)
+    changed = program.replace(*edit)
+    assert changed != program
+    assert [x.kind for x in ts.collectives(changed, "fsdp=8")] == ["all-reduce"]
+
+
 def test_a_trip_count_that_is_not_stated_is_computed(mesh: jax.sharding.Mesh) -> None:
     silent = text("gpu_async").replace(', backend_config={"known_trip_count":{"n":"4"}}', "")
     assert [x.count for x in ts.collectives(silent, mesh)][4] == 4

@@ -1,11 +1,13 @@
 """Programs are compared with their plans, and each difference is explained."""
 
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import linen as nn
 from helpers import struct
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -14,6 +16,10 @@ from small_models import LAYERS, compiled
 import treeshard as ts
 from treeshard._core.mesh import abstract_mesh
 from treeshard.communication import _comparison as comparison
+from treeshard.communication._arguments import arguments_of
+from treeshard.communication._collectives import CollectiveReader
+from treeshard.communication._hlo import HloProgram
+from treeshard.communication._program import ReadProgram
 from treeshard.manual import gather_params, value_and_grad
 from treeshard.training import accumulate_gradients, jit_step, shard_map_step
 
@@ -352,6 +358,216 @@ def test_a_planned_transfer_that_the_program_lacks() -> None:
         " `unshard` where the weight is used."
         for transfer in ("all-gather (weight)", "reduce-scatter (gradient)")
     ]
+
+
+# ------------------------------------------------------------------ arguments
+
+MATRIX, VECTOR = struct(16, 16), struct(16)
+
+
+class Layer(NamedTuple):
+    w: Any
+    b: Any
+
+
+def fsdp_plan(tree: Any) -> ts.Plan:
+    return ts.plan(tree, [(".*", ROWS)], ts.make_mesh("fsdp=8"), min_size=0)
+
+
+def split(tree: Any, spec: P = ROWS) -> Any:
+    sharding = NamedSharding(ts.make_mesh("fsdp=8"), spec)
+    return jax.tree.map(lambda x: x.update(sharding=sharding if x.shape else None), tree)
+
+
+def affine(p: Any, batch: Any) -> jax.Array:
+    (w, b), (x, y) = jax.tree.leaves(p), jax.tree.leaves(batch)
+    return jnp.mean((x @ w + b[None] - y) ** 2)
+
+
+def product(p: Any, batch: Any) -> jax.Array:
+    (u, v), (x, y) = jax.tree.leaves(p), jax.tree.leaves(batch)
+    return jnp.mean((x @ u @ v - y) ** 2)
+
+
+def gathered(compared: ts.Comparison) -> list[tuple[str | None, str | None]]:
+    """The argument and the leaf of each all-gather."""
+    pairs = zip(compared.compiled, compared.leaves, strict=True)
+    return sorted((x.path or "", leaf or "") for x, leaf in pairs if x.kind == "all-gather")
+
+
+STATES = {
+    "a tuple": ((MATRIX, VECTOR), (MATRIX, MATRIX), affine, ["0", "1"]),
+    "a list of equal arrays": ([MATRIX, MATRIX], [MATRIX, MATRIX], product, ["0", "1"]),
+    "a named tuple": (Layer(MATRIX, VECTOR), Layer(MATRIX, MATRIX), affine, ["w", "b"]),
+    "trees in a tuple": (({"w": MATRIX}, {"w": VECTOR}), (MATRIX, MATRIX), affine, ["0/w", "1/w"]),
+    "a dict with the keys of the batch": (
+        {"a": MATRIX, "b": MATRIX},
+        {"a": MATRIX, "b": MATRIX},
+        product,
+        ["a", "b"],
+    ),
+    "an array": (MATRIX, MATRIX, lambda w, x: jnp.mean((x @ w) ** 2), [""]),
+    "arrays that it does not use": (
+        (VECTOR, MATRIX, VECTOR),
+        (MATRIX, MATRIX, MATRIX),
+        lambda p, batch: jnp.mean((batch[2] @ p[1]) ** 2),
+        ["1"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_the_arrays_of_a_state_are_known_by_position(name: str) -> None:
+    state, batch, loss, used = STATES[name]
+    plan = fsdp_plan(state)
+    train = sgd(lambda p, batch: loss(ts.unshard(p), batch))
+    step = jit_step(train, plan, batch=ROWS, donate=False)
+    compared = step.communication(plan.structs, batch)
+    paths = [(f"state/{path}".rstrip("/"), path) for path in used]
+    assert (gathered(compared), compared.unplanned) == (sorted(paths), ())
+    assert step.compile(plan.structs, batch).memory().kinds["batch"] > 0
+
+
+def _own(loss: Any) -> Any:
+    """A step without treeshard."""
+    whole = NamedSharding(ts.make_mesh("fsdp=8"), P())
+
+    def step(state: Any, batch: Any) -> Any:
+        def whole_loss(p: Any) -> jax.Array:
+            return loss(jax.lax.with_sharding_constraint(p, whole), batch)
+
+        value, grads = jax.value_and_grad(whole_loss)(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+
+    return step
+
+
+STATE, BATCH = (MATRIX, VECTOR), (MATRIX, MATRIX)
+OWN_LOOPS = {
+    "the batch first": lambda: jax.jit(lambda b, s: _own(affine)(s, b)).lower(
+        split(BATCH), split(STATE)
+    ),
+    "keywords": lambda: jax.jit(lambda *, b, s: _own(affine)(s, b)).lower(
+        b=split(BATCH), s=split(STATE)
+    ),
+    "static and donated ones": lambda: jax.jit(
+        lambda n, s, b, more: _own(affine)(s, b), static_argnums=0, donate_argnums=1
+    ).lower(3, split(STATE), split(BATCH), split(VECTOR)),
+    "any number": lambda: jax.jit(lambda *x: _own(affine)(*x[::-1])).lower(
+        split(BATCH), split(STATE)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWN_LOOPS)
+def test_a_plan_finds_its_arguments_in_a_loop_of_ones_own(name: str) -> None:
+    program = OWN_LOOPS[name]().compile()
+    argument = "x/1" if name == "any number" else "s"
+    for each in (program, program.as_text()):
+        compared = ts.compare_communication(fsdp_plan(STATE), each)
+        assert gathered(compared) == [(f"{argument}/0", "0"), (f"{argument}/1", "1")]
+        assert {x.code for x in (*compared.unplanned, *compared.by_compiler)} == {"all-reduce"}
+
+
+def test_arguments_that_are_alike_are_not_guessed() -> None:
+    state, batch = split((MATRIX, MATRIX)), split((MATRIX, MATRIX))
+    program = jax.jit(_own(product)).lower(state, batch).compile()
+    for each in (program, program.as_text()):
+        with pytest.raises(ts.SpecError) as error:
+            ts.compare_communication(fsdp_plan(state), each)
+        assert str(error.value) == (
+            "compare_communication: the plan may be of 'state' or of 'batch': these arguments of"
+            " the program have the same paths, shapes, dtypes and specs. Plan more of them, so that"
+            " only one fits: `ts.plan({'state': ...}, rules, mesh)`."
+        )
+        compared = ts.compare_communication(fsdp_plan({"state": state}), each)
+        assert gathered(compared) == [("state/0", "state/0"), ("state/1", "state/1")]
+    # Of other shards they are not alike.
+    other = split(batch, P())
+    compared = ts.compare_communication(
+        fsdp_plan(state), jax.jit(_own(product)).lower(state, other).compile(), batch=P()
+    )
+    assert gathered(compared) == [("state/0", "0"), ("state/1", "1")]
+
+
+def test_moments_are_neither_their_weights_nor_a_batch() -> None:
+    params = {"b": VECTOR, "w": MATRIX}
+    moments = ({"count": struct(), "mu": params, "nu": params},)
+
+    def train(params: Any, opt: Any, x: Any) -> Any:
+        new, value = _own(affine)({"w": params["w"], "x": params["b"]}, (x, x))
+        mu = jax.tree.map(jnp.add, opt[0]["mu"], params)
+        return new, ({**opt[0], "mu": mu},), value
+
+    arguments = split(params, P("fsdp")), split(moments, P("fsdp")), split(struct(32, 16), P())
+    program = jax.jit(train).lower(*arguments).compile()
+    compared = ts.compare_communication(fsdp_plan(params), program)
+    assert gathered(compared) == [("params/b", "b"), ("params/w", "w")]
+    assert [x.code for x in compared.unplanned] == ["batch-not-split"]  # which is the batch alone
+    whole = fsdp_plan({"opt": moments, "params": params})
+    assert gathered(ts.compare_communication(whole, program)) == [
+        ("params/b", "params/b"),
+        ("params/w", "params/w"),
+    ]
+
+
+@pytest.mark.parametrize("donate", ["none", "all-except-first"])
+def test_a_loop_of_equinox_is_read_by_the_order_of_its_arrays(donate: Any) -> None:
+    model = eqx.nn.MLP(16, 16, 16, 1, key=jax.random.key(0))
+    mesh = ts.make_mesh("fsdp=8")
+    arrays, static = eqx.partition(model, eqx.is_array)
+    model = eqx.combine(jax.device_put(arrays, NamedSharding(mesh, ROWS)), static)
+    x = jax.device_put(jnp.ones((32, 16)), NamedSharding(mesh, ROWS))
+
+    @eqx.filter_jit(donate=donate)
+    def run(first: Any, *rest: Any) -> jax.Array:
+        model, x = (first, rest[-1]) if donate == "none" else (rest[0], first)
+        arrays, static = eqx.partition(model, eqx.is_array)
+        arrays = jax.lax.with_sharding_constraint(arrays, NamedSharding(mesh, P()))
+        return jnp.mean(jax.vmap(eqx.combine(arrays, static))(x) ** 2)
+
+    # In the first place the model is the plan's, and its average is not.
+    lowered = run.lower(model, model, x) if donate == "none" else run.lower(x, model)
+    compared = ts.compare_communication(fsdp_plan(model), lowered.compile())
+    leaves = [leaf for _, leaf in gathered(compared)]
+    assert sorted(leaves) == sorted(leaf.path for leaf in fsdp_plan(model).leaves)
+
+
+def test_boxes_have_their_paths_in_the_plan() -> None:
+    box = {"w": nn.Partitioned(split(MATRIX), names=("a", None))}
+    whole = NamedSharding(ts.make_mesh("fsdp=8"), P())
+    apply = lambda box, x: jax.lax.with_sharding_constraint(box["w"].value, whole) @ x  # noqa: E731
+    program = jax.jit(apply).lower(box, split(MATRIX, P())).compile()
+    assert gathered(ts.compare_communication(fsdp_plan(box), program)) == [("box/w", "w")]
+
+
+def test_the_leaves_of_one_argument_are_listed() -> None:
+    program = jax.jit(_own(affine)).lower(split(STATE), split(BATCH)).compile()
+    for leaf in ("state/0", "state"):
+        assert {x.path for x in ts.collectives(program, leaf=leaf)} <= {"state/0", "state/1"}
+        assert ts.collectives(program, leaf=leaf)
+    with pytest.raises(ts.SpecError, match=r"^collectives: the arguments 'batch' and 'state' have"):
+        ts.collectives(program, leaf="0")
+
+
+def test_a_tuple_of_arguments_is_named_by_position() -> None:
+    """TPUs take more than 2,000 arguments as one tuple, without names."""
+    text = """HloModule m, num_partitions=8
+
+ENTRY %main (all: (f32[2], f32[2])) -> f32[16] {
+  %all = (f32[2]{0}, f32[2]{0}) parameter(0)
+  %b = f32[2]{0} get-tuple-element(%all), index=1
+  ROOT %y = f32[16]{0} all-gather(%b), channel_id=1, replica_groups=[1,8]<=[8],\
+ use_global_device_ids=true
+}
+"""
+    graph = HloProgram(text)
+    lowered = jax.jit(lambda a, unused, b: a + b).lower(*split((VECTOR, VECTOR, VECTOR)))
+    arguments = arguments_of(lowered.compile(), graph)
+    assert [(x.path, x.number) for x in arguments] == [("a", 0), ("unused", None), ("b", 1)]
+    [moved] = CollectiveReader(ReadProgram(graph, arguments, {}, {}, {})).all()
+    assert moved.path == "b"
+    assert [x.path for x in ts.collectives(text)] == [None]
 
 
 # ------------------------------------------------------------------ bad input

@@ -111,6 +111,23 @@ def test_a_program_is_read_as_it_is(name: str, target: str) -> None:
         assert 0.93 <= live / memory.temporaries <= 1.06
 
 
+def test_arguments_that_a_tpu_takes_as_one_tuple_have_their_names() -> None:
+    shapes = {f"w{i}": jax.ShapeDtypeStruct((8,), "float32") for i in range(2_001)}
+    plan = ts.plan(
+        shapes, [(".*", P("fsdp"))], ts.make_mesh("fsdp=8", topology="v5e:2x4"), min_size=0
+    )
+
+    @ts.jit_step(plan=plan, batch=P("fsdp"))
+    def step(state, x):
+        w = ts.unshard(state["w7"])
+        return {**jax.tree.map(lambda x: x + 1, state), "w7": 2 * state["w7"]}, jnp.sum(w)
+
+    compiled = step.compile(plan.structs, jax.ShapeDtypeStruct((8,), "float32"))
+    assert re.search(r"^ENTRY %\S+ \(\S+: \(", compiled.text, re.MULTILINE)
+    [gather] = [x for x in compiled.communication().compiled if x.rank]
+    assert (gather.kind, gather.path) == ("all-gather", "state/w7")
+
+
 def test_axes_that_share_a_dim_of_the_torus_are_said() -> None:
     with pytest.warns(ts.errors.ShardingWarning, match="share a dim"):
         mesh = ts.make_mesh("data=2,fsdp=128", topology="v5e:16x16*2", dcn_axes="data=2")

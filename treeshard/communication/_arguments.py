@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
-from jax.tree_util import tree_leaves
+from jax.tree_util import keystr, tree_flatten_with_path
 
 from treeshard._core.arrays import array_text, device_dtype
 from treeshard._core.jax_private import argument_names
@@ -45,7 +45,7 @@ def arguments_of(program: Any, graph: HloProgram) -> list[Argument]:
     in_text = _in_text(graph)
     if not isinstance(program, jax.stages.Compiled):
         return in_text
-    infos = tree_leaves(program.args_info)
+    infos = tree_flatten_with_path(program.args_info)[0]
     shardings = program.in_tree.flatten_up_to(program.input_shardings)  # `None` for dropped ones
     # What JAX adds, such as the tokens of callbacks, comes before the user's arguments.
     kept = iter(in_text[len(in_text) - sum(x is not None for x in shardings) :])
@@ -53,9 +53,12 @@ def arguments_of(program: Any, graph: HloProgram) -> list[Argument]:
     places = [path.partition("/")[2] for path in leaf_paths(program.args_info)]
     names = argument_names(program) or [""] * len(infos)
     arguments: list[Argument] = []
-    for info, sharding, name, place in zip(infos, shardings, names, places, strict=True):
+    for (keys, info), sharding, name, place in zip(infos, shardings, names, places, strict=True):
         argument = _DROPPED if sharding is None else next(kept)
-        path = path_of_name(name) or argument.path or place
+        path = argument.path or place
+        if name:  # `state['w'].value`, of a box of Flax, has the path that the box has in a plan
+            whole = name.removesuffix(keystr(keys[2:]))
+            path = path_under(path_of_name(whole), place.partition("/")[2])
         struct = jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding)
         arguments.append(argument._replace(path=path, struct=struct))
     return arguments

@@ -118,8 +118,9 @@ def collectives(
     guess.
 
     Args:
-        program: A `jax.stages.Compiled`, or the text of one (HLO). A `jax.stages.Lowered` is
-            refused: the partitioner adds most collectives when it compiles.
+        program: A `jax.stages.Compiled`, also as `Step.compile` or `eqx.filter_jit` wraps it, or
+            the text of one (HLO). A `jax.stages.Lowered` is refused: the partitioner adds most
+            collectives when it compiles.
         mesh: The mesh that the program runs on, to name its axes: a mesh, or text such as
             `"data=2,fsdp=4"`. By default it is read from the program's shardings; the text of
             HLO alone does not name axes.
@@ -503,12 +504,13 @@ class CollectiveReader:
             return [(scalar, [operand])]
         return [(buffer, [operand])]
 
-    def _unwrapped(self, at: Value) -> Value:
-        """Where a value was before it got another shape or became an argument."""
-        at = self.flow.trace(at, lambda each: not keeps(each.op))
+    def _unwrapped(self, at: Value, through: str = "") -> Value:
+        """Where a value was before it got another shape, went `through` an op, or became an
+        argument."""
+        at = self.flow.trace(at, lambda each: not keeps(each.op) and each.op.opcode != through)
         if at.op.opcode != "all-reduce" or len(at.op.operands) != 1:
             return at
-        return self._unwrapped(operands(at)[0])
+        return self._unwrapped(operands(at)[0], through)
 
     def _shard_in_zeros(self, kind: str, read: Sequence[Value]) -> list[Value]:
         """The shard that each device writes into an array of zeros, if the sum over devices only
@@ -522,13 +524,13 @@ class CollectiveReader:
         """
         if kind != "all-reduce" or len(read) != 1:
             return []
-        placed = self._unwrapped(read[0])
+        placed = self._unwrapped(read[0], "convert")
         if placed.op.opcode != "dynamic-update-slice":
             return []
-        filled, shard = (self._unwrapped(each) for each in operands(placed)[:2])
+        filled, shard = (self._unwrapped(each, "convert") for each in operands(placed)[:2])
         if filled.op.opcode == "broadcast":
-            filled = self._unwrapped(operands(filled)[0])
-        return [shard] if filled.op.number == 0 else []
+            filled = self._unwrapped(operands(filled)[0], "convert")
+        return [shard] if filled.op.is_zero else []
 
     def _completes(self, kind: str, read: Sequence[Value]) -> str | None:
         """The kind of the collective whose padded result this op shifts into place, if any.

@@ -153,6 +153,11 @@ class Op:
         return _number(self._arguments) if self.opcode == "constant" else None
 
     @property
+    def is_zero(self) -> bool:
+        """Whether it is a constant of zeros: `constant(0)`, or `constant({0, 0})`."""
+        return self.opcode == "constant" and set(self._arguments) <= set("-0, {}")
+
+    @property
     def trips(self) -> int | None:
         """The trip count of a `while`, if the text states it."""
         return _number(_first(_TRIPS, self._text))
