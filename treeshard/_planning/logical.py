@@ -339,9 +339,8 @@ def rules_of_variable(
         rules = tuple(dict(rules).items())  # in Flax's context, nnx takes the last rule of a name
     if not own:
         return rules
-    pairs = rules._axes_by_name("train").items() if isinstance(rules, PartitionAxis) else rules
-    merged = list(pairs or ())
-    for name, axes in dict(own).items():
+    merged = list(_pairs(rules))
+    for name, axes in dict(_pairs(own)).items():
         others = [axes_of_name for other, axes_of_name in merged if other == name]
         if others and axes not in others:
             raise SpecError(
@@ -350,6 +349,11 @@ def rules_of_variable(
             )
         merged += [] if others else [(name, axes)]
     return tuple(merged)
+
+
+def _pairs(rules: ReadLogicalRules | None) -> tuple[tuple[str, Entry], ...]:
+    is_by_dim = isinstance(rules, PartitionAxis)
+    return tuple(rules._axes_by_name("train").items()) if is_by_dim else rules or ()
 
 
 def lost_axes(
