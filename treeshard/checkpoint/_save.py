@@ -25,12 +25,13 @@ from etils import epath
 from jax.tree_util import tree_leaves
 
 from treeshard._core.arrays import array_text
+from treeshard._core.facts import Facts
 from treeshard._core.memory import lacking_memory
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.processes import (
     AS_LONG_AS_IT_TAKES,
     agreeing,
-    fact_of_origin,
+    compare_copies,
     tell,
     with_bar,
 )
@@ -126,7 +127,7 @@ def begin(
         raise ValueError(f"{WHERE}(on_divergence={on_divergence!r}): it is 'error' or 'warn'.")
     first, again = jax.process_index() == 0, False
     with ExitStack() as held:
-        with agreeing(WHERE, timeout=timeout) as facts:
+        with agreeing(WHERE, timeout=timeout, reads=False) as facts:
             table, arrays = pack(tree)
             if not table.leaves:
                 raise LeafError(f"{WHERE}: the tree has no array, number, text or `None` to save.")
@@ -140,7 +141,7 @@ def begin(
                     f"{path} was not saved: the copies of the arrays need {lacking[0]} Free some,"
                     " or shard the arrays over more processes."
                 )
-            facts |= _facts(path, tree, table, fingerprints)
+            _add_facts(facts, path, tree, table, fingerprints)
         if first:
             held.callback(_clean_up, path)  # after a failure, before the lock is released
         ends: list[Future[None]] = []
@@ -195,27 +196,40 @@ def _has_table(path: epath.Path, table: LeafTable) -> bool:
     return False
 
 
-def _facts(path: epath.Path, tree: PyTree, table: LeafTable, fingerprints: bool) -> dict[str, str]:
-    """What must be the same on all processes."""
-    facts = {"the path": str(path), "the options": f"fingerprints={fingerprints}"}
+def _add_facts(
+    facts: Facts, path: epath.Path, tree: PyTree, table: LeafTable, fingerprints: bool
+) -> None:
+    """Adds what must be the same on all processes."""
+    facts["the path"] = str(path)
+    facts["the options"] = f"fingerprints={fingerprints}"
     facts |= {f"mesh {i}": str(axes) for i, axes in enumerate(table.meshes, 1)}
     for row in table.leaves:
         facts[row.path] = f"{row.kind} {row.value}"
         if row.dtype:
             facts[row.path] = f"{array_text(row)} as {row.spec}, {row.impl or row.stored}"
-    if jax.process_count() > 1:
-        for name, leaf in zip(leaf_paths(tree), tree_leaves(tree), strict=True):
-            facts |= fact_of_origin(name, leaf)
-    return facts
+    for name, leaf in zip(leaf_paths(tree), tree_leaves(tree), strict=True):
+        facts.add_origin(name, leaf, range(jax.process_count()))
+    if not fingerprints:  # else the copies of all leaves are compared later
+        facts.unread.clear()
+
+
+def _why_differing(x: Any) -> str:
+    if isinstance(x, jax.Array) and len(x.sharding.device_set) > 1:
+        return "its replicas on different devices are not equal."
+    return "its values differ between processes, each of which holds its own copy."
 
 
 def _with_checksums(
     table: LeafTable, arrays: Arrays, timeout: float, on_divergence: str
 ) -> LeafTable:
-    crcs, differing = checksums(list(arrays.values()), WHERE, timeout, replicas=True)
-    leaves = list(arrays)
+    crcs = checksums(list(arrays.values()), WHERE, timeout).crcs
+    differing = compare_copies(WHERE, arrays, timeout=timeout)
     if differing:
-        facts = [f"{leaves[i]}: {why}" for i, why in differing.items()]
+        facts = [
+            f"{path}: {_why_differing(arrays[path])}\n"
+            f"    {part or 'all of it'}: {checksums_of_part}"
+            for path, (part, checksums_of_part) in differing.items()
+        ]
         text = f"{WHERE}: {listed(f'the copies of {len(facts)} leaves differ:', facts)}\n"
         if on_divergence != "warn":
             raise CheckpointError(
@@ -224,7 +238,7 @@ def _with_checksums(
                 " replicated; or save the first with on_divergence='warn'."
             )
         warn(f"{text}The first replicas are saved, and of separate copies that of process 0.")
-    return table.with_checksums(dict(zip(leaves, crcs, strict=True)))
+    return table.with_checksums(dict(zip(arrays, crcs, strict=True)))
 
 
 # ------------------------------------------------------------------ the stages
