@@ -151,6 +151,10 @@ def check_replicas_that_differ_between_processes_are_told(context: Context) -> N
     for name in ("columns", "key", "whole"):
         assert f"{name}: its replicas on different devices are not equal" in told
     assert "own: its values differ between processes" in told
+    # Each names the first part that differs, and the processes that hold it.
+    assert "not equal.\n    [:, 0:2] and 3 more parts: CRC-32 " in told, told
+    assert "\n    all of it: CRC-32 " in told, told
+    assert " on process 0; CRC-32 " in told, told
     with pytest.warns(ts.ShardingWarning, match="The first replicas are saved"):
         save(context.directory / "replicas", tree, on_divergence="warn")
     again = restore(context.directory / "replicas")

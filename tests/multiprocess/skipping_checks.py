@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -120,6 +121,54 @@ def check_a_read_that_is_skipped_before_another_line_is_told(context: Context) -
     assert len(seen) == 1
     # Process 0 makes its call at the line of the others after all.
     assert text.startswith("gather: all processes make this call at tests/multiprocess/"), text
+
+
+def own_loop() -> tuple[Any, Callable[[Any], Any]]:
+    """A state and a step of JAX alone. It has a counter, as nearly every state does."""
+    state = {"w": ts.shard(full(0, LARGE), P("data"), mesh()), "step": ts.shard(0, P(), mesh())}
+    step = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s))
+    return state, step
+
+
+def check_a_call_that_is_skipped_in_a_loop_of_jax_alone_is_told(context: Context) -> None:
+    path = context.directory / "skipped.safetensors"
+    reads: list[Callable[[Any], Any]] = [
+        lambda x: ts.gather(x, timeout=20),
+        lambda x: ts.gather(x, to=1, timeout=20),
+        lambda x: list(ts.iter_gather(x, timeout=20)),
+        lambda x: ts.reshard(x, P(), mesh(), timeout=20),
+        lambda x: save_safetensors(path, x, timeout=20),
+    ]
+    for read in reads:
+        state, step = own_loop()
+
+        def two_reads(read: Callable[[Any], Any] = read, state: Any = state, step: Any = step):
+            for i in range(2):
+                state = step(state)
+                if not (i == 0 and context.index == 1):
+                    read(state)  # process 1 skips the first, and makes this call a step later
+                path.unlink(missing_ok=True)
+
+        text = told(two_reads)
+        assert "\n  step (values): CRC-32 " in text, text
+        assert not path.exists()
+
+
+def check_two_branches_of_an_if_stay_allowed(context: Context) -> None:
+    """Also where all processes take one of them at times; there is nothing to warn of."""
+    state, step = own_loop()
+    for i in range(6):
+        state = step(state)
+        for _ in range(2):
+            if (i + context.index) % 4 == 0:
+                found = ts.gather(state, timeout=20)
+            else:
+                found = ts.gather(state, timeout=20)
+            assert found["step"] == i + 1
+        if context.index == 0:
+            ts.reshard(state, P(), mesh(), timeout=20)
+        else:
+            ts.reshard(state, P(), mesh(), timeout=20)
 
 
 def check_calls_that_look_alike_are_told(context: Context) -> None:
@@ -258,6 +307,115 @@ def check_threads_that_gather_at_once(context: Context) -> None:
     assert all(map(known.search, errors)), errors
     start_again()
     assert_all_can_go_on(context)
+
+
+def in_thread(call: Callable[[], Any]) -> Any:
+    """The result of a call in a thread of its own."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
+
+
+def steps_of(count: int) -> tuple[Any, list[Any]]:
+    """A state, and steps that add one, two and so on, times a factor that they are given."""
+    state = {"w": ts.shard(full(0), P("data"), mesh())}
+    plan = ts.plan(state, [("w", P("data"))], mesh(), min_size=0)
+
+    def adding(n: int) -> Any:
+        return ts.jit_step(lambda s, b: ({"w": s["w"] + n * b}, 0), plan, batch=P(), donate=False)
+
+    return state, list(map(adding, range(1, count + 1)))
+
+
+def factor(value: float) -> jax.Array:
+    return ts.from_process_local(np.float32(value), P(), mesh(), timeout=20)
+
+
+def check_a_loop_in_a_thread_is_compared(context: Context) -> None:
+    """As one in the main thread: other steps, other small values, skipped steps."""
+    other = context.index == 1
+
+    def swapped(state: Any, first: Any, second: Any) -> Any:
+        order = [first, second, first, second, *([second, first] if other else [first, second])]
+        for step in order:
+            state, _ = step(state, factor(1))
+        return state
+
+    def of_other_values(state: Any, first: Any, second: Any) -> Any:
+        for value in (1, 2 + other, 3):
+            state, _ = first(state, factor(value))
+        return state
+
+    def skipping(state: Any, first: Any, second: Any) -> Any:
+        for i in range(3):
+            if not (other and i == 1):
+                state, _ = first(state, factor(1))
+        return state
+
+    for loop, said in {
+        swapped: "or called other steps, and nothing was done. The first: program 1 (steps_of",
+        of_other_values: "The first: batch 2 of from_process_local: the array: float32[], CRC-32 ",
+        skipping: "after 3 steps on processes 0, 2; save in the thread",
+    }.items():
+
+        def run(loop: Callable[..., Any] = loop) -> None:
+            state, (first, second) = steps_of(2)
+            in_thread(lambda: save(context.directory / "t", loop(state, first, second), timeout=20))
+
+        text = told(run)
+        assert said.replace("; save in the thread", "") in text, text
+    assert not (context.directory / "t").exists()
+
+
+def check_steps_may_move_between_threads(context: Context) -> None:
+    """What they were given is compared, whichever thread has made it."""
+
+    def run(second: float) -> Any:
+        state, (step,) = steps_of(1)
+        state, _ = step(state, factor(1))
+        for value in (1, second, 3):
+            batch = in_thread(lambda value=value: factor(value))
+            state, _ = in_thread(lambda batch=batch, state=state: step(state, batch))
+        return ts.gather(state, timeout=20)
+
+    np.testing.assert_array_equal(run(2)["w"], full(7))
+    text = told(lambda: run(2 + (context.index == 1)))
+    assert "The first: program 2 (steps_of.<locals>" in text, text
+
+
+def check_a_thread_with_a_loop_of_jax_alone_is_compared(context: Context) -> None:
+    """By the batches of treeshard that it makes, if no other thread makes some meanwhile."""
+    twice = jax.jit(lambda v: 2 * v)
+
+    def loop() -> None:
+        for step in range(3):
+            if not (context.index == 1 and step == 1):
+                x = twice(global_of(context, step))
+        ts.gather(x, timeout=20)
+
+    text = told(lambda: in_thread(loop))
+    assert "after 3 calls of from_process_local on processes 0, 2; gather" in text, text
+
+
+def check_threads_that_make_their_first_batches_in_any_order(context: Context) -> None:
+    """A pool of loaders: of several forms, and several threads with one form at once."""
+    sizes = [3, 4, 5, 3, 4, 5, 3, 4, 5]
+    turn = 3 * context.index
+    order = sizes[turn:] + sizes[:turn] if context.index != 2 else sizes[::-1]
+
+    def load(columns: int) -> Any:
+        time.sleep(0.01 * context.index)
+        part = full(columns, (ROWS // context.count, columns))
+        return ts.from_process_local({"loaded": part}, P("data"), mesh(), timeout=20)
+
+    with ThreadPoolExecutor(9) as pool:
+        made = list(pool.map(load, order))
+    for batch, columns in zip(made, order, strict=True):
+        assert batch["loaded"].shape == (ROWS, columns)
+    ts.gather(ts.shard(full(1), P("data"), mesh()), timeout=20)
+    # In the main thread the order is that of all calls.
+    columns = 6 + context.index // 2
+    text = told(lambda: load(columns))
+    assert "\n  loaded: float32[4,6] as P('data',) on processes 0, 1; float32[4,7] as" in text, text
 
 
 def check_batches_made_in_the_background_disturb_nothing(context: Context) -> None:

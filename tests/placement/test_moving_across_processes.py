@@ -11,6 +11,7 @@ import pytest
 from tests.multiprocess import (
     checksum_checks,
     disagreeing_checks,
+    equal_values_checks,
     interchange_checks,
     launcher,
     memory_checks,
@@ -26,7 +27,14 @@ from treeshard.checkpoint import save
 
 # What measures memory comes first.
 ON_LINUX = [memory_checks] if sys.platform == "linux" else []
-FOUR = [*ON_LINUX, moving_checks, restoring_checks, checksum_checks, interchange_checks]
+FOUR = [
+    *ON_LINUX,
+    moving_checks,
+    restoring_checks,
+    checksum_checks,
+    interchange_checks,
+    equal_values_checks,
+]
 
 
 @pytest.mark.parametrize("check", launcher.checks_of(moving_checks))

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Sharding
 
 # ------------------------------------------------------------------ kinds of leaves
@@ -82,6 +83,17 @@ def same_arrays(paths: Sequence[str], leaves: Sequence[Any]) -> tuple[tuple[str,
             if earlier != index:
                 pairs.append((paths[index], paths[earlier]))
     return tuple(pairs)
+
+
+@lru_cache(maxsize=1024)
+def processes_of(sharding: Sharding) -> frozenset[int]:
+    """The indices of the processes that own devices of a sharding."""
+    return frozenset(device.process_index for device in sharding.device_set)
+
+
+def is_spread(x: Any) -> bool:
+    """Whether `x` is an array with shards on devices of other processes."""
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer) and not x.is_fully_addressable
 
 
 # ------------------------------------------------------------------ static leaves
@@ -162,6 +174,7 @@ def items_on_host(sharding: Sharding, shape: tuple[int, ...], region: Region) ->
     )
 
 
+@lru_cache(4096)
 def holders(sharding: Sharding, shape: tuple[int, ...]) -> dict[Region, dict[int, None]]:
     """The distinct shards of an array, each with the processes that hold it."""
     held: dict[Region, dict[int, None]] = {}

@@ -18,9 +18,16 @@ which programs and of which shapes (as a hash of all of them), and at which line
 they are. So a process that skips one of several calls that look the same is noticed if its arrays
 are treeshard's, which are known by the call and the path that made them; or if a step or a batch
 was made since.
-Arrays of programs of `jax.jit` are not known: calls at different lines are a warning, and an error
-once all make one of these calls together, or had done so before. What is not noticed: a call that
-is skipped in a loop around it, if all else in the loop is JAX's.
+Arrays of programs of `jax.jit` are not known. If no values can be compared either, calls at
+different lines are a warning, and an error once all make one of these calls together, or had done
+so before. What is not noticed then: a call that is skipped in a loop around it, if all else in the
+loop is JAX's.
+
+Steps count in whichever thread they are called. Batches count in the thread that comes to the
+meeting: others may make them in advance, and are at another batch on each process. A thread besides
+the main one may belong to a pool, whose tasks go to other threads on each process. So its batches
+count from the moment since which no other such thread has done anything, and are compared if that
+moment was the same on all processes.
 """
 
 import atexit
@@ -233,24 +240,24 @@ def count_program(among: Sequence[int]) -> int:
 
 
 def count_batch(among: Sequence[int]) -> int:
-    """Counts a batch that these processes made without a meeting; returns its number.
-
-    Threads that make batches in advance are at another batch on each process, so that only those of
-    the main thread are compared.
-    """
+    """Counts a batch that these processes made without a meeting; returns its number."""
     sequence = _sequence(among)
+    batches = sequence.batches_of_thread()  # before this one
+    batches.count += 1
     sequence.all_batches += 1
-    sequence.batches += is_main_thread()
     return sequence.all_batches
 
 
-def note(among: Sequence[int], entry: str) -> None:
-    """Adds what all processes must have done alike to what they compare at each later meeting.
+def note_batch(among: Sequence[int], entry: str) -> None:
+    """Adds a batch to those of this thread, which processes compare at its later meetings."""
+    _sequence(among).batches_of_thread().note(entry)
 
-    Only what the main thread did: others need not be in step.
-    """
-    if among and is_main_thread():
-        _sequence(among).note(entry)
+
+def note_step(among: Sequence[int], entry: str) -> None:
+    """Adds a step, and what it was given, to what processes compare at each later meeting."""
+    sequence = _sequence(among)
+    sequence.batches_of_thread()
+    sequence.history.note(entry)
 
 
 def tell_batch(among: Sequence[int], number: int, form: str) -> None:
@@ -264,7 +271,7 @@ def tell_batch(among: Sequence[int], number: int, form: str) -> None:
 
 
 def is_main_thread() -> bool:
-    """Whether this is the thread whose calls must be in the same order on all processes."""
+    """Whether this is the thread that also makes its first batches in the order of all calls."""
     return threading.current_thread() is threading.main_thread()
 
 
@@ -287,6 +294,19 @@ def origin(x: Any, among: Sequence[int]) -> str:
     """The call of these processes that made an array; empty if it is not known."""
     participants, call, name = getattr(x, _ORIGIN, ((), "", ""))
     return f"{call} as leaf {name}" if participants == tuple(among) else ""
+
+
+_CHECKSUM = "_treeshard_checksum"  # set on small arrays of which every process has passed all
+
+
+def set_checksum(x: jax.Array, text: str) -> None:
+    """Notes on an array the checksum of its values, which steps then need not read again."""
+    setattr(x, _CHECKSUM, text)
+
+
+def known_checksum(x: Any) -> str:
+    """The checksum that was noted on an array; empty if there is none."""
+    return getattr(x, _CHECKSUM, "")
 
 
 # ------------------------------------------------------------------ the last meeting
@@ -321,13 +341,21 @@ def last_meeting() -> str:
     return _last.meeting
 
 
-def lines_differ(among: Sequence[int] | None) -> str:
-    """The lines at which the processes made the last call, if they are new ones and differ."""
+def lines_differ(what: str, among: Sequence[int] | None) -> str:
+    """The lines at which the processes made the last call, if they are new ones and differ.
+
+    Raises if these lines say that a process skipped a call.
+    """
     places = frozenset(_last.places.values())
-    seen = _sequence(indices(among)).apart
-    if len(places) < 2 or "" in places or places in seen:
+    sequence = _sequence(indices(among))
+    try:
+        sequence.check_places(what, _last.places)
+    except ProcessError:
+        get_out_of_step(what, among)
+        raise
+    if len(places) < 2 or "" in places or places in sequence.apart:
         return ""
-    seen.add(places)
+    sequence.apart.add(places)
     return in_groups(_last.places)
 
 
@@ -338,7 +366,9 @@ class _Call(NamedTuple):
     """What a process says at a meeting: all but the place must be the same on all.
 
     Attributes:
-        history: A hash of the forms of all batches so far.
+        history: A hash of all steps so far.
+        since: From when on the batches of this thread count.
+        made: A hash of the forms of these batches.
         left: The type of what made the process leave, and not come to meetings any more.
     """
 
@@ -348,8 +378,26 @@ class _Call(NamedTuple):
     steps: int
     batches: int
     history: str
+    since: str
+    made: str
     left: str
     place: str
+
+
+class _History:
+    """What a thread or a process has done, in order.
+
+    Attributes:
+        thread, since: Whose it is, and from when on; see `_Sequence.batches_of_thread`.
+    """
+
+    def __init__(self, thread: threading.Thread | None = None, since: str = "") -> None:
+        self.thread, self.since = thread, since
+        self.count, self.hash, self.noted = 0, "", deque[str](maxlen=500)
+
+    def note(self, entry: str) -> None:
+        self.hash = _hash(self.hash + entry)
+        self.noted.append(entry)
 
 
 _NAMES = "treeshard/"  # of all keys of meetings in the service
@@ -362,8 +410,8 @@ class _Sequence:
     Attributes:
         lock: Of the thread whose turn it is.
         programs: How many steps with a program of their own this process has called.
-        steps, batches: How many this process has made without a meeting, batches in the main
-            thread alone.
+        steps, all_batches: How many this process has made without a meeting, in any thread.
+        history: The steps.
         batch: The number and form of the last batch that had another form than the one before.
         apart: Places at which the processes were in one meeting, and were allowed to be.
     """
@@ -374,9 +422,9 @@ class _Sequence:
         if lane:
             self._name += "." + _hash(lane)
         self.lock = threading.RLock()
-        self.number = self.programs = self.steps = self.batches = self.all_batches = 0
+        self.number = self.programs = self.steps = self.all_batches = 0
         self._is_over = False  # a meeting has failed, and so will all later ones
-        self._history, self._noted = "", deque[str](maxlen=500)
+        self.history, self._of_main, self._of_another = _History(), _History(), _History()
         self.batch: tuple[int, str] | None = None
         self._place = ""  # of the last call that the user's code made
         self._have_one_version = False
@@ -387,9 +435,15 @@ class _Sequence:
         """A key in the service."""
         return f"{self._name}-{of}"
 
-    def note(self, entry: str) -> None:
-        self._history = _hash(self._history + entry)
-        self._noted.append(entry)
+    def batches_of_thread(self) -> _History:
+        """The batches of this thread; called whenever it makes one, a step or a meeting."""
+        if is_main_thread():
+            return self._of_main
+        thread = threading.current_thread()
+        if self._of_another.thread is not thread:
+            since = f"step {self.steps}, batch {self.all_batches}, meeting {self.number}"
+            self._of_another = _History(thread, since)
+        return self._of_another
 
     def meet(
         self, what: str, phase: str, mine: bytes, timeout: float, *, moves: bool
@@ -402,20 +456,21 @@ class _Sequence:
         with self.lock:
             if self._is_over:
                 check_in_step(what, self._participants)
-            done = (self.steps, self.batches, self._history) if moves else (0, 0, "")
+            made = self.batches_of_thread()
+            done = (self.steps, made.count, self.history.hash, made.since, made.hash)
+            done = done if moves else (0, 0, "", "", "")
             call = _Call(what, phase, thread, *done, "", self._place)
             _last.count, _last.sequence, _last.call = _last.count + 1, self, call
             try:
                 release_interrupts()
                 with _typed_errors(what):
                     messages = self._attend(call, mine, timeout)
-                    calls = {i: call for i, (call, _) in messages.items()}
+                    calls = _comparable({i: call for i, (call, _) in messages.items()})
                     if _differ(calls):
                         other = self._first_other(calls, timeout)
                         raise ProcessError(_different(what, calls) + other)
                 if moves:
                     _last.places = {i: call.place for i, call in calls.items()}
-                    self._check_places(what, _last.places)
             except ProcessError:  # of all processes that come to this meeting
                 self._is_over = True
                 get_out_of_step(what, self._participants)
@@ -458,7 +513,7 @@ class _Sequence:
             self._wait(number, left)
             messages = self._messages(number)
         except jax.errors.JaxRuntimeError as error:
-            calls = {i: made for i, (made, _) in self._messages(number).items()}
+            calls = _comparable({i: made for i, (made, _) in self._messages(number).items()})
             waited = time.monotonic() - began
             raise ProcessError(self._failure(call, calls, error, waited, timeout)) from None
         _last.meeting = f"meeting {number}{self._lane and f' ({self._lane})'}"
@@ -524,7 +579,7 @@ class _Sequence:
             time.sleep(pause)
             pause = min(2 * pause, longest)
 
-    def _check_places(self, what: str, places: Mapping[int, str]) -> None:
+    def check_places(self, what: str, places: Mapping[int, str]) -> None:
         """Raises if the processes are at other lines, each of which all had made together before.
 
         Other lines alone are no mistake: `if process_index() == 0:` has one in each branch.
@@ -540,12 +595,16 @@ class _Sequence:
     # -------------------------------------------------------------- for errors
 
     def _first_other(self, calls: Mapping[int, _Call], timeout: float) -> str:
-        """Names the first batch of another form, if that is all in which the processes differ."""
+        """Names the first batch of another form, or the first other step, if the processes differ
+        in nothing else."""
         if not _differ_in_history_alone(calls):
             return ""
-        first = calls[self._participants[0]]
-        call = first._replace(what="comparing batches", history="", place="")
-        mine = zlib.compress(json.dumps(list(self._noted)).encode())
+        call = calls[self._participants[0]]._replace(
+            what="comparing batches", history="", since="", made="", place=""
+        )
+        batches_differ = len({call.made for call in calls.values()}) > 1
+        history = self.batches_of_thread() if batches_differ else self.history
+        mine = zlib.compress(json.dumps(list(history.noted)).encode())
         messages = self._attend(call, mine, timeout)
         noted = {i: json.loads(zlib.decompress(text)) for i, (_, text) in messages.items()}
         for entry in zip(*noted.values(), strict=False):
@@ -574,11 +633,12 @@ class _Sequence:
 
     def _other_batches(self, absent: Sequence[int]) -> str:
         """Names the last batch of this process and of absent ones, if they differ."""
-        if self.batch is None:
+        told = _sequence(self._participants)
+        if told.batch is None:
             return ""
-        number, form = self.batch
+        number, form = told.batch
         others: list[str] = []
-        for key, text in self._client.key_value_dir_get(self.key("batch/")):
+        for key, text in self._client.key_value_dir_get(told.key("batch/")):
             since, other = json.loads(text)
             if _process_of(key) in absent and other != form:
                 others.append(f" on process {_process_of(key)}, {other} since batch {since}")
@@ -706,13 +766,21 @@ _AT_OTHER_LINES = (
 )
 
 
+def _comparable(calls: Mapping[int, _Call]) -> dict[int, _Call]:
+    """The calls, without the batches of their threads if these do not count from one moment on."""
+    if len({call.since for call in calls.values()}) == 1:
+        return dict(calls)
+    return {i: call._replace(batches=0, since="", made="") for i, call in calls.items()}
+
+
 def _differ(calls: Mapping[int, _Call]) -> bool:
     return len({call._replace(place="") for call in calls.values()}) > 1
 
 
 def _differ_in_history_alone(calls: Mapping[int, _Call]) -> bool:
-    same = {call._replace(place="", history="") for call in calls.values()}
-    return _differ(calls) and len(same) == 1
+    return _differ(calls) and not _differ(
+        {i: call._replace(history="", made="") for i, call in calls.items()}
+    )
 
 
 def _different(what: str, calls: Mapping[int, _Call]) -> str:

@@ -9,22 +9,22 @@ Callers use `all_or_none` and `agreeing`: if one process raises, all raise. Both
 `CheckpointError` that lists the errors of all processes.
 """
 
-import hashlib
 import json
 import sys
 import zlib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
-from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import Mesh
 
-from treeshard._core.arrays import array_text, is_array, numbers
+from treeshard._core.arrays import is_spread as is_spread
+from treeshard._core.arrays import processes_of as processes_of
+from treeshard._core.facts import SMALL_BYTES as SMALL_BYTES
+from treeshard._core.facts import UNKNOWN, Differences, Facts, differences
 from treeshard._core.meetings import AS_LONG_AS_IT_TAKES as AS_LONG_AS_IT_TAKES
 from treeshard._core.meetings import (
     TIMEOUT,
@@ -32,13 +32,11 @@ from treeshard._core.meetings import (
     get_out_of_step,
     indices,
     lines_differ,
-    origin,
     release_interrupts,
     set_told,
 )
-from treeshard._core.mesh import AnyMesh, describe_mesh
-from treeshard._core.specs import entries, with_entries
-from treeshard._core.text import consecutive, in_groups
+from treeshard._core.mesh import AnyMesh
+from treeshard._core.replicas import shared_parts
 from treeshard.errors import ProcessError, listed, warn
 
 # ------------------------------------------------------------------ failing together, agreeing
@@ -52,6 +50,7 @@ def all_or_none(
     among: Sequence[int] | None = None,
     timeout: float = TIMEOUT,
     moves: bool = True,
+    lane: str = "",
 ) -> Iterator[list[bytes]]:
     """Runs its block on every process; if it raises on one, all raise. Arguments as in `exchange`.
 
@@ -70,7 +69,14 @@ def all_or_none(
         own_error = error
     try:
         told, failures = tell(
-            what, own_error, messages, phase=phase, among=among, timeout=timeout, moves=moves
+            what,
+            own_error,
+            messages,
+            phase=phase,
+            among=among,
+            timeout=timeout,
+            moves=moves,
+            lane=lane,
         )
     except ProcessError as absent:
         raise (own_error or absent) from None
@@ -122,39 +128,45 @@ def agreeing(
     among: Sequence[int] | None = None,
     timeout: float = TIMEOUT,
     moves: bool = True,
-) -> Iterator[dict[str, str]]:
+    lane: str = "",
+    reads: bool = True,
+) -> Iterator[Facts]:
     """Runs its block on every process; if the blocks record different facts, all raise.
 
-    Yields a dict for the block to fill, in order: what this process is about to do, by leaf path or
-    another name. The processes exchange a hash of the facts, and the facts themselves only if
-    hashes differ. Otherwise as `all_or_none`.
+    Yields `Facts` for the block to fill, in order. The processes exchange hashes of the facts, and
+    the facts themselves only if hashes differ. Otherwise as `all_or_none`. The caller compares the
+    values of `Facts.unread` itself unless this `reads` them.
     """
-    facts: dict[str, str] = {}
-    encoded = b""
-    with all_or_none(what, phase=phase, among=among, timeout=timeout, moves=moves) as hashes:
+    meeting: dict[str, Any] = {"among": among, "timeout": timeout, "moves": moves, "lane": lane}
+    facts = Facts()
+    with all_or_none(what, phase=phase, **meeting) as hashes:
         yield facts
-        encoded = json.dumps(list(facts.items())).encode()  # a list: the order counts too
-        hashes.append(hashlib.sha256(encoded).digest())
-    if len(set(hashes)) == 1:
-        if UNKNOWN in facts.values() and (lines := lines_differ(among)):
-            warn(_AT_OTHER_LINES.format(what=what, lines=lines))
-        return
-    messages = exchange(
-        what,
-        zlib.compress(encoded),
-        phase="differences",
-        among=among,
-        timeout=timeout,
-        moves=moves,
-    )
-    decoded = [dict(json.loads(zlib.decompress(message))) for message in messages]
-    differences = _differences(dict(zip(indices(among), decoded, strict=True)))
-    headline = (
-        f"{what}: the processes do not agree, and nothing was done. All of them must make the"
-        " same call. The differences:"
-    )
-    get_out_of_step(what, among)
-    raise ProcessError(listed(headline, differences, headed=True))
+        hashes.append(json.dumps(facts.hashes()).encode())
+    _raise_differences(what, phase, facts, hashes, meeting)
+    if facts.unread and reads:
+        # Not before: a process that waits for a program which others have not started would not
+        # come to the meeting in which that is noticed.
+        phase, values = "values", Facts()
+        with all_or_none(what, phase=phase, **meeting) as hashes:
+            for name, x in facts.unread.items():
+                values.share(name, shared_parts(x, indices(among)))
+            hashes.append(json.dumps(values.hashes()).encode())
+        _raise_differences(what, phase, values, hashes, meeting)
+    elif not facts.unread and UNKNOWN in facts.values() and (lines := lines_differ(what, among)):
+        warn(_AT_OTHER_LINES.format(what=what, lines=lines))
+
+
+def _raise_differences(
+    what: str, phase: str, facts: Facts, hashes: Sequence[bytes], meeting: Mapping[str, Any]
+) -> None:
+    lines = _differences(what, phase, facts, hashes, meeting).lines()
+    if lines:
+        headline = (
+            f"{what}: the processes do not agree, and nothing was done. All of them must make the"
+            " same call. The differences:"
+        )
+        get_out_of_step(what, meeting["among"])
+        raise ProcessError(listed(headline, lines, headed=True))
 
 
 _AT_OTHER_LINES = (
@@ -164,43 +176,40 @@ _AT_OTHER_LINES = (
 )
 
 
-def _differences(by_process: Mapping[int, Mapping[str, str]]) -> list[str]:
-    """A line per fact that differs; if none does, one for the first that is out of order."""
-    names = dict.fromkeys(name for facts in by_process.values() for name in facts)
-    differing: dict[str, str] = {}
-    for name in names:
-        row = {i: facts.get(name, "nothing") for i, facts in by_process.items()}
-        # Arrays of other shapes have other values, which says nothing more.
-        explained = name.endswith(_VALUES) and name.removesuffix(_VALUES) in differing
-        if len(set(row.values())) > 1 and not explained:
-            differing[name] = in_groups(row)
-    if differing:
-        return [f"{name}: {groups}" for name, groups in differing.items()]
-    for position, order in enumerate(zip(*by_process.values(), strict=True)):
-        if len(set(order)) > 1:
-            row = dict(zip(by_process, map(repr, order), strict=True))
-            return [f"leaf {position}: {in_groups(row)}"]
-    raise AssertionError("the facts are the same")
+def compare_copies(
+    what: str, arrays: Mapping[str, Any], *, timeout: float = TIMEOUT
+) -> dict[str, tuple[str, str]]:
+    """The arrays whose copies differ on the devices and processes that hold them, by path.
+
+    All processes must make this call, and all get the same answer: the first part that differs, and
+    its checksums. An array that is on no other process is one that each process has a copy of.
+    """
+    phase, facts = "replicas", Facts()
+    with all_or_none(what, phase=phase, timeout=timeout) as hashes:
+        for path, x in arrays.items():
+            facts.share(path, shared_parts(x, indices(None)))
+        hashes.append(json.dumps(facts.hashes()).encode())
+    return _differences(what, phase, facts, hashes, {"timeout": timeout}).values
 
 
-# ------------------------------------------------------------------ participants and facts
+def _differences(
+    what: str, phase: str, facts: Facts, hashes: Sequence[bytes], meeting: Mapping[str, Any]
+) -> Differences:
+    """In what processes differ. They exchange their facts only if the hashes of these do."""
+    found = defaultdict[str, set[str]](set)
+    for message in hashes:
+        for group, text in json.loads(message).items():
+            found[group].add(text)
+    differing = {group for group, texts in found.items() if len(texts) > 1 or "" in texts}
+    if not differing:
+        return Differences({}, {})
+    mine = zlib.compress(json.dumps(facts.of_groups(differing)).encode())
+    messages = exchange(what, mine, phase=f"{phase} differences", **meeting)
+    told = (json.loads(zlib.decompress(message)) for message in messages)
+    return differences(dict(zip(indices(meeting.get("among")), told, strict=True)))
 
 
-# Arrays of at most this size are compared between processes by default.
-SMALL_BYTES = 2**16
-_VALUES = " (values)"  # in the names of facts
-UNKNOWN = "made by another program"  # the fact about an array that no call of treeshard made
-
-
-@lru_cache(maxsize=1024)
-def processes_of(sharding: Sharding) -> frozenset[int]:
-    """The indices of the processes that own devices of a sharding."""
-    return frozenset(device.process_index for device in sharding.device_set)
-
-
-def is_spread(x: Any) -> bool:
-    """Whether `x` is an array with shards on devices of other processes."""
-    return isinstance(x, jax.Array) and not isinstance(x, Tracer) and not x.is_fully_addressable
+# ------------------------------------------------------------------ participants
 
 
 def participating_processes(
@@ -218,81 +227,6 @@ def participating_processes(
     participants = sorted({*owners, *more}) if owners else []
     me = jax.process_index()
     return participants if me in participants and participants != [me] else []
-
-
-def facts_of(
-    rows: Iterable[tuple[str, Any, Sequence[Sharding]]],
-    among: Sequence[int] = (),
-    compared_bytes: int = 0,
-) -> dict[str, str]:
-    """The facts about leaves that processes compare: path, array, target and source sharding.
-
-    A row is a path, a leaf and its shardings. A leaf without shardings belongs to each process
-    alone, and only its presence is compared. Of a spread leaf, the call of the processes `among`
-    that made it is compared too; of other arrays of at most `compared_bytes`, a checksum.
-    """
-    meshes: dict[Any, str] = {}
-    facts: dict[str, str] = {}
-    for path, x, shardings in rows:
-        name = path or "the array"
-        while name in facts:  # leaves may share a path
-            name += " (again)"
-        placements = " from ".join(_placement(sharding, meshes) for sharding in shardings)
-        facts[name] = f"{array_text(x)} as {placements}" if placements else "its own"
-        if placements:
-            facts |= fact_of_values(name, x, among, compared_bytes)
-    described = {
-        name or "the mesh": f"{describe_mesh(mesh)} on the devices {_ids(mesh)}"
-        for mesh, name in meshes.items()
-    }
-    return described | facts
-
-
-def fact_of_values(name: str, x: Any, among: Sequence[int], compared_bytes: int) -> dict[str, str]:
-    """What processes compare about the values of a leaf; may be empty."""
-    if is_spread(x):
-        return fact_of_origin(name, x, among)
-    if not is_array(x) or not 0 < x.nbytes <= compared_bytes:
-        return {}
-    return {name + _VALUES: checksum(x)}
-
-
-def fact_of_origin(name: str, x: Any, among: Sequence[int] | None = None) -> dict[str, str]:
-    """Which call of the processes `among` made an array; all processes by default.
-
-    Empty if there are none, or if the array is on one process alone.
-    """
-    participants = indices(among)
-    if len(participants) < 2 or not isinstance(x, jax.Array):
-        return {}
-    if made_in := origin(x, participants):
-        return {name + _VALUES: f"made in {made_in}"}
-    return {name + _VALUES: UNKNOWN} if len(processes_of(x.sharding)) > 1 else {}
-
-
-def checksum(x: Any) -> str:
-    flat: Any = np.ascontiguousarray(numbers(x)).reshape(-1).view(np.uint8)
-    return f"CRC-32 {zlib.crc32(flat)}"
-
-
-def _placement(sharding: Sharding, meshes: dict[Any, str]) -> str:
-    if not isinstance(sharding, NamedSharding):
-        return str(sharding)
-    text = str(with_entries(sharding.spec, entries(sharding)))  # without trailing `None`s
-    if sharding.mesh not in meshes:  # the first one needs no name
-        meshes[sharding.mesh] = f"mesh {len(meshes) + 1}" if meshes else ""
-    name, kind = meshes[sharding.mesh], sharding.memory_kind
-    if name:
-        text += f" on {name}"
-    if kind not in (None, "device"):
-        text += f" in {kind}"
-    return text
-
-
-def _ids(mesh: Mesh) -> str:
-    """`0-3, 8`"""
-    runs = consecutive(device.id for device in mesh.devices.flat)
-    return ", ".join(str(ids[0]) if len(ids) == 1 else f"{ids[0]}-{ids[-1]}" for ids in runs)
 
 
 # ------------------------------------------------------------------ progress

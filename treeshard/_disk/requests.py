@@ -13,10 +13,10 @@ from jax.sharding import NamedSharding, Sharding
 from jax.tree_util import tree_flatten, tree_leaves, tree_map
 
 from treeshard._core.arrays import array_text, has_shape
+from treeshard._core.facts import Facts
 from treeshard._core.make_mesh import with_devices
 from treeshard._core.mesh import MeshLike
 from treeshard._core.paths import PyTree
-from treeshard._core.processes import facts_of
 from treeshard._core.spec_trees import lay, raise_misfits
 from treeshard._core.text import dtype_name, parse_dtype
 from treeshard._disk.leaves import Shape, check_known, empty_value, in_class_of, is_none, kind_of
@@ -210,9 +210,9 @@ class Request(NamedTuple):
         """The requested leaves that are stored, by leaf index."""
         return {i: leaf for i, leaf in self.requested.items() if leaf.name in self.stored}
 
-    def facts(self) -> dict[str, str]:
-        """What must be the same on all processes."""
-        return facts_of(
+    def add_to(self, facts: Facts) -> None:
+        """Adds what must be the same on all processes."""
+        facts.describe(
             (leaf.name, self.leaves[i], [] if leaf.sharding is None else [leaf.sharding])
             for i, leaf in self.to_read().items()
             if leaf.type.dtype

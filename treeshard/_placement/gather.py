@@ -34,10 +34,10 @@ from treeshard._core.memory import NOT_WORTH_A_LOOK
 from treeshard._core.mesh import MeshLike, as_mesh
 from treeshard._core.paths import PyTree, leaf_paths, path_under
 from treeshard._core.processes import (
+    SMALL_BYTES,
     TIMEOUT,
     agreeing,
     all_or_none,
-    facts_of,
     is_spread,
     participating_processes,
     with_bar,
@@ -89,7 +89,8 @@ def gather(
         LeafError: If a leaf is a tracer, a `ShapeDtypeStruct`, a mutable reference (`jax.Ref`), or
             unreduced. Nothing is copied.
         ProcessError: If processes do not make the same call with the same tree, or one of them
-            does not make it within `timeout`, or fails. Nothing is copied.
+            does not make it within `timeout`, or fails; if replicas of an array of at most 64 KiB
+            differ that a program of `jax.jit` made. Nothing is copied.
         DoesNotFitError: If this process receives more than its host memory. Nothing is copied.
         ValueError: If `to` is neither `"all"` nor the index of a process.
         ImportError: If `progress` is set and `tqdm` is not installed.
@@ -214,7 +215,8 @@ def _agreed_paths(call: _Call) -> list[str]:
                 for path, x in zip(paths, call.leaves, strict=True)
                 if is_array(x)
             )
-            facts |= {"the argument `to`": repr(call.to), **facts_of(rows, call.processes)}
+            facts["the argument `to`"] = repr(call.to)
+            facts.describe(rows, call.processes, SMALL_BYTES)
     _check_memory(call)
     return paths
 

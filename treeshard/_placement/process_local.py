@@ -4,8 +4,9 @@
 hang in the next step, nor names the leaf and the way out in its errors.
 """
 
+import threading
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -15,13 +16,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten, tree_structure
 
 from treeshard._core.arguments import check_no_refs
-from treeshard._core.arrays import array_text, device_dtype, has_shape
+from treeshard._core.arrays import array_text, device_dtype, has_shape, numbers
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.meetings import (
     breaking_if_left,
     check_in_step,
     count_batch,
-    note,
+    is_main_thread,
+    note_batch,
+    set_checksum,
     set_origin,
     tell_batch,
 )
@@ -31,11 +34,10 @@ from treeshard._core.processes import (
     SMALL_BYTES,
     TIMEOUT,
     agreeing,
-    checksum,
-    facts_of,
     is_spread,
     participating_processes,
 )
+from treeshard._core.replicas import Part, checksum_text, region_name, shared_regions
 from treeshard._core.spec_trees import LaidSpec, Misfit, SpecTree
 from treeshard._core.specs import project
 from treeshard._placement.moves import as_keys, host_copy, through_host
@@ -53,6 +55,8 @@ WHERE = "from_process_local"
 
 # What processes have agreed on: the form of a tree in words, by its signature.
 _agreed: dict[Any, str] = {}
+# Of several threads that make their first trees of one signature, one compares: on each process.
+_comparing: dict[Any, threading.Lock] = {}
 
 
 @breaking_if_left()
@@ -83,10 +87,11 @@ def from_process_local(
     message: `gather`, or a step whose batch changes shape. A later tree with an error
     raises on its process only.
 
-    Values are compared only of leaves of at most 64 KiB that every process passes in full, as under
-    `P()`, by checksums that go the same way. Not compared are larger ones, leaves that several but
-    not all processes pass alike, and from the second batch on what other threads than the main
-    thread make.
+    Where several processes pass the same rows or the full array, their values must be equal. They
+    are compared by checksums: in the first tree of each structure all of them, in later trees those
+    of leaves of at most 64 KiB that every process passes in full, as under `P()`. The following
+    are not compared, after the first tree: larger leaves; rows that some processes share; and trees
+    made in a thread that makes batches in advance, until a step receives them.
 
     Args:
         tree: Any pytree of numpy arrays, or of JAX arrays on devices of this process. Other
@@ -108,8 +113,9 @@ def from_process_local(
             which part each of them passes.
         LeafError: As `shard`; and if a leaf is already on devices of several processes.
         ProcessError: If processes do not pass parts of the same shapes and dtypes with the same
-            specs and mesh, or one of them does not make the call within `timeout`; if leaves that
-            every process passes in full differ; if an earlier call left the processes out of step.
+            specs and mesh, or one of them does not make the call within `timeout`; if they pass
+            different values for the same part of an array; if an earlier call left the processes
+            out of step.
 
     Source:
         `jax.make_array_from_process_local_data`.
@@ -130,10 +136,11 @@ def from_process_local(
     check_in_step(WHERE, processes)
     call = count_batch(processes) if processes else 0  # before anything can fail on one process
     shardings = _joint_shardings(tree, leaves, specs, mesh)
-    if processes:
-        _agree(tree, leaves, shardings, processes, call, timeout)
+    values = _agree(tree, leaves, shardings, processes, call, timeout) if processes else {}
     for i, target in shardings.items():
         leaves[i] = _joint_array(leaves[i], target)
+    for i, checksum in values.items():
+        set_checksum(leaves[i], checksum)
     set_origin((leaves[i] for i in shardings), processes, f"batch {call} of {WHERE}")
     return treedef.unflatten(leaves)
 
@@ -145,22 +152,33 @@ def _agree(
     processes: tuple[int, ...],
     call: int,
     timeout: float,
-) -> None:
-    """Compares the first tree of each form with those of other processes, and notes later ones."""
+) -> dict[int, str]:
+    """Compares the first tree of each form with those of other processes, and notes later ones.
+
+    Returns checksums of the small leaves that every process passes in full.
+    """
     rows = [(i, leaves[i].shape, leaves[i].dtype, target) for i, target in shardings.items()]
     # Processes that have made the same calls have agreed on the same signatures, so either all
-    # skip the comparison or none does.
-    signature = (*processes, tree_structure(tree), *rows)
+    # skip the comparison or none does. The main thread compares its own first tree: whether another
+    # thread comes before it may differ.
+    in_order = is_main_thread()
+    signature = (in_order, *processes, tree_structure(tree), *rows)
     form = _agreed.get(signature) or _form(tree, leaves, shardings)
     tell_batch(processes, call, form)
     values = _common_values(leaves, shardings)
-    if signature not in _agreed:
-        paths = leaf_paths(tree)
-        with agreeing(WHERE, among=processes, timeout=timeout, moves=False) as facts:
-            facts |= facts_of((paths[i], leaves[i], [x]) for i, x in shardings.items())
-            facts |= {f"{paths[i] or 'the array'} (values)": x for i, x in values.items()}
-        _agreed[signature] = form
-    note(processes, ", ".join([f"batch {call} of {WHERE}: {form}", *values.values()]))
+    with _comparing.setdefault(signature, threading.Lock()):
+        if signature not in _agreed:
+            paths = leaf_paths(tree)
+            # Threads of loaders come in any order, each with trees of its own form.
+            lane = "" if in_order else f"the first tree of {form}"
+            meeting = agreeing(WHERE, among=processes, timeout=timeout, moves=False, lane=lane)
+            with meeting as facts:
+                facts.describe((paths[i], leaves[i], [x]) for i, x in shardings.items())
+                for i, target in shardings.items():
+                    facts.share(paths[i] or "the array", _shared_parts(leaves[i], target))
+            _agreed[signature] = form
+    note_batch(processes, ", ".join([f"batch {call} of {WHERE}: {form}", *values.values()]))
+    return values
 
 
 def _form(tree: PyTree, leaves: list[Any], shardings: Iterable[int]) -> str:
@@ -172,11 +190,30 @@ def _form(tree: PyTree, leaves: list[Any], shardings: Iterable[int]) -> str:
 def _common_values(leaves: list[Any], shardings: dict[int, NamedSharding]) -> dict[int, str]:
     """Checksums of the small leaves that every process passes in full."""
     return {
-        i: checksum(leaves[i])
+        i: checksum_text(leaves[i])
         for i, target in shardings.items()
         if 0 < leaves[i].nbytes <= SMALL_BYTES
         and _joint_shape(leaves[i].shape, target.mesh, target.spec) == tuple(leaves[i].shape)
     }
+
+
+def _shared_parts(leaf: Any, target: NamedSharding) -> Iterator[Part]:
+    """The parts of the joint array that this process and others pass."""
+    shape = _joint_shape(leaf.shape, target.mesh, target.spec)
+    regions = shared_regions(target, shape)
+    if not leaf.size or all(len(processes) == 1 for processes in regions.values()):
+        return
+    values = numbers(leaf)
+    # The shards of this process follow each other in what it passes, in each dim.
+    spans = [sorted(set(spans)) for spans in zip(*regions, strict=True)]
+    for region, processes in regions.items():
+        starts = [
+            dim.index(span) * (span[1] - span[0]) for dim, span in zip(spans, region, strict=True)
+        ]
+        ends = [start + stop - first for start, (first, stop) in zip(starts, region, strict=True)]
+        if len(processes) > 1:
+            index = tuple(map(slice, starts, ends))
+            yield Part(region_name(region, shape), processes, [values[index]])
 
 
 def _joint_array(part: Any, target: NamedSharding) -> jax.Array:

@@ -29,12 +29,12 @@ from treeshard._core.processes import (
     TIMEOUT,
     agreeing,
     all_or_none,
-    facts_of,
     is_spread,
     participating_processes,
     processes_of,
     with_bar,
 )
+from treeshard._core.replicas import shared_parts
 from treeshard._core.spec_trees import SpecCarrier, SpecTree
 from treeshard._placement.moves import (
     Move,
@@ -109,7 +109,8 @@ def shard(
         MeshError: If the mesh is abstract.
         MismatchError: If `read` returns another shape or dtype.
         DoesNotFitError: If there is not enough host memory for what `read` returns.
-        ProcessError: If the processes' calls differ, or one fails or does not arrive.
+        ProcessError: If the processes' calls differ, or one fails or does not arrive; if values
+            differ that `check` compares.
         ValueError: If `check` is another word.
         ImportError: If `progress` is set and `tqdm` is not installed.
 
@@ -238,7 +239,7 @@ def place(tree: PyTree, specs: SpecTree, mesh: MeshLike | None, call: Call) -> P
                 _check_memory(call.name, leaves, shardings)
             if group.processes:
                 rows = _rows(leaves, paths, shardings, sent, call.prefix)
-                facts |= facts_of(rows, group.processes, _COMPARED_BYTES[call.check])
+                facts.describe(rows, group.processes, _COMPARED_BYTES[call.check])
         if call.read is not None:
             _fill_structs(leaves, paths, shardings, group, call, call.read)
         move_leaves(
@@ -269,7 +270,7 @@ def _rows(
     sent: Container[int],
     prefix: str,
 ) -> Iterator[tuple[str, Any, list[Sharding]]]:
-    """What processes compare of each leaf that is placed; see `facts_of`."""
+    """What processes compare of each leaf that is placed; see `Facts.describe`."""
     for i, target in shardings.items():
         leaf = leaves[i]
         compared = shardings_to_compare(leaf, target, i in sent)
@@ -318,15 +319,18 @@ def _fill_structs(
     """Replaces each struct by an array of what `read` returns, sharded as it will be."""
     structs = [i for i in shardings if isinstance(leaves[i], jax.ShapeDtypeStruct)]
     # If `read` fails on one process, all stop before any other leaf moves.
-    with all_or_none(
+    with agreeing(
         call.name,
         phase="read",
         among=group.processes,
         timeout=AS_LONG_AS_IT_TAKES,
         moves=group.moves,
-    ):
+    ) as facts:
         for i in with_bar(structs, call.name, show=call.progress):
             leaves[i] = read_shards(read, paths[i], leaves[i], shardings[i])
+            if group.processes and leaves[i].nbytes <= _COMPARED_BYTES[call.check]:
+                name = path_under(call.prefix, paths[i]) or "the array"
+                facts.share(name, shared_parts(leaves[i], group.processes))
 
 
 def move_leaves(

@@ -28,7 +28,6 @@ from treeshard._core.arrays import (
     own_shards,
     regions_here,
     run_dim,
-    to_read,
     used_bits,
 )
 from treeshard._core.processes import TIMEOUT, all_or_none, is_spread
@@ -44,12 +43,10 @@ ONES = 0xFFFFFFFF
 SHORT = 128  # shorter runs are faster many at once in numpy than with one call each
 FOR_A_THREAD = 2**16  # bytes of a run from which on a thread pays off: zlib releases the GIL
 BLOCK = 2**20  # bytes copied at a time, where a copy is needed
-REPLICAS_DIFFER = "its replicas on different devices are not equal."
 COPIES_DIFFER = "its values differ between processes, each of which holds its own copy."
 
-# What a process sends of each array: whether it holds a copy of its own, the register, and the
-# balance of its replicas: over all processes the balances add up to zero if all replicas are equal.
-_CONTRIBUTION = np.dtype([("is_copy", "?"), ("register", "<u4"), ("balance", "<u8")])
+# What a process sends of each array: whether it holds a copy of its own, and the register.
+_CONTRIBUTION = np.dtype([("is_copy", "?"), ("register", "<u4")])
 
 
 class Joint(NamedTuple):
@@ -60,37 +57,33 @@ class Joint(NamedTuple):
 
 
 def checksums(
-    arrays: Sequence[jax.Array | np.ndarray],
-    what: str,
-    timeout: float = TIMEOUT,
-    *,
-    replicas: bool = False,
+    arrays: Sequence[jax.Array | np.ndarray], what: str, timeout: float = TIMEOUT
 ) -> Joint:
     """The CRC-32 of each full array, on every process, which all must make this call.
 
     It does not depend on the sharding: `zlib.crc32(np.asarray(x).tobytes())`. In dtypes smaller
-    than a byte the unused bits count as zero; typed keys count as their `key_data`. With
-    `replicas`, all replicas of each shard are read and compared, not only the first.
+    than a byte the unused bits count as zero; typed keys count as their `key_data`. Of each shard
+    the first replica is read.
     """
     with all_or_none(what, phase="checksums", timeout=timeout) as messages:
         arrays = list(map(data_of, arrays))
-        messages.append(registers(arrays, replicas=replicas))
+        messages.append(registers(arrays))
     return of_registers(messages, arrays, what)
 
 
-def registers(arrays: Sequence[jax.Array | np.ndarray], *, replicas: bool = False) -> bytes:
+def registers(arrays: Sequence[jax.Array | np.ndarray]) -> bytes:
     """What this process contributes to the checksums; `of_registers` combines it."""
     # A Ctrl-C in this thread could leave a lock of the pool taken, and its threads would not end.
-    return in_thread([], _registers, arrays, replicas).result()
+    return in_thread([], _registers, arrays).result()
 
 
-def _registers(arrays: Sequence[jax.Array | np.ndarray], replicas: bool) -> bytes:
+def _registers(arrays: Sequence[jax.Array | np.ndarray]) -> bytes:
     contribution = np.zeros(len(arrays), _CONTRIBUTION)
     contribution["is_copy"] = [not is_spread(x) for x in arrays]
     # Parts of one layout are joined many at once: numpy takes as long for one as for hundreds.
     waiting = defaultdict[_Layout, list[tuple[_Part, _Registers]]](list)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as readers:
-        for part in _parts(arrays, replicas):
+        for part in _parts(arrays):
             layout = part.layout
             # Without the data: on accelerators it has a copy on the host, freed once it is read.
             waiting[layout].append((part._replace(data=None), _read(part, readers)))
@@ -115,10 +108,8 @@ def of_registers(
     joint = np.where(has_copies, first_copy, np.bitwise_xor.reduce(every, axis=0))
     crcs = joint ^ _crc_of_zeros([x.size * x.dtype.itemsize for x in arrays])
 
-    unbalanced = contributions["balance"].sum(axis=0, dtype=np.uint64) != 0
     unequal = (is_copy & (every != first_copy)).any(axis=0)
-    differing = dict.fromkeys(np.flatnonzero(unbalanced).tolist(), REPLICAS_DIFFER)
-    differing |= dict.fromkeys(np.flatnonzero(unequal).tolist(), COPIES_DIFFER)
+    differing = dict.fromkeys(np.flatnonzero(unequal).tolist(), COPIES_DIFFER)
     return Joint(crcs.tolist(), differing)
 
 
@@ -178,22 +169,16 @@ def _layout(part: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -> _La
 
 
 class _Part(NamedTuple):
-    """A part of the array of an index, or a replica of one.
-
-    `after` are the bytes of the array that follow it, and `weight` is that of the replica in the
-    balance.
-    """
+    """A part of the array of an index. `after` are the bytes of the array that follow it."""
 
     array: int
     data: Any
     layout: _Layout
     after: int = 0
-    is_first: bool = True
-    weight: int = 0
 
 
-def _parts(arrays: Sequence[jax.Array | np.ndarray], replicas: bool) -> Iterator[_Part]:
-    """The first replica of each part that this process has, or all replicas."""
+def _parts(arrays: Sequence[jax.Array | np.ndarray]) -> Iterator[_Part]:
+    """The first replica of each part that this process has."""
     known: dict[Any, dict[Any, _Part]] = {}  # arrays that agree in the key have the same parts
     for i, x in enumerate(arrays):
         if not x.size:
@@ -201,35 +186,18 @@ def _parts(arrays: Sequence[jax.Array | np.ndarray], replicas: bool) -> Iterator
         if not isinstance(x, jax.Array):
             yield _Part(i, x, _layout(x.shape, x.shape, x.dtype.itemsize))
             continue
-        shards = to_read(x).addressable_shards if replicas else [*own_shards(x)]
+        shards = list(own_shards(x))
         key = (x.sharding, x.shape, x.dtype.itemsize)
         if key not in known:
-            known[key] = {shard.device: _part(x, shard, replicas) for shard in shards}
+            known[key] = {shard.device: _part(x, shard) for shard in shards}
         for shard in shards:
             yield known[key][shard.device]._replace(array=i, data=shard.data)
 
 
-def _part(x: jax.Array, shard: Any, replicas: bool) -> _Part:
+def _part(x: jax.Array, shard: Any) -> _Part:
     region = regions_here(x.sharding, x.shape)[shard.device]
     layout = _layout(lengths(region), x.shape, x.dtype.itemsize)
-    after = layout.bytes_after(region, x.shape)
-    weight = 0
-    if replicas:
-        count = x.sharding.num_devices * math.prod(layout.part) // x.size
-        weight = _weight(shard.replica_id, count, after)
-    return _Part(0, None, layout, after, shard.replica_id == 0, weight)
-
-
-@lru_cache(1024)
-def _weight(replica: int, count: int, after: int) -> int:
-    """A pseudo-random weight, odd but for the first replica's; those of all replicas add up to 0.
-
-    So sums of registers times weights, modulo 2**64, are 0 if the replicas are equal, and if one
-    differs they are not. Those of several that differ cancel with a probability of 2**-63.
-    """
-    if replica:
-        return (hash((after, replica)) | 1) % 2**64
-    return -sum(_weight(i, count, after) for i in range(1, count)) % 2**64
+    return _Part(0, None, layout, layout.bytes_after(region, x.shape))
 
 
 # Of each run of a part that was read, or is being read on a thread, the register.
@@ -252,12 +220,9 @@ def _join(
     runs = np.stack([x.result() if isinstance(x, Future) else x for _, x in read])
     arrays = [part.array for part in parts]
     after = np.array([part.after for part in parts])
-    weights = np.array([part.weight for part in parts], np.uint64)
-    first = np.array([part.is_first for part in parts])
     advanced = _each_advanced(layout.joined(runs), after)
     # `ufunc.at`, since an array may have several of these parts.
-    np.bitwise_xor.at(contribution["register"], arrays, np.where(first, advanced, np.uint32(0)))
-    np.add.at(contribution["balance"], arrays, advanced * weights)
+    np.bitwise_xor.at(contribution["register"], arrays, advanced)
 
 
 def _of_runs(part: np.ndarray, count: int) -> np.ndarray:

@@ -146,7 +146,7 @@ def restore(
             request.differences.check(str(checkpoint), partial=partial)
             facts["the path"] = str(checkpoint)
             facts["the table of leaves"] = f"CRC-32 {crc32(text.encode())}"
-            facts |= request.facts()
+            request.add_to(facts)
         requested = request.to_read()
         leaves = [(rows[x.name], x) for x in requested.values()]
         arrays = _read_together(checkpoint, leaves, check, verify, among, timeout, progress)

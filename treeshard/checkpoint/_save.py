@@ -23,12 +23,13 @@ from etils import epath
 from jax.tree_util import tree_leaves
 
 from treeshard._core.arrays import array_text
+from treeshard._core.facts import Facts
 from treeshard._core.hosts import check_memory_of_hosts
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.processes import (
     AS_LONG_AS_IT_TAKES,
     agreeing,
-    fact_of_origin,
+    compare_copies,
     tell,
     with_bar,
 )
@@ -130,14 +131,14 @@ def begin(
         raise ValueError(f"{WHERE}(on_divergence={on_divergence!r}): it is 'error' or 'warn'.")
     first = jax.process_index() == 0
     with ExitStack() as held:
-        with agreeing(WHERE, timeout=timeout) as facts:
+        with agreeing(WHERE, timeout=timeout, reads=False) as facts:
             table, arrays = pack(tree)
             if not table.leaves:
                 raise LeafError(f"{WHERE}: the tree has no array, number, text or `None` to save.")
             if first:
                 _lock(path, run, held)
                 check_vacant(path, replace=replace)
-            facts |= _facts(path, tree, table, fingerprints)
+            _add_facts(facts, path, tree, table, fingerprints)
         needed, lacks = memory_to_save(arrays), partial(_no_memory, path)
         check_memory_of_hosts(WHERE, needed, lacks, threads=THREADS, timeout=timeout)
         if first:
@@ -186,18 +187,27 @@ def _lock(path: epath.Path, run: Lock | None, held: ExitStack) -> None:
         held.enter_context(Lock(lock_of(path), str(path)))
 
 
-def _facts(path: epath.Path, tree: PyTree, table: LeafTable, fingerprints: bool) -> dict[str, str]:
-    """What must be the same on all processes."""
-    facts = {"the path": str(path), "the options": f"fingerprints={fingerprints}"}
+def _add_facts(
+    facts: Facts, path: epath.Path, tree: PyTree, table: LeafTable, fingerprints: bool
+) -> None:
+    """Adds what must be the same on all processes."""
+    facts["the path"] = str(path)
+    facts["the options"] = f"fingerprints={fingerprints}"
     facts |= {f"mesh {i}": str(axes) for i, axes in enumerate(table.meshes, 1)}
     for row in table.leaves:
         facts[row.path] = f"{row.kind} {row.value}"
         if row.dtype:
             facts[row.path] = f"{array_text(row)} as {row.spec}, {row.impl or row.stored}"
-    if jax.process_count() > 1:
-        for name, leaf in zip(leaf_paths(tree), tree_leaves(tree), strict=True):
-            facts |= fact_of_origin(name, leaf)
-    return facts
+    for name, leaf in zip(leaf_paths(tree), tree_leaves(tree), strict=True):
+        facts.add_origin(name, leaf, range(jax.process_count()))
+    if not fingerprints:  # else the copies of all leaves are compared later
+        facts.unread.clear()
+
+
+def _why_differing(x: Any) -> str:
+    if isinstance(x, jax.Array) and len(x.sharding.device_set) > 1:
+        return "its replicas on different devices are not equal."
+    return "its values differ between processes, each of which holds its own copy."
 
 
 def _text(table: LeafTable, arrays: Arrays | None, timeout: float, on_divergence: str) -> str:
@@ -210,10 +220,14 @@ def _text(table: LeafTable, arrays: Arrays | None, timeout: float, on_divergence
 def _with_checksums(
     table: LeafTable, arrays: Arrays, timeout: float, on_divergence: str
 ) -> LeafTable:
-    crcs, differing = checksums(list(arrays.values()), WHERE, timeout, replicas=True)
-    leaves = list(arrays)
+    crcs = checksums(list(arrays.values()), WHERE, timeout).crcs
+    differing = compare_copies(WHERE, arrays, timeout=timeout)
     if differing:
-        facts = [f"{leaves[i]}: {why}" for i, why in differing.items()]
+        facts = [
+            f"{path}: {_why_differing(arrays[path])}\n"
+            f"    {part or 'all of it'}: {checksums_of_part}"
+            for path, (part, checksums_of_part) in differing.items()
+        ]
         text = f"{WHERE}: {listed(f'the copies of {len(facts)} leaves differ:', facts)}\n"
         if on_divergence != "warn":
             raise CheckpointError(
@@ -222,7 +236,7 @@ def _with_checksums(
                 " replicated; or save the first with on_divergence='warn'."
             )
         warn(f"{text}The first replicas are saved, and of separate copies that of process 0.")
-    return table.with_checksums(dict(zip(leaves, crcs, strict=True)))
+    return table.with_checksums(dict(zip(arrays, crcs, strict=True)))
 
 
 # ------------------------------------------------------------------ the stages

@@ -18,7 +18,6 @@ from treeshard._core.processes import (
     TIMEOUT,
     agreeing,
     all_or_none,
-    fact_of_origin,
     with_bar,
 )
 from treeshard._core.text import parse_bytes
@@ -97,7 +96,8 @@ def save_safetensors(
             cannot be written, or another run is writing them; if the processes do not share the
             directory; if there is not enough host memory.
         FormatError: If `max_file_size` is not an amount of bytes, or the header exceeds 64 MiB.
-        ProcessError: If the processes pass different trees, or one failed or did not arrive.
+        ProcessError: If the processes pass different trees, or one failed or did not arrive; if
+            replicas of a small array differ, as in `gather`.
         ImportError: If `progress` is set and `tqdm` is not installed.
         LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
@@ -121,7 +121,7 @@ def save_safetensors(
         facts |= {file.path.name: f"{len(file.head)} bytes of header" for file in files}
         facts |= {x.name: f"{x.code}{list(x.shape)}" for x in rows}
         for name, x in tensors.items():
-            facts |= fact_of_origin(name, x)
+            facts.add_origin(name, x, range(jax.process_count()))
     names = names_to_write(tensors, where, timeout)
     names_with_bar = with_bar(names, where, unit="tensor", show=progress)
     values = ((name, pieces_of(tensors[name])) for name in names_with_bar)
@@ -213,7 +213,7 @@ def load_safetensors(
                 request = tensor_request(stored, like, placing, rename, cast, where)
                 request.differences.check(str(source), partial=partial)
                 facts |= {"the path": str(source), "the files": tensor_facts(stored)}
-                facts |= request.facts()
+                request.add_to(facts)
             check_memory_to_load(source, request, stored, timeout)
             with all_or_none(where, phase="read", timeout=AS_LONG_AS_IT_TAKES):
                 return read_tensors(request, stored, progress=progress)

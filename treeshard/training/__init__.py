@@ -5,6 +5,7 @@ traced; everything else in it (functions, strings, Python numbers, the static fi
 Equinox modules) is part of the program.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,17 +17,12 @@ from jax.tree_util import tree_leaves
 from treeshard._core.arguments import check_no_refs, check_tree, described
 from treeshard._core.arrays import array_text, is_array, same_arrays
 from treeshard._core.contexts import plan_in_force
+from treeshard._core.facts import Facts
 from treeshard._core.make_mesh import with_devices
 from treeshard._core.meetings import breaking_if_left, in_turn, last_meeting, set_origin
 from treeshard._core.mesh import MeshLike, axis_sizes, check_axes
 from treeshard._core.paths import PyTree, leaf_paths
-from treeshard._core.processes import (
-    SMALL_BYTES,
-    agreeing,
-    fact_of_values,
-    facts_of,
-    participating_processes,
-)
+from treeshard._core.processes import agreeing, participating_processes
 from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
 from treeshard._core.specs import entry_of
 from treeshard._placement.padding import resize
@@ -91,8 +87,7 @@ def init_sharded(
         fn: Makes the tree, such as a model with its optimizer state. The tree may have
             functions and other static leaves.
         args: The arguments of `fn`. Arrays and keys are traced; anything else is static. Several
-            processes compare them: keys and arrays of at most 64 KiB by checksums, numbers and
-            text as they are.
+            processes compare them: keys and arrays by checksums, numbers and text as they are.
         rules: As in `treeshard.match_partition_rules`.
         mesh: A mesh with devices, or its axes as text, `"fsdp=8"`. Constraints inside `fn` see
             it as the mesh in force.
@@ -160,8 +155,8 @@ def init_sharded(
             shardings = tree_plan.sharding_of_each()
             if processes:  # all of them must compile the same program
                 leaves = zip(tree_plan.leaves, shardings, strict=True)
-                facts |= facts_of((leaf.path, leaf, [sharding]) for leaf, sharding in leaves)
-                facts |= _inputs(args, processes)
+                facts.describe((leaf.path, leaf, [sharding]) for leaf, sharding in leaves)
+                _add_inputs(facts, args, processes)
 
         def make_arrays(arguments: Any) -> list[Any]:
             arrays = filter(is_array, tree_leaves(make(arguments)))
@@ -178,16 +173,14 @@ def init_sharded(
     return tree_plan.with_arrays(arrays), tree_plan
 
 
-def _inputs(args: Any, among: Sequence[int]) -> dict[str, str]:
-    """What must be the same on all processes of the arguments of an initialiser."""
-    facts = {}
+def _add_inputs(facts: Facts, args: Any, among: Sequence[int]) -> None:
+    """Adds what must be the same on all processes of the arguments of an initialiser."""
     for path, x in zip(leaf_paths(args), tree_leaves(args), strict=True):
         if is_array(x):
             facts[f"argument {path}"] = array_text(x)
-            facts |= fact_of_values(f"argument {path}", x, among, SMALL_BYTES)
+            facts.add_values(f"argument {path}", x, among, sys.maxsize)
         elif isinstance(x, bool | int | float | complex | str | bytes):
             facts[f"argument {path}"] = repr(x)
-    return facts
 
 
 def _strong(x: Any) -> Any:
@@ -244,8 +237,8 @@ def jit_step(
         SpecError: If `batch` has no specs; when called, if batch or state do not fit.
         StateError: When called, if `fn` changes the state's structure, shapes, dtypes or static
             leaves.
-        ProcessError: When called, if processes pass batches of other forms, or one fails or does
-            not arrive.
+        ProcessError: When called, if processes pass batches of other forms, or values that differ
+            in the first batch of a form; if one fails or does not arrive.
         DeletedLeafError: When called, if the state was donated to an earlier step.
         MeshError: If the plan was made for an abstract mesh.
         ShardingRuleError: If the plan has errors, as `Plan.check_before_use`, whose warnings apply

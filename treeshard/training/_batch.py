@@ -4,6 +4,7 @@
 and on several processes it would take from each whatever that process happens to hold.
 """
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,9 +14,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_leaves, tree_map
 
 from treeshard._core.arrays import array_text, has_shape
+from treeshard._core.meetings import known_checksum, origin
 from treeshard._core.mesh import axis_sizes
 from treeshard._core.paths import PyTree, leaf_paths, path_under
-from treeshard._core.processes import SMALL_BYTES, TIMEOUT, agreeing, checksum, facts_of, is_spread
+from treeshard._core.processes import SMALL_BYTES, TIMEOUT, agreeing, is_spread
+from treeshard._core.replicas import checksum_text
 from treeshard._core.spec_trees import SpecTree, specs_of_leaves
 from treeshard._core.specs import axes_of, entries
 from treeshard._placement.moves import through_host
@@ -57,7 +60,7 @@ class BatchPlacement:
         if text != self._last_text:
             self._agree_on_change(data, treedef, text)
         if self.processes:
-            text = ", ".join([text, *(checksum(x) for x in data if _is_small_on_host(x))])
+            text = ", ".join([text, *filter(None, map(_value_to_note, data))])
         away = {i: target for i, target in placed.items() if not _is_placed(data[i], target)}
         if away:
             self._check_readable(data, treedef, away)
@@ -119,11 +122,11 @@ class BatchPlacement:
 
     def _agree_on(self, data: list[Any], treedef: Any, text: str) -> Targets:
         """The targets of a batch, after all processes came to the same."""
-        if all(map(is_spread, data)):
+        if all(is_spread(x) and (not self.processes or origin(x, self.processes)) for x in data):
             in_place = self._targets_in_place(data, treedef)
             if in_place is not None:
                 return in_place
-        processes = self.processes if any(map(has_shape, data)) else []
+        processes = self.processes if data else []
         with agreeing(self.where, among=processes, timeout=TIMEOUT) as facts:
             agreed = self.targets(data, treedef)
             self._check_readable(data, treedef, agreed)
@@ -133,7 +136,10 @@ class BatchPlacement:
                     (path_under("batch", paths[i]), data[i], shardings_to_compare(data[i], target))
                     for i, target in agreed.items()
                 )
-                facts |= facts_of(rows, self.processes, SMALL_BYTES)
+                # Only of the first batch of a form: of later ones, what is small.
+                facts.describe(rows, self.processes, sys.maxsize)
+                others = ((paths[i], x) for i, x in enumerate(data) if not has_shape(x))
+                facts |= {path_under("batch", path): _constant(x) for path, x in others}
         if processes:
             self._last_text = text
         return agreed
@@ -141,7 +147,7 @@ class BatchPlacement:
     def _targets_in_place(self, data: list[Any], treedef: Any) -> Targets | None:
         """The targets of a batch of global arrays, if they are sharded so already.
 
-        All processes made such arrays together, so there is nothing to agree on.
+        If treeshard made them, all processes did so together, and there is nothing to agree on.
         """
         try:
             there = self.targets(data, treedef)
@@ -179,9 +185,22 @@ def _form(x: Any) -> Any:
     return x.shape, x.dtype, x.sharding if is_spread(x) else None
 
 
-def _is_small_on_host(x: Any) -> bool:
-    """Every process passes such an array in full. Others may still be computed."""
-    return isinstance(x, np.ndarray | np.generic) and 0 < x.nbytes <= SMALL_BYTES
+def _constant(x: Any) -> str:
+    """A number or text, which must be the same on all processes; of another leaf, its type."""
+    is_value = isinstance(x, bool | int | float | complex | str | bytes)
+    return repr(x) if is_value else type(x).__name__
+
+
+def _value_to_note(x: Any) -> str:
+    """A number, or the checksum of a small array that every process has passed in full.
+
+    It is empty if it is not known. Arrays on devices are not read: they may still be computed.
+    """
+    if not has_shape(x):
+        return _constant(x)
+    if isinstance(x, np.ndarray | np.generic):
+        return checksum_text(x) if 0 < x.nbytes <= SMALL_BYTES else ""
+    return known_checksum(x)
 
 
 def _is_placed(x: Any, target: NamedSharding) -> bool:

@@ -1,0 +1,217 @@
+"""What processes compare before a call, and how a message tells that they differ.
+
+Most facts are the same on all processes. The values of a part of an array are known only to those
+that hold it, and each set of processes compares what it shares.
+"""
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding, Sharding
+
+from treeshard._core.arrays import array_text, is_array, is_spread, processes_of
+from treeshard._core.meetings import origin
+from treeshard._core.mesh import describe_mesh
+from treeshard._core.replicas import Part, checksum_text, is_shared
+from treeshard._core.specs import entries, with_entries
+from treeshard._core.text import consecutive, in_groups
+from treeshard.errors import counted
+
+# Arrays of at most this size are compared between processes by default.
+SMALL_BYTES = 2**16
+_VALUES = " (values)"  # in the names of facts
+UNKNOWN = "made by another program"  # the fact about an array that no call of treeshard made
+
+
+class Facts(dict[str, str]):
+    """What this process is about to do, by leaf path or another name: the same on all processes.
+
+    Attributes:
+        shared: What only some processes hold, by these processes, leaf and part: its checksums on
+            the devices of this one.
+        unread: Arrays whose values are compared once all have agreed on everything else.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = defaultdict[tuple[int, ...], dict[str, dict[str, list[int]]]](dict)
+        self.unread: dict[str, Any] = {}
+
+    def describe(
+        self,
+        rows: Iterable[tuple[str, Any, Sequence[Sharding]]],
+        among: Sequence[int] = (),
+        compared_bytes: int = 0,
+    ) -> None:
+        """Adds facts about leaves: path, array, target and source sharding.
+
+        A row is a path, a leaf and its shardings. A leaf without shardings belongs to each process
+        alone, and only its presence is compared. Of a spread leaf, the call of the processes
+        `among` that made it is compared too; of other arrays of at most `compared_bytes`, a
+        checksum. Of arrays that no call of treeshard made, values are read once all have agreed.
+        """
+        meshes: dict[Any, str] = {}
+        leaves: dict[str, Any] = {}
+        placements: dict[str, str] = {}
+        for path, x, shardings in rows:
+            name = path or "the array"
+            while name in leaves:  # leaves may share a path
+                name += " (again)"
+            leaves[name] = x
+            placements[name] = " from ".join(_placement(where, meshes) for where in shardings)
+        for mesh, name in meshes.items():
+            self[name or "the mesh"] = f"{describe_mesh(mesh)} on the devices {_ids(mesh)}"
+        for name, x in leaves.items():
+            placed = placements[name]
+            self[name] = f"{array_text(x)} as {placed}" if placed else "its own"
+            if placed:
+                self.add_values(name, x, among, compared_bytes)
+
+    def add_values(self, name: str, x: Any, among: Sequence[int], compared_bytes: int) -> None:
+        """Adds what is known about the values of a leaf, if anything is."""
+        if is_spread(x):
+            self.add_origin(name, x, among, compared_bytes)
+        elif is_array(x) and 0 < x.nbytes <= compared_bytes:
+            self[name + _VALUES] = checksum_text(x)
+
+    def add_origin(
+        self, name: str, x: Any, among: Sequence[int], compared_bytes: int = SMALL_BYTES
+    ) -> None:
+        """Adds which call of the processes `among` made an array, if several of them have it."""
+        if len(among) < 2 or not isinstance(x, jax.Array):
+            return
+        if made_in := origin(x, among):
+            self[name + _VALUES] = f"made in {made_in}"
+        elif len(processes_of(x.sharding)) > 1:
+            self[name + _VALUES] = UNKNOWN
+            if 0 < x.nbytes <= compared_bytes and is_shared(x):
+                self.unread[name] = x
+
+    def share(self, name: str, parts: Iterable[Part]) -> None:
+        """Adds the values of parts of an array, which must be equal wherever they are held."""
+        for part in parts:
+            leaf = self.shared[part.holders].setdefault(name, {})
+            leaf[part.name] = part.checksums()
+
+    def hashes(self) -> dict[str, str]:
+        """A hash of the facts of all processes, and of what each set of processes shares.
+
+        Instead of a hash it is empty where devices of this process differ.
+        """
+        hashes = {"": _hash(list(self.items()))}  # a list: the order counts too
+        for processes, leaves in self.shared.items():
+            counts = {len(found) for parts in leaves.values() for found in parts.values()}
+            hashes[_hash(processes)] = "" if counts - {1} else _hash(leaves)
+        return hashes
+
+    def of_groups(self, groups: Container[str]) -> list[Any]:
+        """The facts themselves, as JSON has them: those of all processes, and what groups share."""
+        shared = [
+            (leaf, parts)
+            for processes, leaves in self.shared.items()
+            if _hash(processes) in groups
+            for leaf, parts in leaves.items()
+        ]
+        return [self, shared]
+
+
+def _hash(x: Any) -> str:
+    return hashlib.sha256(json.dumps(x).encode()).hexdigest()
+
+
+def _placement(sharding: Sharding, meshes: dict[Any, str]) -> str:
+    if not isinstance(sharding, NamedSharding):
+        return str(sharding)
+    text = str(with_entries(sharding.spec, entries(sharding)))  # without trailing `None`s
+    if sharding.mesh not in meshes:  # the first one needs no name
+        meshes[sharding.mesh] = f"mesh {len(meshes) + 1}" if meshes else ""
+    name, kind = meshes[sharding.mesh], sharding.memory_kind
+    if name:
+        text += f" on {name}"
+    if kind not in (None, "device"):
+        text += f" in {kind}"
+    return text
+
+
+def _ids(mesh: Mesh) -> str:
+    """`0-3, 8`"""
+    runs = consecutive(device.id for device in mesh.devices.flat)
+    return ", ".join(str(ids[0]) if len(ids) == 1 else f"{ids[0]}-{ids[-1]}" for ids in runs)
+
+
+# ------------------------------------------------------------------ differences
+
+
+class Differences(NamedTuple):
+    """In what processes differ.
+
+    Attributes:
+        facts: What each is about to do, by name.
+        values: By leaf, the first part whose holders differ, and its checksums.
+    """
+
+    facts: dict[str, str]
+    values: dict[str, tuple[str, str]]
+
+    def lines(self) -> list[str]:
+        lines = [f"{name}: {groups}" for name, groups in self.facts.items()]
+        values = self.values.items()
+        return lines + [f"{leaf}{part}{_VALUES}: {groups}" for leaf, (part, groups) in values]
+
+
+def differences(by_process: Mapping[int, list[Any]]) -> Differences:
+    """Compares what each process has sent of its facts: see `Facts.of_groups`."""
+    facts = _differences_of_all({i: facts for i, (facts, _) in by_process.items()})
+    values = _differences_of_some({i: shared for i, (_, shared) in by_process.items()})
+    # Arrays of other shapes have other values, which says nothing more.
+    return Differences(facts, {leaf: x for leaf, x in values.items() if leaf not in facts})
+
+
+def _differences_of_all(by_process: Mapping[int, Mapping[str, str]]) -> dict[str, str]:
+    """The facts that differ, by name; if none does, the first that is out of order."""
+    names = dict.fromkeys(name for facts in by_process.values() for name in facts)
+    differing: dict[str, str] = {}
+    for name in names:
+        row = {i: facts.get(name, "nothing") for i, facts in by_process.items()}
+        # Arrays of other shapes have other values, which says nothing more.
+        explained = name.endswith(_VALUES) and name.removesuffix(_VALUES) in differing
+        if len(set(row.values())) > 1 and not explained:
+            differing[name] = in_groups(row)
+    if differing:
+        return differing
+    for position, order in enumerate(zip(*by_process.values(), strict=True)):
+        if len(set(order)) > 1:
+            row = dict(zip(by_process, map(repr, order), strict=True))
+            return {f"leaf {position}": in_groups(row)}
+    return {}
+
+
+def _differences_of_some(
+    by_process: Mapping[int, Iterable[tuple[str, Mapping[str, list[int]]]]],
+) -> dict[str, tuple[str, str]]:
+    """The leaves with parts whose holders differ: the first such part, and its checksums."""
+    held = defaultdict[str, dict[str, dict[int, list[int]]]](lambda: defaultdict(dict))
+    for i, leaves in by_process.items():
+        for leaf, parts in leaves:
+            for part, checksums in parts.items():
+                held[leaf][part][i] = checksums
+    differing: dict[str, tuple[str, str]] = {}
+    for leaf, parts in held.items():
+        bad = {
+            part: {i: _checksums_text(found) for i, found in row.items()}
+            for part, row in parts.items()
+            if len({x for found in row.values() for x in found}) > 1
+        }
+        if bad:
+            part, *more = bad
+            others = f" and {counted(len(more), 'more part')}" if more else ""
+            differing[leaf] = part + others, in_groups(bad[part])
+    return differing
+
+
+def _checksums_text(found: Sequence[int]) -> str:
+    return f"CRC-32 {found[0]}" if len(found) == 1 else f"{len(found)} different checksums"

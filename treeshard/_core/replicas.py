@@ -1,0 +1,134 @@
+"""What several devices or processes hold of one array must be equal: compared by checksums.
+
+A part of an array is known by its region, so that rows are compared too which only some processes
+share. Bits are compared: a NaN equals itself, and 0.0 differs from -0.0.
+"""
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from treeshard._core.arrays import (
+    Region,
+    data_of,
+    device_dtype,
+    holders,
+    numbers,
+    regions_here,
+    to_read,
+    used_bits,
+)
+
+_BLOCK = 2**20  # bytes copied at a time, where a copy is needed
+_CONTIGUOUS: Any = ("readonly", "contig")  # numpy's annotations lack the second
+_FOR_A_THREAD = 2**22  # bytes from which on a thread pays off: `crc32` releases the GIL
+
+
+class Part(NamedTuple):
+    """A part of an array that several devices or processes hold.
+
+    Attributes:
+        name: `[0:4, 8:16]`; empty for the full array.
+        holders: The processes that hold it, ascending.
+        copies: The values that this process has of it: one, or those of each of its devices.
+    """
+
+    name: str
+    holders: tuple[int, ...]
+    copies: list[Any]
+
+    def checksums(self) -> list[int]:
+        """The different checksums of the copies: a single one if all are equal."""
+        return list(dict.fromkeys(_checksums(self.copies)))
+
+
+def shared_parts(x: Any, among: Sequence[int]) -> Iterator[Part]:
+    """The parts of an array that also another process, or another device of this one, holds.
+
+    An array on devices of this process alone, or on the host, is one that each of the processes
+    `among` has a copy of.
+    """
+    x = data_of(x)
+    if not isinstance(x, jax.Array):
+        yield Part("", tuple(among), [x])
+        return
+    owners = dict.fromkeys(regions_here(x.sharding, x.shape).values(), tuple(among))
+    if not x.is_fully_addressable:
+        owners = shared_regions(x.sharding, x.shape)
+    copies = defaultdict[Region, list[Any]](list)
+    for shard in to_read(x).addressable_shards if x.size else ():
+        copies[regions_here(x.sharding, x.shape)[shard.device]].append(shard.data)
+    for region, found in copies.items():
+        if len(found) > 1 or len(owners[region]) > 1:
+            yield Part(region_name(region, x.shape), owners[region], found)
+
+
+def shared_regions(sharding: Sharding, shape: tuple[int, ...]) -> dict[Region, tuple[int, ...]]:
+    """The regions of an array that this process holds, each with all processes that hold it."""
+    owners = holders(sharding, shape)
+    here = dict.fromkeys(regions_here(sharding, shape).values())
+    return {region: tuple(sorted(owners[region])) for region in here}
+
+
+def is_shared(x: jax.Array) -> bool:
+    """Whether several processes hold a part of an array; the same answer on all of them."""
+    data = data_of(x)
+    return any(len(among) > 1 for among in holders(data.sharding, data.shape).values())
+
+
+def region_name(region: Region, shape: Sequence[int]) -> str:
+    """`[0:4, :, 8:16]`, without what is full at the end."""
+    spans = [
+        ":" if (start, stop) == (0, length) else f"{start}:{stop}"
+        for (start, stop), length in zip(region, shape, strict=True)
+    ]
+    while spans and spans[-1] == ":":
+        spans.pop()
+    return f"[{', '.join(spans)}]" if spans else ""
+
+
+def checksum(x: Any) -> int:
+    """The CRC-32 of the values of an array in C order, as they are on devices.
+
+    So 64-bit numbers count as 32-bit ones, and of dtypes smaller than a byte the bits in use. No
+    array of numpy is copied as a whole.
+    """
+    values = numbers(x)
+    dtype = device_dtype(values.dtype)
+    used = used_bits(dtype)
+    register = 0
+    with np.errstate(all="ignore"):  # values beyond float32 become inf, as in jnp.asarray
+        blocks: Any = np.nditer(
+            values,
+            flags=("external_loop", "buffered", "zerosize_ok"),
+            op_flags=_CONTIGUOUS,
+            op_dtypes=dtype,
+            casting="unsafe",
+            order="C",
+            buffersize=_BLOCK // dtype.itemsize,
+        )
+        for block in blocks:
+            data = block.view(np.uint8)
+            register = crc32(data if used == 255 else data & used, register)
+    return register
+
+
+def checksum_text(x: Any) -> str:
+    return f"CRC-32 {checksum(x)}"
+
+
+def _checksums(copies: Sequence[Any]) -> list[int]:
+    if len(copies) == 1 or copies[0].nbytes < _FOR_A_THREAD:
+        return list(map(checksum, copies))
+    try:
+        with ThreadPoolExecutor(min(len(copies), os.cpu_count() or 1)) as pool:
+            return list(pool.map(checksum, copies))
+    except RuntimeError:  # there are no threads once the process ends
+        return list(map(checksum, copies))
