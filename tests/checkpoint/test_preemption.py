@@ -47,23 +47,24 @@ def test_a_run_that_was_preempted_trains_as_one_that_was_not(
     assert state["step"] == steps
 
 
-@pytest.fixture
-def sigint() -> Iterator[None]:
-    """Shells ignore it for background jobs."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+@pytest.fixture(autouse=True)
+def default_handlers() -> Iterator[None]:
+    """Shells ignore SIGINT for background jobs, and other tests leave handlers of SIGTERM."""
+    defaults = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in defaults.items()}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 BOTH = (signal.SIGTERM, signal.SIGINT)
 
 
-@pytest.mark.usefixtures("sigint")
 @pytest.mark.parametrize("number", BOTH)
 def test_a_signal_is_noted_and_the_handlers_from_before_come_back(
     number: int, tmp_path: Path
 ) -> None:
-    before = [signal.getsignal(x) for x in BOTH]
+    before = [signal.SIG_DFL, signal.default_int_handler]
     with Checkpoints(tmp_path / "a") as outer, Checkpoints(tmp_path / "b", every=100) as inner:
         assert [signal.getsignal(x) for x in BOTH] == before  # a run that never asks is as before
         assert not outer.preempted(1)
@@ -77,7 +78,6 @@ def test_a_signal_is_noted_and_the_handlers_from_before_come_back(
         outer.preempted(3)
 
 
-@pytest.mark.usefixtures("sigint")
 def test_own_handlers_are_called_and_what_is_ignored_stays_so(tmp_path: Path) -> None:
     came: list[int] = []
     term = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
@@ -99,7 +99,6 @@ def test_own_handlers_are_called_and_what_is_ignored_stays_so(tmp_path: Path) ->
     assert came == 3 * [signal.SIGTERM]
 
 
-@pytest.mark.usefixtures("sigint")
 def test_a_ctrl_c_during_a_save_is_noted_once(tmp_path: Path, monkeypatch) -> None:
     real = _save.copies
 
