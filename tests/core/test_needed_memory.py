@@ -97,7 +97,8 @@ def main(run: Path) -> None:
         needed.append(bytes_)
         return lacking(bytes_, threads)
 
-    for module in (hosts, shard, _tensors, untrusted):
+    modules: list[Any] = [hosts, shard, _tensors, untrusted]
+    for module in modules:
         module.lacking_memory = recorded
 
     def outcome(call: Callable[[], Any], spare: int) -> str:
