@@ -184,14 +184,16 @@ def test_scalars_and_keys_go_to_each_minibatch(fsdp_mesh, axis_names) -> None:
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("axis_names", [None, "fsdp"])
 @pytest.mark.parametrize("jit", [jax.jit, eqx.filter_jit], ids=["jit", "filter_jit"])
-def test_the_mesh_is_found_in_types(kind, axis_names, jit) -> None:
+@pytest.mark.parametrize("by", ["plan", "specs"])
+def test_the_mesh_is_found_in_types(kind, axis_names, jit, by) -> None:
     """In one's own `jit`, without `jax.set_mesh`."""
     mesh = ts.make_mesh("fsdp=8", axis_types=kind)
     plan = ts.plan(PARAMS, [(".*", ts.fsdp("fsdp", min_size=0))], mesh)
+    sharded_by = {"plan": (plan,), "specs": (plan.specs, "fsdp", mesh)}[by]
 
     def accumulated(params, batch):
         def of_rows(rows, key):
-            return grad_fn(ts.unshard(params, plan), rows)
+            return grad_fn(ts.unshard(params, *sharded_by), rows)
 
         return accumulate_gradients(of_rows, batch, 4, axis_names=axis_names)
 

@@ -15,3 +15,6 @@ logical_rules = jax.make_user_context(None)
 summed_later = jax.make_user_context(False)
 # Whether that function takes the full batch in one pass, for a check of what it does in several.
 in_one_pass = jax.make_user_context(False)
+# The axes over which that function has split the batch by `shard_map`. They are Manual, and yet the
+# arrays that a function of the user closes over are full there.
+full_over = jax.make_user_context(())

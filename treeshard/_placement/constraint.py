@@ -15,7 +15,7 @@ from jax.tree_util import tree_flatten, tree_leaves, tree_map, tree_structure
 
 from treeshard._core.arguments import check_no_refs
 from treeshard._core.arrays import is_array
-from treeshard._core.contexts import plan_in_force
+from treeshard._core.contexts import full_over, plan_in_force
 from treeshard._core.jax_private import is_in_jit, is_tracing, vmapped_axes
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.mean_gather import gather_shard, why_not_innermost
@@ -225,7 +225,7 @@ def unshard(
             hint = did_you_mean(name, named, _NEAR_MISS)
             if hint and name not in named:
                 warn(f"unshard: no spec names the axis {name!r}, so nothing is gathered.{hint}")
-    by_hand = [name for name in axes if name in manual_axes()]
+    by_hand = [name for name in axes if name in manual_axes() and name not in full_over.value]
     is_split = not {*by_hand}.isdisjoint(get_names_from_partition_spec(leaf_specs))
     if by_hand and (is_split or (step is not None and step.is_by_hand)):
         tree = _gather_by_hand(tree, leaf_specs, by_hand)

@@ -19,7 +19,7 @@ from jax.tree_util import keystr, tree_flatten, tree_flatten_with_path, tree_lea
 
 from treeshard._core.arguments import check_no_refs
 from treeshard._core.arrays import StaticSplit, array_text, is_array, is_raw_key
-from treeshard._core.contexts import in_one_pass
+from treeshard._core.contexts import full_over, in_one_pass
 from treeshard._core.jax_private import (
     is_in_jit,
     is_tracing,
@@ -326,7 +326,8 @@ def _in_parts(
     def with_shard_map(batch: Rows, keys: Any) -> tuple[PyTree, PyTree]:
         def part(batch: Rows, keys: Any) -> tuple[PyTree, PyTree]:
             own = jax.tree.map(lambda x: x.reshape(x.shape[len(names) :]), (batch, keys))
-            sums = _summed_up(grad_fn, count, *own)
+            with full_over((*full_over.value, *names)):
+                sums = _summed_up(grad_fn, count, *own)
             return jax.tree.map(lambda x: jnp.expand_dims(x, dims), sums)
 
         each = PartitionSpec(*names)

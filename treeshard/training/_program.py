@@ -85,7 +85,7 @@ class Program:
         traced = self._traced(_Named(arrays, self._names), data)
         if not self.is_traced:
             if self._in_force.is_by_hand:
-                self._check_gathered(traced.jaxpr.jaxpr)
+                self._check_gathered(traced.jaxpr.jaxpr, len(tree_leaves((arrays, data))))
             self.is_traced = True
             warn_of_device_puts(traced.jaxpr, self._placement.where)
         return traced
@@ -102,11 +102,16 @@ class Program:
         with explaining_types(self._placement.mesh, self._in_force):
             return self.run.trace(state, data)
 
-    def _check_gathered(self, jaxpr: Any) -> None:
+    def _check_gathered(self, jaxpr: Any, count: int) -> None:
         """Raises if the step reduces gradients of shards of weights that it never gathers."""
         reduced = {x.path: axes for x in self.leaves if (axes := self._in_force.reduced_axes(x))}
         if not reduced:
             return
+        # Before the arguments, of which there are `count`, JAX puts what the step closes over, if
+        # another function is being traced.
+        closed_over = len(jaxpr.invars) - count
+        variables = [*jaxpr.invars[closed_over:], *jaxpr.invars[:closed_over]]
+        jaxpr = jaxpr.replace(invars=variables)
         find_ungathered = report("_trace.by_hand").find_ungathered
         specs = {leaf.path: leaf.given for leaf in self.leaves}
         facts = [
