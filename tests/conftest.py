@@ -52,6 +52,8 @@ LONG = (
     "product/test_examples_processes.py",
     "repository/test_package.py",
     "product/test_examples.py",
+    "core/test_processes.py",
+    "checkpoint/test_preemption.py",
 )
 
 
