@@ -464,7 +464,7 @@ def test_a_plan_finds_its_arguments_in_a_loop_of_ones_own(name: str) -> None:
     program = OWN_LOOPS[name]().compile()
     argument = "x/1" if name == "any number" else "s"
     for each in (program, program.as_text()):
-        compared = ts.compare_communication(fsdp_plan(STATE), each)
+        compared = ts.compare_communication(fsdp_plan(STATE), each, batch=P("fsdp"))
         assert gathered(compared) == [(f"{argument}/0", "0"), (f"{argument}/1", "1")]
         assert {x.code for x in (*compared.unplanned, *compared.by_compiler)} == {"all-reduce"}
 
@@ -474,13 +474,13 @@ def test_arguments_that_are_alike_are_not_guessed() -> None:
     program = jax.jit(_own(product)).lower(state, batch).compile()
     for each in (program, program.as_text()):
         with pytest.raises(ts.SpecError) as error:
-            ts.compare_communication(fsdp_plan(state), each)
+            ts.compare_communication(fsdp_plan(state), each, batch=P("fsdp"))
         assert str(error.value) == (
             "compare_communication: the plan may be of 'state' or of 'batch': these arguments of"
             " the program have the same paths, shapes, dtypes and specs. Plan more of them, so that"
             " only one fits: `ts.plan({'state': ...}, rules, mesh)`."
         )
-        compared = ts.compare_communication(fsdp_plan({"state": state}), each)
+        compared = ts.compare_communication(fsdp_plan({"state": state}), each, batch=P("fsdp"))
         assert gathered(compared) == [("state/0", "state/0"), ("state/1", "state/1")]
     # Of other shards they are not alike.
     other = split(batch, P())

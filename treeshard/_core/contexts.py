@@ -3,9 +3,13 @@
 JAX forgets all of them when a context is made, the user's too. So they are made here, by `import
 treeshard`, and not by modules that wait for their first use: it may be inside a trace, and the
 next call of the jitted function would then be traced and compiled again.
+
+From 0.12 on, importing `jax.extend` does the same: it has contexts of its own. Equinox and
+treeshard import it, so it is imported here too.
 """
 
 import jax
+import jax.extend.core
 
 # The plan of the step that is traced, as `_planning/plan_in_force.py` has it.
 plan_in_force = jax.make_user_context(None)

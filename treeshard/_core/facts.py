@@ -191,9 +191,12 @@ def _differences_of_all(by_process: Mapping[int, Mapping[str, str]]) -> dict[str
 
 
 def _differences_of_some(
-    by_process: Mapping[int, Iterable[tuple[str, Mapping[str, list[int]]]]],
+    by_process: Mapping[int, Iterable[Sequence[Any]]],
 ) -> dict[str, tuple[str, str]]:
-    """The leaves with parts whose holders differ: the first such part, and its checksums."""
+    """The leaves with parts whose holders differ: the first such part, and its checksums.
+
+    Each process has sent pairs of a leaf and its parts, as JSON has them.
+    """
     held = defaultdict[str, dict[str, dict[int, list[int]]]](lambda: defaultdict(dict))
     for i, leaves in by_process.items():
         for leaf, parts in leaves:

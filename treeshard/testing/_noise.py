@@ -87,12 +87,13 @@ class Tolerance:
     def _moved(self, sample: Results) -> dict[int, np.ndarray]:
         """How far each number of a sample is from the reference."""
         pairs = ((i, sample[i].astype("float64") - self.reference[i]) for i in self.noise)
-        return {i: np.abs(finite(x)) for i, x in pairs}
+        # NumPy makes a scalar of an array without dims.
+        return {i: np.asarray(np.abs(finite(x))) for i, x in pairs}
 
     def _add(self, moved: Mapping[int, np.ndarray]) -> None:
         """Takes a sample as noise."""
         for i, x in moved.items():
-            self.noise[i] = np.maximum(self.noise[i], x)
+            self.noise[i] = np.asarray(np.maximum(self.noise[i], x))
 
     def _relative(self, moved: Mapping[int, np.ndarray]) -> float:
         """By how much the steady results differ together, relative to their norm."""
