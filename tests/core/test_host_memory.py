@@ -107,3 +107,18 @@ def test_without_memory_each_call_says_what_it_needs_and_does_nothing(tmp_path: 
         assert ("the arrays and their reader need" in text) == (name in ("restore", "verify"))
         assert "MiB are available." in text
         assert need in (None, 2**26, 2**27)
+
+
+def test_containers_of_one_host_are_not_added_up() -> None:
+    """Each sees its own cgroup as `/`, with a limit of its own."""
+    code = "from treeshard._core.hosts import host_id; print(host_id())"
+    plain = [sys.executable, "-c", code]
+    in_container = ["unshare", "--cgroup", "--fork", *plain]
+    texts: list[str] = []
+    for command in (plain, plain, in_container):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if command is in_container and "unshare" in done.stderr:
+            pytest.skip("this user may not make namespaces")
+        assert done.returncode == 0, done.stderr
+        texts.append(done.stdout)
+    assert texts[0] == texts[1] != texts[2]

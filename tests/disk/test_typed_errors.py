@@ -74,23 +74,28 @@ MOMENTS = {
 CASES = [(call, moment) for call, moments in MOMENTS.items() for moment in moments]
 
 
+def remove_at(moment: tuple[Any, str], way: str, directory: Path, monkeypatch: Any) -> None:
+    """Removes step 1 when a function is called first: it reads the step."""
+    owner, name = moment
+    real = getattr(owner, name)
+
+    def remove_first(*args: Any, **options: Any) -> Any:
+        monkeypatch.setattr(owner, name, real)
+        replace_by(way, directory)
+        return real(*args, **options)
+
+    monkeypatch.setattr(owner, name, remove_first)
+
+
 @pytest.mark.parametrize("way", ["removed", "replaced"])
 @pytest.mark.parametrize(("call", "moment"), CASES, ids=lambda x: x if isinstance(x, str) else x[1])
 def test_a_checkpoint_that_its_writer_removes_is_not_damaged(
     call: str, moment: tuple[Any, str], way: str, tmp_path: Path, monkeypatch
 ) -> None:
     save(tmp_path / "1", TREE)
-    owner, name = moment
-    real = getattr(owner, name)
-
-    def remove_first(*args: Any, **options: Any) -> Any:
-        monkeypatch.setattr(owner, name, real)
-        replace_by(way, tmp_path)
-        return real(*args, **options)
-
-    monkeypatch.setattr(owner, name, remove_first)
+    remove_at(moment, way, tmp_path, monkeypatch)
     read = getattr(checkpoint, call)
-    if name == "registers":  # all arrays are read
+    if moment[1] == "registers":  # all arrays are read
         assert read(tmp_path / "1")["w"].max() == 1
         return
     with pytest.raises(ts.errors.RemovedError, match=f"{tmp_path}/1 was {way} while it was read"):
@@ -103,15 +108,7 @@ def test_the_latest_is_read_again_if_its_writer_removes_it(
     way: str, moment: Any, tmp_path: Path, monkeypatch
 ) -> None:
     save(tmp_path / "1", TREE)
-    owner, name = moment[1]
-    real = getattr(owner, name)
-
-    def remove_first(*args: Any, **options: Any) -> Any:
-        monkeypatch.setattr(owner, name, real)
-        replace_by(way, tmp_path)
-        return real(*args, **options)
-
-    monkeypatch.setattr(owner, name, remove_first)
+    remove_at(moment[1], way, tmp_path, monkeypatch)
     step, tree = Checkpoints(tmp_path, read_only=True).restore_latest()
     assert (step, tree["w"].max()) == (1 if way == "replaced" else 2, 2)
 

@@ -2,6 +2,7 @@
 what one takes, the others lack."""
 
 import json
+import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -34,7 +35,7 @@ def check_memory_of_hosts(
     with all_or_none(what, phase="memory", among=among, timeout=timeout) as messages:
         if lacking := lacking_memory(needed, threads):
             raise error(*lacking)
-        messages.append(json.dumps([_host(), needed, shared_memory()]).encode())
+        messages.append(json.dumps([host_id(), needed, shared_memory()]).encode())
     hosts = defaultdict[str, list[tuple[int, int | None]]](list)
     for host, there, free in map(json.loads, messages):
         hosts[host].append((there, free))
@@ -46,10 +47,16 @@ def check_memory_of_hosts(
             raise error(f"{fact}, and {human_bytes(max(free, 0))} are available.", free)
 
 
-def _host() -> str:
-    """What is the same for processes that share memory: the boot of a kernel, and the container."""
+def host_id() -> str:
+    """What is the same for processes that share memory: the boot of a kernel, and the cgroup.
+
+    In a container the path of the cgroup is often `/`, which it is in other containers of the host
+    too, so the namespace in which the path holds belongs to it.
+    """
+    proc = Path("/proc")
     parts: list[str] = []
-    for file in ("/proc/sys/kernel/random/boot_id", "/proc/self/cgroup"):
-        with suppress(OSError):
-            parts.append(Path(file).read_text())
+    with suppress(OSError):
+        parts.append((proc / "sys/kernel/random/boot_id").read_text())
+        parts.append((proc / "self/cgroup").read_text())
+        parts.append(os.readlink(proc / "self/ns/cgroup"))
     return "".join(parts)
