@@ -111,14 +111,18 @@ def test_without_memory_each_call_says_what_it_needs_and_does_nothing(tmp_path: 
 
 def test_containers_of_one_host_are_not_added_up() -> None:
     """Each sees its own cgroup as `/`, with a limit of its own."""
-    code = "from treeshard._core.hosts import host_id; print(host_id())"
+    code = "from treeshard._core.hosts import host_id; print(repr(host_id()), flush=True); input()"
     plain = [sys.executable, "-c", code]
     in_container = ["unshare", "--cgroup", "--fork", *plain]
-    texts: list[str] = []
-    for command in (plain, plain, in_container):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if command is in_container and "unshare" in done.stderr:
-            pytest.skip("this user may not make namespaces")
-        assert done.returncode == 0, done.stderr
-        texts.append(done.stdout)
-    assert texts[0] == texts[1] != texts[2]
+    # They run at one time: the number of a namespace that has ended is used again.
+    running = [
+        subprocess.Popen(command, stdin=-1, stdout=-1, stderr=-1, text=True)
+        for command in (plain, plain, in_container, in_container)
+    ]
+    first = [process.stdout.readline() for process in running]
+    errors = [process.communicate("\n")[1] for process in running]
+    if any("unshare" in error for error in errors):
+        pytest.skip("this user may not make namespaces")
+    assert [process.returncode for process in running] == [0, 0, 0, 0], errors
+    assert first[0] == first[1]
+    assert len({*first}) == 3
