@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from flax import linen as nn
 from helpers import struct
+from jax.experimental import io_callback
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from small_models import LAYERS, compiled
@@ -467,6 +468,18 @@ def test_a_plan_finds_its_arguments_in_a_loop_of_ones_own(name: str) -> None:
         compared = ts.compare_communication(fsdp_plan(STATE), each, batch=P("fsdp"))
         assert gathered(compared) == [(f"{argument}/0", "0"), (f"{argument}/1", "1")]
         assert {x.code for x in (*compared.unplanned, *compared.by_compiler)} == {"all-reduce"}
+
+
+def test_arguments_come_after_the_tokens_of_ordered_callbacks() -> None:
+    def step(state: Any, batch: Any) -> Any:
+        new, value = _own(affine)(state, batch)
+        io_callback(lambda x: None, None, value, ordered=True)
+        return new, value
+
+    program = jax.jit(step).lower(split(STATE), split(BATCH)).compile()
+    assert "token" in program.as_text().partition("ENTRY")[2].partition("ROOT")[0]
+    compared = ts.compare_communication(fsdp_plan(STATE), program)
+    assert gathered(compared) == [("state/0", "0"), ("state/1", "1")]
 
 
 def test_arguments_that_are_alike_are_not_guessed() -> None:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -54,6 +55,18 @@ def test_without_the_service_the_error_names_the_fix() -> None:
     assert exchange("talking to itself", b"yes", timeout=0.01) == [b"yes"]
     with pytest.raises(ts.ProcessError, match=r"Call `jax\.distributed\.initialize\(\)` first"):
         _client()
+
+
+def test_batches_of_another_thread_count_since_no_third_one_came() -> None:
+    """Tasks of a pool go to other threads on each process."""
+    sequence = meetings._Sequence((0, 1), "")
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        histories = [
+            thread.submit(sequence.batches_of_thread).result() for thread in (one, one, other, one)
+        ]
+    assert histories[0] is histories[1]
+    assert len({id(history) for history in histories}) == 3
+    assert sequence.batches_of_thread() not in histories
 
 
 def test_a_lost_process_is_told_by_the_time_waited() -> None:

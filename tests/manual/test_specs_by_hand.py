@@ -396,7 +396,7 @@ def test_the_gradient_function_for_jit_refuses_shards(check_vma: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["value_and_grad", "jax.grad"])
-def test_a_weight_that_is_used_as_a_shard_is_an_error(name: str, monkeypatch) -> None:
+def test_a_weight_that_is_used_as_a_shard_is_an_error(name: str) -> None:
     way = manual.value_and_grad(without_w, AXES, gather=False)
     way = by_grad(without_w) if name == "jax.grad" else way
     message = (
@@ -405,6 +405,23 @@ def test_a_weight_that_is_used_as_a_shard_is_an_error(name: str, monkeypatch) ->
     )
     with pytest.raises(ts.SpecError, match=re.escape(message)):
         change(way)
+
+
+def test_another_step_of_the_plan_is_traced_anew_and_raises_too() -> None:
+    inner = jax.jit(manual.value_and_grad(without_w, AXES, gather=False))
+    for _ in range(2):
+        with pytest.raises(ts.SpecError, match="the step never gathers\n  w:"):
+            change(lambda p, x: inner(p, x))
+
+
+def test_an_array_that_is_equal_on_all_devices_is_no_shard() -> None:
+    """Also if the plan does not have it."""
+
+    def scaled(p: Any, x: Any) -> Any:
+        found = ts.unshard({"scale": jnp.full(3, 2.0), "weights": p})
+        return loss(found["weights"], x) * found["scale"].mean()
+
+    check_gradients(by_grad(scaled), lambda p, x: 2 * loss(p, x))
 
 
 def test_check_step_finds_what_these_errors_find(monkeypatch) -> None:
@@ -437,7 +454,8 @@ def test_rows_that_are_sent_to_split_weights_need_no_gather() -> None:
 
     def through_own(p: Any, x: Any) -> Any:
         sent = lax.all_to_all(x.reshape(8, -1, 16), AXES, 0, 0)
-        return jnp.mean(jnp.tanh(sent @ p["w"][0]) ** 2)
+        rows = jnp.einsum("erd,edf->erf", sent.reshape(1, -1, 16), p["w"])
+        return jnp.mean(jnp.tanh(rows) ** 2)
 
     def way(p: Any, x: Any) -> Any:
         value, grads = manual.value_and_grad(through_own, AXES, gather=False)(p, x)

@@ -378,8 +378,7 @@ def check_vacant(path: epath.Path, *, replace: bool = False) -> None:
             return
         raise CheckpointError(
             f"There is already a checkpoint at {path}, and an object store cannot replace one"
-            " atomically. Remove it and the later steps first, with"
-            f" `checkpoints.remove_after({int(path.name) - 1})`."
+            " atomically. Remove it first."
         )
     what = "file"
     if path.is_dir():

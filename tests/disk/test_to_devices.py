@@ -1,0 +1,41 @@
+"""What was read goes to its devices region by region."""
+
+import weakref
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from treeshard._core.arrays import Region
+from treeshard._disk.to_devices import Target, to_devices
+
+ROWS = 2**18  # of 8 float32: a region is 8 MiB, more than goes to devices in one call
+
+
+@pytest.mark.parametrize("spec", [P("fsdp"), P()])
+def test_a_region_is_freed_before_the_next_one_is_read(
+    spec: P, fsdp_mesh: jax.sharding.Mesh
+) -> None:
+    shape = (8 * ROWS, 8) if spec else (ROWS, 8)
+    sharding = NamedSharding(fsdp_mesh, spec)
+    read: list[weakref.ref[np.ndarray]] = []
+
+    def regions() -> Iterator[tuple[str, Region, np.ndarray]]:
+        for key in ("w", "v"):
+            for start in range(0, shape[0], ROWS):
+                assert [region() for region in read] == [None] * len(read)
+                values = np.full((ROWS, 8), start, np.float32)
+                read.append(weakref.ref(values))
+                region = ((start, start + ROWS), (0, 8))
+                part = [(key, region, values)]
+                del values
+                yield part.pop()
+
+    target = Target(shape, np.dtype(np.float32), sharding)
+    arrays = to_devices({"w": target, "v": target}, regions())
+    for x in arrays.values():
+        assert x.sharding == sharding
+        assert np.asarray(x)[::ROWS, 0].tolist() == list(range(0, shape[0], ROWS))
