@@ -16,6 +16,16 @@ from treeshard._disk.to_devices import Target, to_devices
 ROWS = 2**18  # of 8 float32: a region is 8 MiB, more than goes to devices in one call
 
 
+def _unaligned(rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Memory, and an array in it that CPU devices cannot adopt: they do if 64 divides its address.
+
+    An array that has adopted a region takes no memory beside it.
+    """
+    memory = np.empty(rows * 8 + 16, np.float32)
+    start = 1 if memory.ctypes.data % 64 == 0 else 0
+    return memory, memory[start : start + rows * 8].reshape(rows, 8)
+
+
 def _are_freed(read: list[weakref.ref[np.ndarray]]) -> bool:
     """Whether nothing has the regions, once JAX's threads have let go of them."""
     end = time.monotonic() + 30
@@ -38,11 +48,11 @@ def test_a_region_is_freed_before_the_next_one_is_read(
         for key in ("w", "v"):
             for start in range(0, shape[0], ROWS):
                 assert _are_freed(read)
-                values = np.full((ROWS, 8), start, np.float32)
-                read.append(weakref.ref(values))
-                region = ((start, start + ROWS), (0, 8))
-                part = [(key, region, values)]
-                del values
+                memory, values = _unaligned(ROWS)
+                values[:] = start
+                read.append(weakref.ref(memory))
+                part = [(key, ((start, start + ROWS), (0, 8)), values)]
+                del memory, values
                 yield part.pop()
 
     target = Target(shape, np.dtype(np.float32), sharding)

@@ -46,7 +46,8 @@ class Target(NamedTuple):
 def to_devices(targets: Mapping[Key, Target], parts: Iterable[Part[Key]]) -> dict[Key, jax.Array]:
     """The arrays on their devices, from the regions of them that devices of this process hold.
 
-    They share no memory with the regions. Arrays of which regions are missing are left out.
+    The regions must not be used afterwards: CPU devices may adopt their memory. Arrays of which
+    regions are missing are left out.
     """
     shards: dict[Key, list[jax.Array]] = {key: [] for key in targets}
     for waiting in _batches(parts):
@@ -90,9 +91,7 @@ def _moved(
         for to in _destinations(targets[key], region)
     ]
     keys, values, destinations = zip(*outgoing, strict=True) if outgoing else ((), (), ())
-    # Arrays that share memory with numpy's could not be donated.
-    moved = jax.device_put([*values], [*destinations], may_alias=False)
-    moved = jax.block_until_ready(moved)
+    moved = jax.block_until_ready(jax.device_put([*values], [*destinations]))
     waiting.clear()
     # JAX lets go of numpy arrays that it has read in the next call that makes an array.
     default_sharding()
