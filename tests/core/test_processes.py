@@ -69,6 +69,15 @@ def test_batches_of_another_thread_count_since_no_third_one_came() -> None:
     assert sequence.batches_of_thread() not in histories
 
 
+def test_batches_that_count_from_other_moments_are_not_compared() -> None:
+    call = meetings._Call("gather", "", "", 3, 1, "steps", "step 1", "form", "", "")
+    later = call._replace(since="step 2", batches=2, made="other form")
+    for other, differs in [(later, False), (later._replace(since="step 1"), True)]:
+        assert meetings._differ(meetings._comparable({0: call, 1: other})) is differs
+    other = later._replace(history="other steps")
+    assert meetings._differ(meetings._comparable({0: call, 1: other}))
+
+
 def test_a_lost_process_is_told_by_the_time_waited() -> None:
     error = RuntimeError("INTERNAL: Barrier failed because: Task 1 heartbeat timeout.\nmore")
     assert _absent("gather", [1], 7.4, error, lost=True) == (

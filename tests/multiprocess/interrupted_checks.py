@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import treeshard as ts
 from tests.multiprocess.worker import Context, start_again
 from treeshard import ProcessError
-from treeshard._core import processes
+from treeshard._core import meetings, processes
 from treeshard._core.meetings import AS_LONG_AS_IT_TAKES, breaking_if_left, exchange
 from treeshard._core.processes import all_or_none
 from treeshard.checkpoint import Checkpoints, restore, save
@@ -206,6 +206,9 @@ def check_a_call_left_at_any_meeting_leaves_files_and_values_whole(context: Cont
                 pass
             except (KeyboardInterrupt, SystemExit):
                 assert context.index in who
+            if how == "signal after" and at == len(phases) - 1:
+                # It waits for the end of the call, which the others end too.
+                assert not meetings._broken, (name, who, phases, meetings._broken)
             with suppress(*TOLD):  # as somebody who has caught it
                 result = call()
             for path, x in (result or {}).items():

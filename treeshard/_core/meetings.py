@@ -151,18 +151,17 @@ def breaking_if_left() -> Iterator[None]:
     met, outer = _last.count, _last.interrupts
     interrupts = _last.interrupts = outer or HeldInterrupts()
     try:
-        try:
-            yield
-        finally:
-            _last.interrupts = outer
-            if outer is None:
-                interrupts.close()
+        yield
     except Exception:  # of all processes, or told at a meeting
         raise
     except BaseException as error:
         if _last.count > met and error is not _last.told:
             _last.sequence.leave(error)
         raise
+    finally:  # what has waited until here leaves a call that is over
+        _last.interrupts = outer
+        if outer is None:
+            interrupts.close()
 
 
 def release_interrupts() -> None:
