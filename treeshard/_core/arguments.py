@@ -16,7 +16,7 @@ from treeshard._core.arrays import array_text, has_shape
 from treeshard._core.paths import leaf_paths, path_under
 from treeshard.errors import ArgumentError, LeafError, listed, short
 
-_VALUES = (bool, int, float, complex, str, bytes)
+PLAIN_VALUES = (bool, int, float, complex, str, bytes)  # leaves of Python that have a value
 
 
 def described(x: Any) -> str:
@@ -27,7 +27,7 @@ def described(x: Any) -> str:
         return f"the class {x.__name__}"
     if callable(x) and hasattr(x, "__name__"):
         return f"the function {x.__name__}"
-    if isinstance(x, _VALUES):
+    if isinstance(x, PLAIN_VALUES):
         return f"the {type(x).__name__} {short(repr(x))}"
     if isinstance(x, AbstractMesh | Mesh):
         return "a mesh"
@@ -46,7 +46,7 @@ def check_tree(tree: Any, where: str, call: str, name: str = "the tree") -> None
         name: What the message calls the tree.
     """
     check_no_refs(tree, where)
-    if not all_leaves([tree]) or isinstance(tree, _VALUES) or hasattr(tree, "shape"):
+    if not all_leaves([tree]) or isinstance(tree, PLAIN_VALUES) or hasattr(tree, "shape"):
         return
     if callable(tree):
         advice = "Call it first, and pass the arrays that it makes"

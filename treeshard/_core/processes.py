@@ -21,9 +21,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import Mesh
 
-from treeshard._core.arrays import is_spread as is_spread
-from treeshard._core.arrays import processes_of as processes_of
-from treeshard._core.facts import SMALL_BYTES as SMALL_BYTES
+from treeshard._core.arrays import is_spread, processes_of
 from treeshard._core.facts import UNKNOWN, Differences, Facts, differences
 from treeshard._core.meetings import AS_LONG_AS_IT_TAKES as AS_LONG_AS_IT_TAKES
 from treeshard._core.meetings import (

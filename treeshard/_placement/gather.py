@@ -23,10 +23,12 @@ from treeshard._core.arrays import (
     data_of,
     is_array,
     is_key,
+    is_spread,
     keys_on_host,
     region_of,
     to_host,
 )
+from treeshard._core.facts import SMALL_BYTES
 from treeshard._core.hosts import check_memory_of_hosts
 from treeshard._core.make_mesh import make_mesh, with_devices
 from treeshard._core.meetings import breaking_if_left, in_turn, last_meeting
@@ -34,11 +36,9 @@ from treeshard._core.memory import NOT_WORTH_A_LOOK
 from treeshard._core.mesh import MeshLike, as_mesh
 from treeshard._core.paths import PyTree, leaf_paths, path_under
 from treeshard._core.processes import (
-    SMALL_BYTES,
     TIMEOUT,
     agreeing,
     all_or_none,
-    is_spread,
     participating_processes,
     with_bar,
 )

@@ -24,6 +24,7 @@ from treeshard._core.arrays import (
     is_key,
     lengths,
     numbers,
+    processes_of,
     region_of,
     regions_here,
     second_handle,
@@ -31,7 +32,6 @@ from treeshard._core.arrays import (
     within,
 )
 from treeshard._core.mesh import AnyMesh
-from treeshard._core.processes import processes_of
 from treeshard.errors import MismatchError
 
 # Moves each array to the sharding at the same index.

@@ -16,7 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten, tree_structure
 
 from treeshard._core.arguments import check_no_refs
-from treeshard._core.arrays import array_text, device_dtype, has_shape, numbers
+from treeshard._core.arrays import array_text, device_dtype, has_shape, is_spread, numbers
+from treeshard._core.facts import SMALL_BYTES
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.meetings import (
     breaking_if_left,
@@ -30,13 +31,7 @@ from treeshard._core.meetings import (
 )
 from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh
 from treeshard._core.paths import PyTree, leaf_paths
-from treeshard._core.processes import (
-    SMALL_BYTES,
-    TIMEOUT,
-    agreeing,
-    is_spread,
-    participating_processes,
-)
+from treeshard._core.processes import TIMEOUT, agreeing, participating_processes
 from treeshard._core.replicas import Part, checksum_text, region_name, shared_regions
 from treeshard._core.spec_trees import LaidSpec, Misfit, SpecTree
 from treeshard._core.specs import project
@@ -153,7 +148,7 @@ def _agree(
     call: int,
     timeout: float,
 ) -> dict[int, str]:
-    """Compares the first tree of each form with those of other processes, and notes later ones.
+    """Compares the first tree of each form with what other processes pass, and notes later ones.
 
     Returns checksums of the small leaves that every process passes in full.
     """

@@ -17,7 +17,8 @@ from jax.sharding import NamedSharding, Sharding
 from jax.tree_util import tree_flatten
 
 from treeshard._core.arguments import check_tree
-from treeshard._core.arrays import items_on_host, lengths, regions_here
+from treeshard._core.arrays import is_spread, items_on_host, lengths, processes_of, regions_here
+from treeshard._core.facts import SMALL_BYTES
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.meetings import breaking_if_left, in_turn, last_meeting, set_origin
 from treeshard._core.memory import Meter, lacking_memory
@@ -25,13 +26,10 @@ from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh
 from treeshard._core.paths import PyTree, leaf_paths, path_under
 from treeshard._core.processes import (
     AS_LONG_AS_IT_TAKES,
-    SMALL_BYTES,
     TIMEOUT,
     agreeing,
     all_or_none,
-    is_spread,
     participating_processes,
-    processes_of,
     with_bar,
 )
 from treeshard._core.replicas import shared_parts

@@ -24,13 +24,14 @@ import numpy as np
 from treeshard._core.arrays import (
     Region,
     data_of,
+    is_spread,
     lengths,
     own_shards,
     regions_here,
     run_dim,
     used_bits,
 )
-from treeshard._core.processes import TIMEOUT, all_or_none, is_spread
+from treeshard._core.processes import TIMEOUT, all_or_none
 from treeshard._core.threads import in_thread
 from treeshard.errors import ProcessError
 

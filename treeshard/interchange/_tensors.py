@@ -20,6 +20,7 @@ from treeshard._core.arrays import (
     bytes_to_read,
     has_shape,
     is_key,
+    is_spread,
     items_on_host,
     lengths,
     own_shards,
@@ -29,7 +30,7 @@ from treeshard._core.arrays import (
 from treeshard._core.hosts import check_memory_of_hosts
 from treeshard._core.memory import Meter, kept_by_allocator, lacking_memory
 from treeshard._core.paths import PyTree, leaf_paths, shared_names
-from treeshard._core.processes import all_or_none, is_spread, with_bar
+from treeshard._core.processes import all_or_none, with_bar
 from treeshard._core.spec_trees import Misfit
 from treeshard._core.text import parse_dtype
 from treeshard._disk.leaves import check_known, is_none
@@ -264,6 +265,9 @@ def _rows(
     return sorted(rows, key=lambda row: (row[0].file.fileno(), row[0].tensor.start))
 
 
+_KEPT = 2**26  # bytes of freed blocks that the allocator keeps at most, by measurement
+
+
 def _memory_to_load(tensors: Iterable[tuple[Tensor, RequestedLeaf]]) -> int:
     """The host memory that it takes at most to load tensors, in this order, as requested."""
     meter, sizes = Meter(), list[tuple[int, int]]()
@@ -282,7 +286,7 @@ def _memory_to_load(tensors: Iterable[tuple[Tensor, RequestedLeaf]]) -> int:
                 meter.add(items_on_host(sharding, leaf.type.shape, region) * dtype.itemsize)
                 meter.add(-count * dtype.itemsize)
                 sizes.append((count * dtype.itemsize,) * 2)
-    return meter.peak + kept_by_allocator(sizes, 2**26)
+    return meter.peak + kept_by_allocator(sizes, _KEPT)
 
 
 def _regions(leaf: RequestedLeaf) -> list[Region]:

@@ -31,11 +31,11 @@ from treeshard._core.arrays import (
     is_array,
     is_key,
     is_raw_key,
+    is_spread,
     to_host,
 )
 from treeshard._core.contexts import in_one_pass
 from treeshard._core.paths import PyTree, leaf_paths, path_under
-from treeshard._core.processes import is_spread
 from treeshard._core.spec_trees import specs_of_leaves
 from treeshard._core.specs import axes_of, entries
 from treeshard._placement.gather import gather

@@ -14,7 +14,7 @@ import equinox as eqx
 import jax
 from jax.tree_util import tree_leaves
 
-from treeshard._core.arguments import check_no_refs, check_tree, described
+from treeshard._core.arguments import PLAIN_VALUES, check_no_refs, check_tree, described
 from treeshard._core.arrays import array_text, is_array, same_arrays
 from treeshard._core.contexts import plan_in_force
 from treeshard._core.facts import Facts
@@ -179,7 +179,7 @@ def _add_inputs(facts: Facts, args: Any, among: Sequence[int]) -> None:
         if is_array(x):
             facts[f"argument {path}"] = array_text(x)
             facts.add_values(f"argument {path}", x, among, sys.maxsize)
-        elif isinstance(x, bool | int | float | complex | str | bytes):
+        elif isinstance(x, PLAIN_VALUES):
             facts[f"argument {path}"] = repr(x)
 
 

@@ -13,11 +13,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_leaves, tree_map
 
-from treeshard._core.arrays import array_text, has_shape
+from treeshard._core.arguments import PLAIN_VALUES
+from treeshard._core.arrays import array_text, has_shape, is_spread
+from treeshard._core.facts import SMALL_BYTES
 from treeshard._core.meetings import known_checksum, origin
 from treeshard._core.mesh import axis_sizes
 from treeshard._core.paths import PyTree, leaf_paths, path_under
-from treeshard._core.processes import SMALL_BYTES, TIMEOUT, agreeing, is_spread
+from treeshard._core.processes import TIMEOUT, agreeing
 from treeshard._core.replicas import checksum_text
 from treeshard._core.spec_trees import SpecTree, specs_of_leaves
 from treeshard._core.specs import axes_of, entries
@@ -187,8 +189,7 @@ def _form(x: Any) -> Any:
 
 def _constant(x: Any) -> str:
     """A number or text, which must be the same on all processes; of another leaf, its type."""
-    is_value = isinstance(x, bool | int | float | complex | str | bytes)
-    return repr(x) if is_value else type(x).__name__
+    return repr(x) if isinstance(x, PLAIN_VALUES) else type(x).__name__
 
 
 def _value_to_note(x: Any) -> str:
