@@ -109,7 +109,7 @@ class Facts(dict[str, str]):
         return hashes
 
     def of_groups(self, groups: Container[str]) -> list[Any]:
-        """The facts themselves, as JSON has them: those of all processes, and what groups share."""
+        """The facts as JSON has them: what all processes compare, and what groups of them share."""
         shared = [
             (leaf, parts)
             for processes, leaves in self.shared.items()

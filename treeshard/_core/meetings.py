@@ -8,8 +8,8 @@ The meetings of the same processes are numbered, and each process says there whi
 which thread, and how many steps it has started. If these differ, a process skipped a call, or two
 threads of one process call at once: then all processes raise, before any data moves.
 
-There is no repair after that, nor after a call that some processes gave up, for lack of time or for
-a Ctrl-C: as a broken `threading.Barrier`, every later call raises, and names the first failure.
+There is no repair after that, nor after a call that some processes left, for lack of time or for a
+Ctrl-C: as a broken `threading.Barrier`, every later call raises, and names the first failure.
 What goes on is a call on which all had agreed before, such as a save in the background. When such a
 process ends, it does not wait for the others, which may wait for it.
 
@@ -144,7 +144,7 @@ def breaking_if_left() -> Iterator[None]:
     """For the whole of a call that has several meetings, or moves data after one.
 
     After a meeting the others go on with the call, and may wait for this process in a collective.
-    So a Ctrl-C waits until the next block of which the others are told, or for the end of the call.
+    So a Ctrl-C waits until the next block whose outcome is told, or for the end of the call.
     Whatever else leaves the call and is not an `Exception` makes the break final, since the next
     call of this process would meet with the middle of this one.
     """
@@ -248,7 +248,7 @@ def count_batch(among: Sequence[int]) -> int:
 
 
 def note_batch(among: Sequence[int], entry: str) -> None:
-    """Adds a batch to those of this thread, which processes compare at its later meetings."""
+    """Adds a batch to the history of this thread, which processes compare at its later meetings."""
     _sequence(among).batches_of_thread().note(entry)
 
 
@@ -295,7 +295,7 @@ def origin(x: Any, among: Sequence[int]) -> str:
     return f"{call} as leaf {name}" if participants == tuple(among) else ""
 
 
-_CHECKSUM = "_treeshard_checksum"  # set on small arrays of which every process has passed all
+_CHECKSUM = "_treeshard_checksum"  # set on small arrays that every process has passed in full
 
 
 def set_checksum(x: jax.Array, text: str) -> None:

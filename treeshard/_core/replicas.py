@@ -37,7 +37,7 @@ class Part(NamedTuple):
     Attributes:
         name: `[0:4, 8:16]`; empty for the full array.
         holders: The processes that hold it, ascending.
-        copies: The values that this process has of it: one, or those of each of its devices.
+        copies: The values that this process has: one copy, or one of each of its devices.
     """
 
     name: str

@@ -169,7 +169,7 @@ def wait_in_thread(function: Callable[[], None]) -> None:
 def end_process() -> NoReturn:
     """Ends the process with status 1 now. For `atexit` functions, which cannot set the status.
 
-    `atexit` functions that were registered earlier do not run, and so not those of JAX, which wait
+    `atexit` functions that were registered earlier do not run, such as the ones of JAX that wait
     for other processes.
     """
     sys.stdout.flush()

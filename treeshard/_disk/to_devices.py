@@ -46,8 +46,8 @@ class Target(NamedTuple):
 def to_devices(targets: Mapping[Key, Target], parts: Iterable[Part[Key]]) -> dict[Key, jax.Array]:
     """The arrays on their devices, from the regions of them that devices of this process hold.
 
-    The regions must not be used afterwards: CPU devices may adopt their memory. Arrays of which
-    regions are missing are left out.
+    The regions must not be used afterwards: CPU devices may adopt their memory. Arrays with missing
+    regions are left out.
     """
     shards: dict[Key, list[jax.Array]] = {key: [] for key in targets}
     for waiting in _batches(parts):

@@ -348,7 +348,7 @@ class Plan(SpecCarrier):
         `specs`, `shardings` and `structs` do not: they show what the plan gives.
 
         - `plan[path]` has the errors of its own leaves.
-        - A plan by `follow` has those of the plan that it follows, whose rules decided it.
+        - A plan by `follow` has the errors of the plan that it follows, whose rules decided it.
         - A plan made with `strict=False` warns instead, and what fits is applied.
 
         Raises:

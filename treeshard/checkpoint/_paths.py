@@ -47,7 +47,7 @@ _LOCK = "treeshard-lock"
 _OF_ORBAX = ("_CHECKPOINT_METADATA", "_METADATA", "orbax.checkpoint")
 _STEP = re.compile("0|[1-9][0-9]*")
 _REMOVED = "-removed"  # behind the name of a step that is being removed
-_REPLACED = "-replaced"  # behind that of a step for which another one is about to be renamed
+_REPLACED = "-replaced"  # behind the name of a step that another one is about to replace
 _LEFT_STEP = re.compile(rf"(?P<step>[0-9]+){re.escape(TEMPORARY)}")  # with one of these, or not
 # `.step_7.treeshard-lock`, or that of a run: `.treeshard-lock`
 _LOCK_FILE = re.compile(rf"(\.(?P<name>.+))?\.{_LOCK}", re.DOTALL)
@@ -287,7 +287,7 @@ def reading(path: epath.Path, *, listed: bool = False) -> Iterator[Callable[[], 
 
 @contextmanager
 def explaining(check: Callable[[], None]) -> Iterator[None]:
-    """Raises what the function of `reading` raises, if anything, in place of another error."""
+    """Raises what the function of `reading` raises, if anything, instead of another error."""
     try:
         yield
     except CheckpointError:
@@ -488,7 +488,7 @@ def partial_path(path: epath.Path) -> epath.Path:
 
 
 def put_in_place(partial: epath.Path, path: epath.Path, *, replace: bool) -> None:
-    """Renames a complete checkpoint, with `replace` in place of another one, to its name.
+    """Renames a complete checkpoint to its name, where `replace` allows another one to be.
 
     The other one is then at a name that `sweep` removes. A kill leaves one of the two.
     """

@@ -349,7 +349,7 @@ def _in_all(files: Mapping[str, int]) -> str:
 def _stage(path: epath.Path, name: str, timeout: float) -> Iterator[list[bytes]]:
     """A part of a save on all processes: if it raises on one, even for a Ctrl-C, all raise.
 
-    As `all_or_none` otherwise, but that the error has those of all processes.
+    Like `all_or_none`, but the error lists the errors of all processes.
     """
     messages: list[bytes] = []
     raised: BaseException | None = None

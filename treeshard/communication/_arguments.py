@@ -95,7 +95,7 @@ def path_of_name(name: str) -> str:
 # ------------------------------------------------------------------ whose leaves they are
 
 # `dynamic_nodonate['first'][3]`: `eqx.filter_jit` passes the leaves of its first argument as a flat
-# tuple, and those of the others as another.
+# tuple, and the leaves of all other arguments as another.
 _FLAT = re.compile(r"dynamic_(?:no)?donate/(first|rest)/\d+")
 
 
@@ -109,12 +109,12 @@ class _Fit(NamedTuple):
 
 
 def leaves_of_arguments(plan: Plan, arguments: Sequence[Argument]) -> dict[str, str | None]:
-    """The paths of the arguments that are leaves of a plan, with those of the leaves.
+    """The paths of the arguments that are leaves of a plan, each with the path of its leaf.
 
     They are one part of all arguments, such as the argument `state`, or `model` in it: the one that
     has most paths of the plan, with arrays of their shapes and dtypes; then one that is sharded as
     the plan says; then the outermost, since the moments of an optimizer are like their weights.
-    Those of the others have `None`.
+    Other arguments have `None`.
 
     Raises `SpecError` if several parts fit, or if arguments differ from their leaves.
     """

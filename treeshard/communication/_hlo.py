@@ -256,7 +256,7 @@ class HloProgram:
 
     @property
     def takes_tuple(self) -> bool:
-        """Whether its arguments are one tuple, without names: on TPUs, those of more than 2,000."""
+        """Whether its arguments are one tuple, without names: on TPUs, more than 2,000 are."""
         parameters = self.parameters
         return len(parameters) == 1 and parameters[0].type_text.startswith("(")
 

@@ -117,7 +117,7 @@ class Matcher:
     Args:
         plan: The plan of the step.
         planned: What it predicts.
-        names: The paths of the arguments that are leaves of the plan, with those of the leaves.
+        names: The paths of the arguments that are leaves, each with the path of its leaf.
         roles: What the step does with each leaf.
         batch_axes: The axes that split the batch.
         platform: The platform of the program; `None` if that is unknown.

@@ -182,10 +182,11 @@ def check_step(
     compares in float64 too. A first moment shows the scale of the raw gradient, which the
     parameters of Adam hide. The layouts are the plan's mesh, other axis sizes, the axes in another
     order, and for a step of `jit_step` the batch split over fewer axes. If the step uses
-    `accumulate_gradients`, its state is also compared with that of one pass over the batch, on one
-    device: `one pass`. The step is not run on `state` itself. In a layout, `jax.device_count()` is
-    the size of its mesh, and 1 on one device, so that a division by it shows. A key that the step
-    returns as it was is noted. Progress is shown as by `check_gradients`.
+    `accumulate_gradients`, its state is also compared with the state after one pass over the batch,
+    on one device: `one pass`. The step is not run on `state` itself. In a layout,
+    `jax.device_count()` is the size of its mesh, and 1 on one device, so that a division by it
+    shows. A key that the step returns as it was is noted. Progress is shown as by
+    `check_gradients`.
 
     Args:
         step: What `jit_step` or `shard_map_step` returned.

@@ -117,7 +117,7 @@ def accumulate_gradients(
             If `num_minibatches` is less than 1.
         LeafError: If metrics that are not in `Metrics` or in a pair are integers, booleans or
             keys, which have no mean. Lists all of them.
-        SpecError: Inside `shard_map`, if gradients are not those of this device's rows: JAX has
+        SpecError: Inside `shard_map`, if gradients are not of this device's rows alone: JAX has
             summed them along `axis_names`, or each device has its shard of them. Lists all of them.
         UnknownAxisError: If the mesh lacks one of `axis_names`.
         NoMeshError: If `axis_names` is given, no mesh is in force, and the batch is not sharded.
@@ -234,7 +234,7 @@ def _mean_of_devices(
 
 
 def _checking_gradients(grad_fn: GradFn, axes: tuple[str, ...]) -> GradFn:
-    """`grad_fn`, which raises if its gradients are not those of this device's rows alone."""
+    """`grad_fn`, which raises if its gradients are not of this device's rows alone."""
 
     def run(rows: Rows, key: Any) -> tuple[PyTree, PyTree]:
         grads, metrics = grad_fn(rows, key)

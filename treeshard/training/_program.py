@@ -107,8 +107,8 @@ class Program:
         reduced = {x.path: axes for x in self.leaves if (axes := self._in_force.reduced_axes(x))}
         if not reduced:
             return
-        # Before the arguments, of which there are `count`, JAX puts what the step closes over, if
-        # another function is being traced.
+        # If another function is being traced, JAX puts what the step closes over before its `count`
+        # arguments.
         closed_over = len(jaxpr.invars) - count
         variables = [*jaxpr.invars[closed_over:], *jaxpr.invars[:closed_over]]
         jaxpr = jaxpr.replace(invars=variables)
