@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from tests.multiprocess.worker import Context, arriving_last, error_of
-from treeshard._core.processes import agreeing, exchange
+from treeshard._core.processes import exchange, require_agreement
 
 HEADLINE = (
     ": the processes do not agree, and nothing was done. All of them must make the same call. The"
@@ -110,7 +110,7 @@ def check_other_receivers_and_orders_of_leaves(context: Context) -> None:
     here = dict(reversed(facts.items())) if context.index == 0 else facts
 
     def agree() -> None:
-        with agreeing("save") as told:
+        with require_agreement("save") as told:
             told |= here
 
     assert error_of(agree) == f"save{HEADLINE}leaf 0: 'b' on process 0; 'a' on processes 1, 2"

@@ -21,7 +21,7 @@ from tests.multiprocess import (
 )
 from tests.multiprocess.checkpoint_checks import saved_state
 from tests.multiprocess.worker import Context
-from treeshard._core.arrays import lengths
+from treeshard._core.arrays import region_shape
 from treeshard._placement.transport import CHUNK_BYTES, _pieces
 from treeshard.checkpoint import save
 
@@ -66,6 +66,6 @@ def test_large_parts_go_in_pieces_that_fit_a_chunk() -> None:
     part = ((2, 5), (0, 3), (7, CHUNK_BYTES))
     pieces = _pieces(part, 4)
     assert len(set(pieces)) == len(pieces)
-    sizes = [4 * math.prod(lengths(piece)) for piece in pieces]
+    sizes = [4 * math.prod(region_shape(piece)) for piece in pieces]
     assert max(sizes) <= CHUNK_BYTES
-    assert sum(sizes) == 4 * math.prod(lengths(part))
+    assert sum(sizes) == 4 * math.prod(region_shape(part))

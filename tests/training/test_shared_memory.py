@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from treeshard._core.arrays import second_handle
+from treeshard._core.arrays import alias_array
 from treeshard.training import jit_step, shard_map_step
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -45,7 +45,7 @@ def assert_warned(told, path, other, where="jit_step"):
 
 @pytest.mark.parametrize(
     ("make", "other"),
-    [(jit_step, lambda p: p), (jit_step, second_handle), (shard_map_step, lambda p: p)],
+    [(jit_step, lambda p: p), (jit_step, alias_array), (shard_map_step, lambda p: p)],
     ids=["object", "buffers", "by hand"],
 )
 def test_one_array_at_two_paths(make, other) -> None:
@@ -80,7 +80,7 @@ def test_the_batch_is_in_the_state() -> None:
     batch = placed()
     step = jit_step(add, plan_of({"last": batch}), batch=P("fsdp"))
     with pytest.warns(ts.ShardingWarning) as told:
-        state, mean = step({"last": second_handle(batch)}, batch)
+        state, mean = step({"last": alias_array(batch)}, batch)
     assert_warned(told, "last", "the batch")
     assert mean == 1.0
     np.testing.assert_array_equal(state["last"], np.full((16, 4), 65.0))
@@ -133,7 +133,7 @@ def test_deleted_and_shared_arrays_given_to_a_program_that_has_run(devices, comp
     with pytest.raises(ts.DeletedLeafError, match=deleted):
         step({"params": first["params"], "ema": second["ema"]}, BATCH)
     with pytest.warns(ts.ShardingWarning, match="params: it shares its memory with ema"):
-        third, _ = step({**second, "ema": second_handle(second["params"])}, BATCH)
+        third, _ = step({**second, "ema": alias_array(second["params"])}, BATCH)
     np.testing.assert_array_equal(third["params"], third["ema"])
     np.testing.assert_array_equal(third["ema"], np.full((16, 4), 49.0))
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from treeshard._cli.stored_trees import StoredTree, use_stored
-from treeshard._core.processes import TIMEOUT, wants_bar, with_bar
+from treeshard._core.processes import TIMEOUT, show_progress, wants_bar
 from treeshard._core.text import human_bytes, parse_bytes, parse_dtype, parse_pattern
 from treeshard._disk.files import file_path
 from treeshard._disk.leaves import SavedLeaf, describe_leaf, raise_damages
@@ -85,7 +85,7 @@ def _verified(tree: StoredTree) -> tuple[str, int]:
     total = f"{tree.contents.path}: {count}, {human_bytes(tree.contents.bytes)}."
     if tree.damages is None:
         return f"{total} {_NO_CHECKSUMS_IN_FORMAT}", 0
-    read = tree.damages(with_bar(leaves, "verify", show=wants_bar()))
+    read = tree.damages(show_progress(leaves, "verify", show=wants_bar()))
     damages = [f"  {short(row.path)}: {why}" for row, why in read if why]
     if damages:
         tree.check()
@@ -170,7 +170,7 @@ def _named(arrays: Sequence[SavedLeaf], rules: Sequence[str]) -> dict[str, Saved
 def _values(tree: StoredTree, leaves: dict[str, SavedLeaf]) -> Iterator[tuple[str, list[Piece]]]:
     """Reads leaves one by one, as `write_files` takes them."""
     damages: dict[str, str] = {}
-    read = tree.read(with_bar(list(leaves.values()), "export", show=wants_bar()))
+    read = tree.read(show_progress(list(leaves.values()), "export", show=wants_bar()))
     for name, leaf in zip(leaves, read, strict=True):
         if leaf.array is None:
             damages[leaf.row.path] = leaf.damage

@@ -168,14 +168,14 @@ def regions_here(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Region
 def items_on_host(sharding: Sharding, shape: tuple[int, ...], region: Region) -> int:
     """The items that a region takes on its devices, of those devices that use host memory."""
     return sum(
-        math.prod(lengths(held))
+        math.prod(region_shape(held))
         for device, held in regions_here(sharding, shape).items()
-        if device.platform == "cpu" and common(held, region) == held
+        if device.platform == "cpu" and intersect(held, region) == held
     )
 
 
 @lru_cache(4096)
-def holders(sharding: Sharding, shape: tuple[int, ...]) -> dict[Region, dict[int, None]]:
+def processes_by_shard(sharding: Sharding, shape: tuple[int, ...]) -> dict[Region, dict[int, None]]:
     """The distinct shards of an array, each with the processes that hold it."""
     held: dict[Region, dict[int, None]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
@@ -183,18 +183,18 @@ def holders(sharding: Sharding, shape: tuple[int, ...]) -> dict[Region, dict[int
     return held
 
 
-def lengths(region: Region) -> tuple[int, ...]:
+def region_shape(region: Region) -> tuple[int, ...]:
     """The shape of a region."""
     return tuple(stop - start for start, stop in region)
 
 
-def common(part: Region, other: Region) -> Region | None:
+def intersect(part: Region, other: Region) -> Region | None:
     """The region that two regions share; `None` if they share none."""
     both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(part, other, strict=True))
     return both if all(start < stop for start, stop in both) else None
 
 
-def within(part: Region, region: Region) -> tuple[slice, ...]:
+def relative_slices(part: Region, region: Region) -> tuple[slice, ...]:
     """The index of `part` relative to `region`."""
     return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(part, region, strict=True))
 
@@ -216,11 +216,11 @@ def runs(region: Region, shape: Sequence[int]) -> tuple[np.ndarray, int]:
         (array([10, 18]), 2)
     """
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    dim = run_dim(lengths(region), shape)
+    dim = run_dim(region_shape(region), shape)
     begins = [np.arange(*span) * stride for span, stride in zip(region, strides, strict=True)]
     starts = reduce(np.add.outer, begins[:dim], np.zeros((), np.int64))
     first = region[dim][0] * strides[dim] if region else 0
-    return np.asarray(starts + first), math.prod(lengths(region[dim:]))
+    return np.asarray(starts + first), math.prod(region_shape(region[dim:]))
 
 
 # ------------------------------------------------------------------ reading on the host
@@ -239,7 +239,7 @@ def to_host(leaf: Any) -> Any:
         return keys_on_host(leaf, to_host(jax.random.key_data(leaf)))
     full = np.empty(leaf.shape, leaf.dtype)
     if full.size:  # shards of empty arrays may have other shapes than their sharding says
-        for shard in own_shards(leaf):
+        for shard in primary_shards(leaf):
             full[shard.index] = np.asarray(shard.data)
     return full
 
@@ -255,7 +255,7 @@ def is_on_host(x: jax.Array) -> bool:
     return next(iter(x.devices())).platform == "cpu"
 
 
-def numbers(x: Any) -> np.ndarray:
+def to_numpy(x: Any) -> np.ndarray:
     """The numbers of a local array, or its key data: not copied if one device, or the host, has
     all."""
     if not isinstance(x, jax.Array):
@@ -266,10 +266,10 @@ def numbers(x: Any) -> np.ndarray:
 
 def to_read(x: jax.Array) -> jax.Array:
     """`x`, or on accelerators a second handle, so that reading it caches no host copy on `x`."""
-    return x if is_on_host(x) else second_handle(x)
+    return x if is_on_host(x) else alias_array(x)
 
 
-def second_handle(x: jax.Array) -> jax.Array:
+def alias_array(x: jax.Array) -> jax.Array:
     """Another array on the same memory; the host copy that JAX caches on it is freed with it."""
     shards = [shard.data for shard in x.addressable_shards]
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
@@ -284,7 +284,7 @@ def map_shards(x: jax.Array, f: Callable[[np.ndarray], np.ndarray], dtype: Any) 
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards, dtype=dtype)
 
 
-def own_shards(x: jax.Array) -> Iterator[Any]:
+def primary_shards(x: jax.Array) -> Iterator[Any]:
     """The addressable shards that are first replicas, to be read."""
     return (shard for shard in to_read(x).addressable_shards if shard.replica_id == 0)
 

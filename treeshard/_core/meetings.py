@@ -100,18 +100,18 @@ def exchange(
     if participants == [jax.process_index()]:
         return [mine]
     if timeout < AS_LONG_AS_IT_TAKES:  # others wait for what goes on, and would never end
-        check_in_step(what, participants)
+        check_not_broken(what, participants)
     if not (moves or is_main_thread()):
         lane = lane or "background"
     return _sequence(participants, lane).meet(what, phase, mine, timeout, moves=moves)
 
 
-def in_turn(among: Sequence[int]) -> AbstractContextManager[Any]:
+def exclusive(among: Sequence[int]) -> AbstractContextManager[Any]:
     """For the whole of a call that moves data: the calls of other threads wait until it ends."""
     return _sequence(among).lock if among else nullcontext()
 
 
-def check_in_step(what: str, among: Sequence[int]) -> None:
+def check_not_broken(what: str, among: Sequence[int]) -> None:
     """Raises if a call of this process has timed out, or was another one than that of others."""
     if _broken and among:
         raise ProcessError(
@@ -120,7 +120,7 @@ def check_in_step(what: str, among: Sequence[int]) -> None:
         )
 
 
-def get_out_of_step(what: str, among: Sequence[int] | None) -> None:
+def mark_broken(what: str, among: Sequence[int] | None) -> None:
     """From now on every call of this process raises, and names the first that failed.
 
     `what` is the call of the last meeting of this thread.
@@ -350,7 +350,7 @@ def lines_differ(what: str, among: Sequence[int] | None) -> str:
     try:
         sequence.check_places(what, _last.places)
     except ProcessError:
-        get_out_of_step(what, among)
+        mark_broken(what, among)
         raise
     if len(places) < 2 or "" in places or places in sequence.apart:
         return ""
@@ -454,7 +454,7 @@ class _Sequence:
         _last.place, _last.places = self._place, {}
         with self.lock:
             if self._is_over:
-                check_in_step(what, self._participants)
+                check_not_broken(what, self._participants)
             made = self.batches_of_thread()
             done = (self.steps, made.count, self.history.hash, made.since, made.hash)
             done = done if moves else (0, 0, "", "", "")
@@ -472,7 +472,7 @@ class _Sequence:
                     _last.places = {i: call.place for i, call in calls.items()}
             except ProcessError:  # of all processes that come to this meeting
                 self._is_over = True
-                get_out_of_step(what, self._participants)
+                mark_broken(what, self._participants)
                 raise
             except BaseException as error:
                 self.leave(error)
@@ -485,7 +485,7 @@ class _Sequence:
         They may be at the last meeting of this process or on their way to the next one.
         """
         self._is_over = True
-        get_out_of_step(_last.call.what, self._participants)
+        mark_broken(_last.call.what, self._participants)
         me = jax.process_index()
         call = _last.call._replace(left=type(error).__name__)
         others = [i for i in self._participants if i != me]

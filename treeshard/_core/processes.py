@@ -4,9 +4,9 @@ JAX starts a program on each process and never asks whether it is the same one. 
 raises before it, or starts another, leaves the rest waiting in a collective without an end or a
 word. So calls that move data exchange a message first.
 
-Callers use `all_or_none` and `agreeing`: if one process raises, all raise. Both are made of
-`exchange` and `tell`. Only the stages of a save call `tell` themselves, since they raise a
-`CheckpointError` that lists the errors of all processes.
+Callers use `all_or_none` and `require_agreement`: if one process raises, all raise. Both are made
+of `exchange` and `exchange_outcomes`. Only the stages of a save call `exchange_outcomes`
+themselves, since they raise a `CheckpointError` that lists the errors of all processes.
 """
 
 import json
@@ -27,9 +27,9 @@ from treeshard._core.meetings import AS_LONG_AS_IT_TAKES as AS_LONG_AS_IT_TAKES
 from treeshard._core.meetings import (
     TIMEOUT,
     exchange,
-    get_out_of_step,
     indices,
     lines_differ,
+    mark_broken,
     release_interrupts,
     set_told,
 )
@@ -66,7 +66,7 @@ def all_or_none(
     except BaseException as error:  # a Ctrl-C too
         own_error = error
     try:
-        told, failures = tell(
+        told, failures = exchange_outcomes(
             what,
             own_error,
             messages,
@@ -89,7 +89,7 @@ def all_or_none(
     messages[:] = told
 
 
-def tell(
+def exchange_outcomes(
     what: str,
     error: BaseException | None,
     messages: Sequence[bytes],
@@ -119,7 +119,7 @@ def tell(
 
 
 @contextmanager
-def agreeing(
+def require_agreement(
     what: str,
     *,
     phase: str = "",
@@ -163,7 +163,7 @@ def _raise_differences(
             f"{what}: the processes do not agree, and nothing was done. All of them must make the"
             " same call. The differences:"
         )
-        get_out_of_step(what, meeting["among"])
+        mark_broken(what, meeting["among"])
         raise ProcessError(listed(headline, lines, headed=True))
 
 
@@ -237,7 +237,7 @@ def wants_bar() -> bool:
     return sys.stderr.isatty() and find_spec("tqdm") is not None
 
 
-def with_bar(
+def show_progress(
     items: Sequence[T], what: str, *, unit: str = "leaf", show: bool = True, after: float = 0.0
 ) -> Iterator[T]:
     """Iterates over `items` with a progress bar on the terminal of process 0, which says how long

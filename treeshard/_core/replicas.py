@@ -19,9 +19,9 @@ from treeshard._core.arrays import (
     Region,
     data_of,
     device_dtype,
-    holders,
-    numbers,
+    processes_by_shard,
     regions_here,
+    to_numpy,
     to_read,
     used_bits,
 )
@@ -72,7 +72,7 @@ def shared_parts(x: Any, among: Sequence[int]) -> Iterator[Part]:
 
 def shared_regions(sharding: Sharding, shape: tuple[int, ...]) -> dict[Region, tuple[int, ...]]:
     """The regions of an array that this process holds, each with all processes that hold it."""
-    owners = holders(sharding, shape)
+    owners = processes_by_shard(sharding, shape)
     here = dict.fromkeys(regions_here(sharding, shape).values())
     return {region: tuple(sorted(owners[region])) for region in here}
 
@@ -80,7 +80,7 @@ def shared_regions(sharding: Sharding, shape: tuple[int, ...]) -> dict[Region, t
 def is_shared(x: jax.Array) -> bool:
     """Whether several processes hold a part of an array; the same answer on all of them."""
     data = data_of(x)
-    return any(len(among) > 1 for among in holders(data.sharding, data.shape).values())
+    return any(len(among) > 1 for among in processes_by_shard(data.sharding, data.shape).values())
 
 
 def region_name(region: Region, shape: Sequence[int]) -> str:
@@ -100,7 +100,7 @@ def checksum(x: Any) -> int:
     So 64-bit numbers count as 32-bit ones, and of dtypes smaller than a byte the bits in use. No
     array of numpy is copied as a whole.
     """
-    values = numbers(x)
+    values = to_numpy(x)
     dtype = device_dtype(values.dtype)
     used = used_bits(dtype)
     register = 0

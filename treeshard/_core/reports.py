@@ -14,7 +14,7 @@ def report(module: str) -> Any:
     return import_module(f"treeshard.{module}")
 
 
-def are_used() -> bool:
+def reports_loaded() -> bool:
     """Whether this process has loaded them, or `TREESHARD_CHECK=1` says to check first steps."""
     is_loaded = sys.modules.get("treeshard.communication") is not None
     return is_loaded or os.environ.get("TREESHARD_CHECK") == "1"

@@ -273,7 +273,7 @@ class Misfit(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LaidSpec:
+class ResolvedSpec:
     """The spec of one leaf as requested, and the part of it that fits a mesh and the leaf.
 
     `memory_kind` is that of the `NamedSharding` that gave the spec, if one did.
@@ -314,7 +314,7 @@ class LaidSpec:
         return f"{self.requested}{on_mesh}"
 
 
-def lay(
+def resolve_specs(
     tree: PyTree,
     specs: SpecTree,
     mesh: MeshLike | None = None,
@@ -324,12 +324,12 @@ def lay(
     name: str = "specs",
     resolve: Callable[[Any], Any] | None = None,
     typed: bool = False,
-) -> list[LaidSpec | None]:
+) -> list[ResolvedSpec | None]:
     """Lays specs beside a tree: each leaf's spec, projected on its mesh and shape.
 
     `None` for leaves without a shape, and where the spec is `None`. Equal leaves share one
-    `LaidSpec`, and so its sharding. A spec that does not fit is no error here: see
-    `LaidSpec.misfit`.
+    `ResolvedSpec`, and so its sharding. A spec that does not fit is no error here: see
+    `ResolvedSpec.misfit`.
 
     Args:
         tree: Any pytree.
@@ -345,8 +345,8 @@ def lay(
     if mesh is None and isinstance(specs, SpecCarrier):
         mesh = specs.mesh
     mesh = as_mesh(mesh)
-    cache: dict[Any, LaidSpec] = {}
-    laid: list[LaidSpec | None] = []
+    cache: dict[Any, ResolvedSpec] = {}
+    laid: list[ResolvedSpec | None] = []
     per_leaf = specs_of_leaves(specs, tree, name, resolve)
     for leaf, spec in zip(tree_leaves(tree), per_leaf, strict=True):
         if spec is None or not has_shape(leaf):
@@ -364,7 +364,7 @@ def lay(
         key = (spec, own_mesh, memory_kind, shape)
         if key not in cache:
             given, adjustments = project(spec, own_mesh, shape, manual=manual, typed=typed)
-            cache[key] = LaidSpec(spec, given, own_mesh, memory_kind, adjustments)
+            cache[key] = ResolvedSpec(spec, given, own_mesh, memory_kind, adjustments)
         laid.append(cache[key])
     return laid
 

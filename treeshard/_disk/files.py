@@ -224,7 +224,7 @@ class Lock:
                 os.close(handle)
 
 
-def lock_of_killed(file: Path) -> Lock | None:
+def take_stale_lock(file: Path) -> Lock | None:
     """Takes the lock that a killed writer has left, so that what else it left may be removed.
 
     `None` if a living one holds it, on this machine or another, or if that cannot be known.
@@ -342,7 +342,7 @@ _PART = ".part"
 
 
 @contextmanager
-def new_files(
+def atomic_files(
     name: Path,
     paths: Sequence[Path],
     belongs: Callable[[Path, str], bool],
@@ -407,7 +407,7 @@ def _remove_left(beside: Sequence[Path], belongs: Callable[[Path, str], bool]) -
     for path in beside:
         if not (path.name.startswith(".") and path.name.endswith(_LOCK)):
             continue
-        lock = lock_of_killed(path)
+        lock = take_stale_lock(path)
         if lock is not None:
             with lock:
                 name = path.with_name(path.name[1:].removesuffix(_LOCK))

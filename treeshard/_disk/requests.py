@@ -17,7 +17,7 @@ from treeshard._core.facts import Facts
 from treeshard._core.make_mesh import with_devices
 from treeshard._core.mesh import MeshLike
 from treeshard._core.paths import PyTree
-from treeshard._core.spec_trees import lay, raise_misfits
+from treeshard._core.spec_trees import raise_misfits, resolve_specs
 from treeshard._core.text import dtype_name, parse_dtype
 from treeshard._disk.leaves import Shape, check_known, empty_value, in_class_of, is_none, kind_of
 from treeshard._planning.plan import Plan, plan
@@ -299,7 +299,7 @@ def _decided(tree: PyTree, rules: Rules, placing: Placing, where: str) -> list[A
 def _check_placements(tree: PyTree, where: str) -> None:
     """Raises `SpecError` for arrays that request a type which only traced values have."""
     typed = tree_map(_typed_sharding, tree)
-    laid = lay(tree, typed)
+    laid = resolve_specs(tree, typed)
     misfits = {i: x for i, spec in enumerate(laid) if spec and (x := spec.misfit({"reduced-type"}))}
     raise_misfits(tree, misfits, where)
 

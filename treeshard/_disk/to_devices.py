@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from treeshard._core.arrays import Region, items_on_host, lengths, regions_here
+from treeshard._core.arrays import Region, items_on_host, region_shape, regions_here
 from treeshard._disk.leaves import Shape
 
 _TOGETHER = 2**22  # bytes that are moved in one call, if no single region has more
@@ -40,7 +40,7 @@ class Target(NamedTuple):
 
     def goes_whole(self, region: Region) -> bool:
         """Whether a region is the full array, which JAX then splits, in one transfer."""
-        return self.is_here and lengths(region) == self.shape
+        return self.is_here and region_shape(region) == self.shape
 
 
 def to_devices(targets: Mapping[Key, Target], parts: Iterable[Part[Key]]) -> dict[Key, jax.Array]:

@@ -36,13 +36,13 @@ from treeshard._core.mesh import (
 )
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.spec_trees import (
-    LaidSpec,
     Misfit,
+    ResolvedSpec,
     SpecCarrier,
     SpecTree,
     get_names_from_partition_spec,
-    lay,
     raise_misfits,
+    resolve_specs,
     specs_of_leaves,
 )
 from treeshard._core.specs import (
@@ -351,7 +351,7 @@ def _misses_a_mesh(tree: PyTree) -> bool:
 
 def _targets(
     tree: PyTree, shardings: SpecTree, mesh: AnyMesh | None, keep_uneven: bool
-) -> list[LaidSpec | None]:
+) -> list[ResolvedSpec | None]:
     """Returns the spec that each leaf gets; `None` for leaves that are returned unchanged."""
     tracing, manual = is_tracing(), manual_axes() | vmapped_axes()
 
@@ -361,7 +361,7 @@ def _targets(
         # Arrays outside a trace need devices to be placed on.
         return chosen if tracing or is_struct or isinstance(chosen, Mesh) else None
 
-    targets = lay(
+    targets = resolve_specs(
         tree,
         shardings,
         mesh,
@@ -433,7 +433,9 @@ def _current_spec(mesh: AnyMesh, leaf: Any) -> PartitionSpec:
 # ------------------------------------------------------------------ errors and warnings
 
 
-def _report(tree: PyTree, targets: Sequence[LaidSpec | None], uneven: Uneven, where: str) -> None:
+def _report(
+    tree: PyTree, targets: Sequence[ResolvedSpec | None], uneven: Uneven, where: str
+) -> None:
     """Raises one error for all misfits; else warns once about all dropped axes."""
     adjusted = {i: t for i, t in enumerate(targets) if t is not None and t.adjustments}
     if not adjusted:
@@ -468,7 +470,7 @@ def _report(tree: PyTree, targets: Sequence[LaidSpec | None], uneven: Uneven, wh
 _KEEP = '`uneven="keep"` works inside jit, on Auto axes: arrays are stored in equal shards.'
 
 
-def _is_misspelled(note: Adjustment, target: LaidSpec) -> bool:
+def _is_misspelled(note: Adjustment, target: ResolvedSpec) -> bool:
     """Whether an unknown axis is likely misspelled, rather than an axis of another mesh."""
     if note.kind != "axis-not-in-mesh":
         return False
@@ -513,7 +515,7 @@ def _constrain_tree(
     return treedef.unflatten(leaves)
 
 
-def _constrain(x: Any, target: LaidSpec) -> Any:
+def _constrain(x: Any, target: ResolvedSpec) -> Any:
     """Reshards on the Explicit axes and constrains the Auto ones; Manual ones were dropped."""
     mesh = cast(AnyMesh, target.mesh)
     auto = axes_of_type(mesh, AxisType.Auto)

@@ -31,16 +31,16 @@ from treeshard._core.arrays import (
 from treeshard._core.facts import SMALL_BYTES
 from treeshard._core.hosts import check_memory_of_hosts
 from treeshard._core.make_mesh import make_mesh, with_devices
-from treeshard._core.meetings import breaking_if_left, in_turn, last_meeting
+from treeshard._core.meetings import breaking_if_left, exclusive, last_meeting
 from treeshard._core.memory import NOT_WORTH_A_LOOK
 from treeshard._core.mesh import MeshLike, as_mesh
 from treeshard._core.paths import PyTree, leaf_paths, path_under
 from treeshard._core.processes import (
     TIMEOUT,
-    agreeing,
     all_or_none,
     participating_processes,
-    with_bar,
+    require_agreement,
+    show_progress,
 )
 from treeshard._core.spec_trees import SpecCarrier, SpecTree, flatten_specs, is_spec_entry
 from treeshard._placement.moves import through_host, unchanged
@@ -105,9 +105,9 @@ def gather_at(
     """`gather` of a subtree; messages name its `prefix` in the larger tree."""
     leaves, treedef = tree_flatten(tree)
     call = _Call("gather", tree, leaves, to, _processes(leaves, to), timeout, prefix)
-    with breaking_if_left(), in_turn(call.processes):
+    with breaking_if_left(), exclusive(call.processes):
         read = _reader(call)
-        gathered = [next(read) for _ in with_bar(leaves, "gather", show=progress)]
+        gathered = [next(read) for _ in show_progress(leaves, "gather", show=progress)]
     return treedef.unflatten(gathered)
 
 
@@ -203,7 +203,7 @@ def _agreed_paths(call: _Call) -> list[str]:
     """The paths of the leaves, once all processes can read theirs and have agreed on them."""
     paths = leaf_paths(call.tree) if call.processes else []
     paths = [path_under(call.prefix, path) for path in paths]
-    with agreeing(call.where, among=call.processes, timeout=call.timeout) as facts:
+    with require_agreement(call.where, among=call.processes, timeout=call.timeout) as facts:
         check_no_refs(call.tree, call.where, call.prefix)
         # numpy arrays can always be copied, whatever their dtype.
         of_jax = jax.Array | jax.ShapeDtypeStruct
@@ -231,7 +231,7 @@ def _turns(call: _Call, paths: list[str]) -> Callable[[int], AbstractContextMana
     @contextmanager
     def turn(i: int) -> Iterator[None]:
         at = f"{call.where}, at {named[i]} (call of {met})"
-        with breaking_if_left(), in_turn(call.processes):
+        with breaking_if_left(), exclusive(call.processes):
             with all_or_none(at, among=call.processes, timeout=call.timeout):
                 pass
             yield

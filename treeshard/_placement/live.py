@@ -16,7 +16,7 @@ from treeshard._core.arrays import is_array
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.mesh import MeshLike, as_mesh
 from treeshard._core.paths import PyTree, leaf_paths
-from treeshard._core.spec_trees import SpecTree, lay, raise_misfits
+from treeshard._core.spec_trees import SpecTree, raise_misfits, resolve_specs
 from treeshard.errors import SpecError, listed
 
 
@@ -52,7 +52,7 @@ def extract_shardings(tree: PyTree, mesh: MeshLike | None = None) -> SpecTree:
     shardings = treedef.unflatten([_named_sharding(leaf) for leaf in leaves])
     if mesh is None:
         return shardings
-    laid = lay(tree, shardings, as_mesh(mesh, make_mesh))
+    laid = resolve_specs(tree, shardings, as_mesh(mesh, make_mesh))
     misfits = {i: misfit for i, spec in enumerate(laid) if spec and (misfit := spec.misfit())}
     raise_misfits(tree, misfits, "extract_shardings")
     return treedef.unflatten([spec and spec.sharding for spec in laid])

@@ -16,20 +16,20 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from treeshard._core.arrays import (
     Region,
+    alias_array,
     array_text,
-    common,
     data_of,
     device_dtype,
-    holders,
+    intersect,
     is_key,
-    lengths,
-    numbers,
+    processes_by_shard,
     processes_of,
     region_of,
+    region_shape,
     regions_here,
-    second_handle,
+    relative_slices,
+    to_numpy,
     to_read,
-    within,
 )
 from treeshard._core.mesh import AnyMesh
 from treeshard.errors import MismatchError
@@ -72,7 +72,7 @@ def _devices(mesh: AnyMesh) -> list[Any]:
 
 def _by_jax(arrays: list[Any], targets: list[NamedSharding]) -> list[jax.Array]:
     # Where shards differ, JAX copies through the host and caches that copy on its argument.
-    return jax.device_put([x if is_key(x) else second_handle(x) for x in arrays], targets)
+    return jax.device_put([x if is_key(x) else alias_array(x) for x in arrays], targets)
 
 
 def _shard_by_shard(arrays: list[Any], targets: list[NamedSharding]) -> list[jax.Array]:
@@ -97,11 +97,11 @@ def _reassembled(x: jax.Array, target: NamedSharding) -> jax.Array:
         elif region in held:
             source = held[region]
         else:
-            source = np.empty(lengths(region), x.dtype)
+            source = np.empty(region_shape(region), x.dtype)
             for other, device_with in device_of.items():
-                if (part := common(other, region)) is not None:
-                    there = np.asarray(before[device_with])[within(part, other)]
-                    source[within(part, region)] = there
+                if (part := intersect(other, region)) is not None:
+                    there = np.asarray(before[device_with])[relative_slices(part, other)]
+                    source[relative_slices(part, region)] = there
         place = SingleDeviceSharding(device, memory_kind=target.memory_kind)
         shards.append(jax.block_until_ready(jax.device_put(source, place)))
         held[region] = shards[-1]
@@ -148,7 +148,7 @@ def through_host(arrays: list[Any], targets: list[NamedSharding]) -> list[jax.Ar
 def _source(x: Any) -> np.ndarray:
     """The values of an array on the host or on one device, in a dtype that JAX supports."""
     if isinstance(x, jax.Array):
-        return numbers(x)
+        return to_numpy(x)
     with np.errstate(all="ignore"):  # values beyond float32 become inf, as in jnp.asarray
         return np.asarray(x, device_dtype(x.dtype))
 
@@ -169,7 +169,7 @@ def shard_from_full(arrays: Sequence[Any], targets: Sequence[Sharding]) -> list[
     """Shards arrays of which every process has a full copy, on the host or on its own devices."""
     placed = []
     for x, target in zip(arrays, targets, strict=True):
-        full = numbers(x)
+        full = to_numpy(x)
         placed.append(as_keys(assemble(full.shape, full.dtype, target, full.__getitem__), x))
     return placed
 
@@ -183,7 +183,11 @@ def transfer_across_processes(
 
     data = list(map(data_of, arrays))
     wanted = [
-        [(i, region) for region, among in holders(target, x.shape).items() for i in among]
+        [
+            (i, region)
+            for region, among in processes_by_shard(target, x.shape).items()
+            for i in among
+        ]
         for x, target in zip(data, targets, strict=True)
     ]
     shardings = [*(x.sharding for x in data), *targets]
@@ -236,7 +240,7 @@ def _read_checked(
             f"`read` returned {array_text(shard)} for {region}; expected {array_text(expected)}."
             f" It must return only that part of {array_text(struct)}, in the same dtype."
         )
-    return numbers(shard)
+    return to_numpy(shard)
 
 
 # ------------------------------------------------------------------ from shards

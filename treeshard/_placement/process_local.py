@@ -16,12 +16,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten, tree_structure
 
 from treeshard._core.arguments import check_no_refs
-from treeshard._core.arrays import array_text, device_dtype, has_shape, is_spread, numbers
+from treeshard._core.arrays import array_text, device_dtype, has_shape, is_spread, to_numpy
 from treeshard._core.facts import SMALL_BYTES
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.meetings import (
     breaking_if_left,
-    check_in_step,
+    check_not_broken,
     count_batch,
     is_main_thread,
     note_batch,
@@ -31,9 +31,9 @@ from treeshard._core.meetings import (
 )
 from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh
 from treeshard._core.paths import PyTree, leaf_paths
-from treeshard._core.processes import TIMEOUT, agreeing, participating_processes
+from treeshard._core.processes import TIMEOUT, participating_processes, require_agreement
 from treeshard._core.replicas import Part, checksum_text, region_name, shared_regions
-from treeshard._core.spec_trees import LaidSpec, Misfit, SpecTree
+from treeshard._core.spec_trees import Misfit, ResolvedSpec, SpecTree
 from treeshard._core.specs import project
 from treeshard._placement.moves import as_keys, host_copy, through_host
 from treeshard._placement.shard import Call, place
@@ -128,7 +128,7 @@ def from_process_local(
         return place(tree, specs, mesh, Call(WHERE, through_host))
     specs, meshes = on_meshes(specs, mesh, WHERE)
     processes = tuple(participating_processes((), meshes))
-    check_in_step(WHERE, processes)
+    check_not_broken(WHERE, processes)
     call = count_batch(processes) if processes else 0  # before anything can fail on one process
     shardings = _joint_shardings(tree, leaves, specs, mesh)
     values = _agree(tree, leaves, shardings, processes, call, timeout) if processes else {}
@@ -166,7 +166,9 @@ def _agree(
             paths = leaf_paths(tree)
             # Threads of loaders come in any order, each with trees of its own form.
             lane = "" if in_order else f"the first tree of {form}"
-            meeting = agreeing(WHERE, among=processes, timeout=timeout, moves=False, lane=lane)
+            meeting = require_agreement(
+                WHERE, among=processes, timeout=timeout, moves=False, lane=lane
+            )
             with meeting as facts:
                 facts.describe((paths[i], leaves[i], [x]) for i, x in shardings.items())
                 for i, target in shardings.items():
@@ -198,7 +200,7 @@ def _shared_parts(leaf: Any, target: NamedSharding) -> Iterator[Part]:
     regions = shared_regions(target, shape)
     if not leaf.size or all(len(processes) == 1 for processes in regions.values()):
         return
-    values = numbers(leaf)
+    values = to_numpy(leaf)
     # The shards of this process follow each other in what it passes, in each dim.
     spans = [sorted(set(spans)) for spans in zip(*regions, strict=True)]
     for region, processes in regions.items():
@@ -235,10 +237,10 @@ def _joint_shardings(
     laid_specs = lay_on_devices(tree, specs, mesh, WHERE)
     joint = {i: _joint_spec(leaves[i], laid, structs=structs) for i, laid in laid_specs.items()}
     raise_unmovable(tree, {i: x for i, x in joint.items() if isinstance(x, Misfit)}, WHERE)
-    return {i: x.sharding for i, x in joint.items() if isinstance(x, LaidSpec)}
+    return {i: x.sharding for i, x in joint.items() if isinstance(x, ResolvedSpec)}
 
 
-def _joint_spec(leaf: Any, laid: LaidSpec, *, structs: bool) -> LaidSpec | Misfit:
+def _joint_spec(leaf: Any, laid: ResolvedSpec, *, structs: bool) -> ResolvedSpec | Misfit:
     """The spec of the joint array of parts like `leaf`, or why it cannot be had."""
     if is_spread(leaf):
         why = "it is already on devices of several processes. `reshard` moves it."

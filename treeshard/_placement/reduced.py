@@ -39,7 +39,7 @@ def not_reduced(x: Any) -> Any:
     return jax.sharding.reshard(x, spec.update(reduced=frozenset())) if spec.reduced else x
 
 
-def summed(x: Any) -> Any:
+def reduce_unreduced(x: Any) -> Any:
     """`x`, whose sum over some axes waits, after the sum."""
     spec = jax.typeof(x).sharding.spec
     return jax.sharding.reshard(x, with_types(spec, (), spec.reduced)) if spec.unreduced else x

@@ -17,20 +17,26 @@ from jax.sharding import NamedSharding, Sharding
 from jax.tree_util import tree_flatten
 
 from treeshard._core.arguments import check_tree
-from treeshard._core.arrays import is_spread, items_on_host, lengths, processes_of, regions_here
+from treeshard._core.arrays import (
+    is_spread,
+    items_on_host,
+    processes_of,
+    region_shape,
+    regions_here,
+)
 from treeshard._core.facts import SMALL_BYTES
 from treeshard._core.make_mesh import make_mesh
-from treeshard._core.meetings import breaking_if_left, in_turn, last_meeting, set_origin
+from treeshard._core.meetings import breaking_if_left, exclusive, last_meeting, set_origin
 from treeshard._core.memory import Meter, lacking_memory
 from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh
 from treeshard._core.paths import PyTree, leaf_paths, path_under
 from treeshard._core.processes import (
     AS_LONG_AS_IT_TAKES,
     TIMEOUT,
-    agreeing,
     all_or_none,
     participating_processes,
-    with_bar,
+    require_agreement,
+    show_progress,
 )
 from treeshard._core.replicas import shared_parts
 from treeshard._core.spec_trees import SpecCarrier, SpecTree
@@ -116,7 +122,7 @@ def shard(
         ShardingWarning: If `specs` is a `Plan`, as `Plan.check_before_use`: once, of rules that
             match no leaf, for example.
     """
-    if not isinstance(tree, SpecCarrier):  # swapped with the tree, of which `lay` tells
+    if not isinstance(tree, SpecCarrier):  # swapped with the tree, of which `resolve_specs` tells
         check_tree(tree, "shard", "shard(tree, specs)")
     call = Call("shard", through_host, read=read, check=check, progress=progress, timeout=timeout)
     return place(tree, specs, mesh, call)
@@ -220,9 +226,9 @@ def place(tree: PyTree, specs: SpecTree, mesh: MeshLike | None, call: Call) -> P
     leaves, treedef = tree_flatten(tree)
     group = _group_of(leaves, meshes, call)
     paths = leaf_paths(tree) if group.processes or call.read else []
-    with breaking_if_left(), in_turn(group.processes if group.moves else ()):
+    with breaking_if_left(), exclusive(group.processes if group.moves else ()):
         sent = _sent_by_one(leaves, group, call)
-        with agreeing(
+        with require_agreement(
             call.name, among=group.processes, timeout=call.timeout, moves=group.moves
         ) as facts:
             if call.check not in _COMPARED_BYTES:
@@ -290,8 +296,8 @@ def _check_memory(
         if not isinstance(struct, jax.ShapeDtypeStruct) or not target.addressable_devices:
             continue
         shards = regions_here(target, struct.shape).values()
-        returned = sum(math.prod(lengths(region)) for region in set(shards))
-        copied = sum(math.prod(lengths(region)) for region in shards)
+        returned = sum(math.prod(region_shape(region)) for region in set(shards))
+        copied = sum(math.prod(region_shape(region)) for region in shards)
         full = tuple((0, length) for length in struct.shape)
         kept = items_on_host(target, struct.shape, full)
         meter.add((returned + copied + kept) * struct.dtype.itemsize)
@@ -317,14 +323,14 @@ def _fill_structs(
     """Replaces each struct by an array of what `read` returns, sharded as it will be."""
     structs = [i for i in shardings if isinstance(leaves[i], jax.ShapeDtypeStruct)]
     # If `read` fails on one process, all stop before any other leaf moves.
-    with agreeing(
+    with require_agreement(
         call.name,
         phase="read",
         among=group.processes,
         timeout=AS_LONG_AS_IT_TAKES,
         moves=group.moves,
     ) as facts:
-        for i in with_bar(structs, call.name, show=call.progress):
+        for i in show_progress(structs, call.name, show=call.progress):
             leaves[i] = read_shards(read, paths[i], leaves[i], shardings[i])
             if group.processes and leaves[i].nbytes <= _COMPARED_BYTES[call.check]:
                 name = path_under(call.prefix, paths[i]) or "the array"
@@ -352,7 +358,7 @@ def move_leaves(
         if move is not None:
             key = (move, target.mesh, i if progress else None)
             groups.setdefault(key, []).append((i, target))
-    for (move, *_), group in with_bar([*groups.items()], where, show=progress):
+    for (move, *_), group in show_progress([*groups.items()], where, show=progress):
         moved = move([leaves[i] for i, _ in group], [target for _, target in group])
         for (i, _), array in zip(group, moved, strict=True):
             leaves[i] = array

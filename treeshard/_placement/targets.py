@@ -18,13 +18,13 @@ from treeshard._core.make_mesh import with_devices
 from treeshard._core.mesh import AnyMesh, get_incontext_mesh
 from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import (
-    LaidSpec,
     Misfit,
+    ResolvedSpec,
     SpecCarrier,
     SpecTree,
     is_spec_entry,
-    lay,
     raise_misfits,
+    resolve_specs,
 )
 from treeshard._core.specs import MISFITS, is_logical, with_types
 from treeshard._planning.logical import resolve_names
@@ -66,7 +66,7 @@ def lay_on_devices(
     where: str,
     *,
     compile_only: bool = False,
-) -> dict[int, LaidSpec]:
+) -> dict[int, ResolvedSpec]:
     """Lays specs beside a tree, on meshes with devices, which may be absent if `compile_only`.
 
     Returns what each leaf that is to be placed has, by index.
@@ -78,7 +78,7 @@ def lay_on_devices(
     def choose_mesh(mesh: AnyMesh | None, leaf: Any) -> Mesh:
         return with_devices(mesh, where, compile_only=compile_only)
 
-    laid_specs = lay(tree, specs, mesh, choose_mesh=choose_mesh, resolve=resolver(mesh))
+    laid_specs = resolve_specs(tree, specs, mesh, choose_mesh=choose_mesh, resolve=resolver(mesh))
     return {i: laid for i, laid in enumerate(laid_specs) if laid is not None}
 
 

@@ -23,12 +23,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from treeshard._core.arrays import (
     Region,
-    common,
-    holders,
-    lengths,
+    intersect,
+    processes_by_shard,
     region_of,
+    region_shape,
+    relative_slices,
     to_read,
-    within,
 )
 
 CHUNK_BYTES = 2**21  # of one chunk or packet at most; several are in flight at a time
@@ -54,12 +54,12 @@ def deliver(
     for i, x in enumerate(arrays):
         with turn(i) if streams.begin(i) else nullcontext():
             regions = {
-                region: np.empty(lengths(region), x.dtype)
+                region: np.empty(region_shape(region), x.dtype)
                 for r, region in wanted[i]
                 if r == streams.process
             }
             for chunk, data in streams.received(i):
-                regions[chunk.wanted][within(chunk.part, chunk.wanted)] = data
+                regions[chunk.wanted][relative_slices(chunk.part, chunk.wanted)] = data
         yield regions
 
 
@@ -85,11 +85,11 @@ def _chunks_of(
     wanted: tuple[tuple[int, Region], ...],
 ) -> tuple[Chunk, ...]:
     """The chunks that bring each process in `wanted` its region; the same on every process."""
-    shards = holders(sharding, shape)
+    shards = processes_by_shard(sharding, shape)
     chunks = []
     for receiver, region in wanted:
         for turn, (held, among) in enumerate(shards.items()):
-            if (part := common(held, region)) is None:
+            if (part := intersect(held, region)) is None:
                 continue
             sender, pieces = receiver, [part]
             if receiver not in among:
@@ -97,7 +97,7 @@ def _chunks_of(
                 sender = [*among][(receiver + turn) % len(among)]
                 pieces = _pieces(part, itemsize)
             for piece in pieces:
-                nbytes = itemsize * math.prod(lengths(piece))
+                nbytes = itemsize * math.prod(region_shape(piece))
                 chunks.append(Chunk((sender, receiver), held, region, piece, nbytes))
     return tuple(chunks)
 
@@ -107,7 +107,7 @@ def _pieces(part: Region, itemsize: int) -> list[Region]:
     if not part:
         return [part]
     (start, stop), rest = part[0], part[1:]
-    row = itemsize * math.prod(lengths(rest))
+    row = itemsize * math.prod(region_shape(rest))
     if row > CHUNK_BYTES:
         inside = _pieces(rest, itemsize)
         return [((i, i + 1), *piece) for i in range(start, stop) for piece in inside]
@@ -184,7 +184,7 @@ class _Streams:
             while chunks and chunks[0].nbytes <= self.incoming[sender].nbytes:
                 chunk = chunks.popleft()
                 data, self.incoming[sender] = np.split(self.incoming[sender], [chunk.nbytes])
-                yield chunk, data.view(self.arrays[i].dtype).reshape(lengths(chunk.part))
+                yield chunk, data.view(self.arrays[i].dtype).reshape(region_shape(chunk.part))
 
     def _bytes_for(self, receiver: int) -> Iterator[np.ndarray]:
         for i, chunks in enumerate(self.routes):
@@ -194,7 +194,7 @@ class _Streams:
                     yield data.reshape(-1).view(np.uint8)
 
     def _read(self, i: int, chunk: Chunk) -> np.ndarray:
-        return np.asarray(self.shards(i)[chunk.held])[within(chunk.part, chunk.held)]
+        return np.asarray(self.shards(i)[chunk.held])[relative_slices(chunk.part, chunk.held)]
 
 
 def _packets(pieces: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:

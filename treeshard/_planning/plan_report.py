@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from treeshard._core.arrays import array_text, common, holders, lengths, region_of
+from treeshard._core.arrays import (
+    array_text,
+    intersect,
+    processes_by_shard,
+    region_of,
+    region_shape,
+)
 from treeshard._core.mesh import AnyMesh, axes_of_type, axis_sizes, describe_mesh, same_axes
 from treeshard._core.paths import pair
 from treeshard._core.specs import Adjustment, all_axes, axes_of, dim_entries, entries, part_count
@@ -260,14 +266,16 @@ def _elements_moved(
     received = 0
     for device, index in after.devices_indices_map(shape).items():
         region = region_of(index, shape)
-        kept = common(region, held[device]) if device in held else None
-        missing = math.prod(lengths(region)) - (math.prod(lengths(kept)) if kept is not None else 0)
+        kept = intersect(region, held[device]) if device in held else None
+        missing = math.prod(region_shape(region)) - (
+            math.prod(region_shape(kept)) if kept is not None else 0
+        )
         received = max(received, missing)
-    shards = holders(before, shape)
+    shards = processes_by_shard(before, shape)
     sent = 0
-    for region, receivers in holders(after, shape).items():
+    for region, receivers in processes_by_shard(after, shape).items():
         for shard, senders in shards.items():
-            part = common(shard, region)
+            part = intersect(shard, region)
             if part is not None:
-                sent += math.prod(lengths(part)) * len(receivers.keys() - senders)
+                sent += math.prod(region_shape(part)) * len(receivers.keys() - senders)
     return received, sent

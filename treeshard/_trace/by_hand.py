@@ -9,7 +9,7 @@ from typing import Any
 
 from treeshard._core.jax_private import without_unused
 from treeshard._planning.plan import Plan
-from treeshard._trace.roles import TRAINED, roles_of, walked
+from treeshard._trace.roles import TRAINED, roles_of, run_walk
 from treeshard._trace.uses import GATHERS, Place, Walk
 from treeshard._trace.values import Value
 
@@ -50,5 +50,5 @@ def find_ungathered(jaxpr: Any, plan: Plan, axes: Mapping[str, set[str]]) -> dic
     }
     if not any(split.values()):
         return {}
-    sent = walked(without_unused(jaxpr), plan.leaves, along, _Sends).sent
+    sent = run_walk(without_unused(jaxpr), plan.leaves, along, _Sends).sent
     return {path: sorted(left - sent) for path, left in split.items() if left - sent}

@@ -16,7 +16,7 @@ from treeshard._core.jax_private import shard_map_axes, varying_axes_of_type, wi
 from treeshard._core.mesh import axes_of_type
 from treeshard._core.specs import axes_of, dim_entries, entries, with_entries
 from treeshard._planning.plan import Plan
-from treeshard._trace.roles import walked
+from treeshard._trace.roles import run_walk
 from treeshard._trace.uses import Finals, Place, Walk, bodies, region_of, stack_of
 from treeshard._trace.values import Value
 from treeshard.errors import HIDDEN, user_line
@@ -147,7 +147,7 @@ def traced(jaxpr: Any, plan: Plan, batch_axes: Collection[str]) -> list[TracedVa
         plan: The plan of the state.
         batch_axes: The mesh axes that split the batch.
     """
-    walk = walked(without_unused(jaxpr), plan.leaves, batch_axes, _LineWalk)
+    walk = run_walk(without_unused(jaxpr), plan.leaves, batch_axes, _LineWalk)
     return [
         value._replace(is_passed_on=id(value.eqn.outvars[value.number]) in walk.passed_on)
         for value in walk.values

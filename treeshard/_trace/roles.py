@@ -80,7 +80,7 @@ def roles_of(jaxpr: Any, plan: Plan, batch_axes: Collection[str]) -> Roles:
     leaves = plan.leaves
     # Gradients that nobody uses, as of leaves that an optimizer masks, are not computed.
     program = without_unused(jaxpr)
-    uses = walked(program, leaves, batch_axes)
+    uses = run_walk(program, leaves, batch_axes)
     finals = program.outvars[: len(leaves)]
     roles: Roles = {}
     for number, (leaf, before) in enumerate(zip(leaves, program.invars, strict=False)):
@@ -117,7 +117,7 @@ def with_roles(plan: Plan, roles: Roles) -> Plan:
     return replace(plan, leaves=leaves)
 
 
-def walked(
+def run_walk(
     program: Any, leaves: Sequence[PlannedLeaf], along: Collection[str], walk: type[W] = Walk
 ) -> W:
     """A walk over a program whose first arguments, and first results, are leaves of a state."""

@@ -27,10 +27,10 @@ from treeshard._trace.values import (
     PASS_ON,
     Dims,
     Value,
-    combined,
     dims_of,
-    laid_out,
-    met,
+    elementwise_result,
+    join_branches,
+    layout_result,
     of_key,
     unstacked,
 )
@@ -218,7 +218,7 @@ class Walk:
         if name == "dot_general":
             return [self._multiplied(eqn, operands, at)]
         if name in LAY_OUT:
-            return [laid_out(eqn, operands[0])]
+            return [layout_result(eqn, operands[0])]
         for variable, operand in zip(eqn.invars, operands, strict=True):
             self._use(eqn, variable, operand, at)
         return [Value() for _ in eqn.outvars]
@@ -234,7 +234,7 @@ class Walk:
                 self._use(eqn, variable, operand, at, _aligned(operand, others))
             elif math.prod(variable.aval.shape) == size:
                 whole.append(operand)
-        return combined(eqn.primitive.name, operands, whole)
+        return elementwise_result(eqn.primitive.name, operands, whole)
 
     def _multiplied(self, eqn: Any, operands: list[Value], at: Place) -> Value:
         """The result of a product. A dim over which it runs independently may stay split."""
@@ -418,7 +418,7 @@ class Walk:
         for _ in range(_MOST_ROUNDS):
             results = self.run(inner, given, inside, at)
             before = given[carried]
-            after = [met(x, y) for x, y in zip(before, results[:count], strict=True)]
+            after = [join_branches(x, y) for x, y in zip(before, results[:count], strict=True)]
             if after == before:
                 break
             given = [*given[: carried.start], *after, *given[carried.stop :]]
@@ -436,7 +436,7 @@ class Walk:
         for branch in bodies(eqn):
             of_branch = self._call(branch, eqn, operands[1:], finals, place)
             pairs = zip(results, of_branch, strict=True)
-            results = [met(x, y) for x, y in pairs] if results else of_branch
+            results = [join_branches(x, y) for x, y in pairs] if results else of_branch
         return results
 
 

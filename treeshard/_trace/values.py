@@ -69,7 +69,7 @@ def dims_of(spec: Any, rank: int) -> Dims:
     return tuple(axes_of(entry) for entry in dim_entries(spec, rank))
 
 
-def joined(values: Sequence[Value]) -> Value:
+def merge_values(values: Sequence[Value]) -> Value:
     """A value that is computed from several of one shape, element by element."""
     values = [value for value in values if not value.is_zero] or [values[0]]
     of_leaves = [value for value in values if value.leaves]
@@ -79,7 +79,7 @@ def joined(values: Sequence[Value]) -> Value:
     return like._replace(leaves=leaves, gathers=gathers, gradients=frozenset())
 
 
-def met(first: Value, second: Value) -> Value:
+def join_branches(first: Value, second: Value) -> Value:
     """What holds for both of two values, such as those of two branches."""
     common = {
         "is_zero": first.is_zero and second.is_zero,
@@ -119,7 +119,7 @@ OF_KEYS = ("random_fold_in", "random_split", "random_unwrap", "random_wrap")
 PASS_ON = ("device_put", "optimization_barrier", "pvary", "copy_p")
 
 
-def combined(name: str, operands: Sequence[Value], whole: Sequence[Value]) -> Value:
+def elementwise_result(name: str, operands: Sequence[Value], whole: Sequence[Value]) -> Value:
     """The result of an op on each element, `whole` being the operands of its size."""
     zeros = [operand.is_zero for operand in operands]
     if (name == "mul" and any(zeros)) or (name == "div" and zeros[0]):
@@ -128,7 +128,7 @@ def combined(name: str, operands: Sequence[Value], whole: Sequence[Value]) -> Va
         return Value(is_zero=all(zeros) and name in ("add", "sub"))
     adds_zero = (name in ("add", "sub") and zeros[-1]) or (name == "add" and zeros[0])
     keeps = name in KEEP_ELEMENTS or adds_zero
-    new = joined(whole)
+    new = merge_values(whole)
     is_zero = new.is_zero and (keeps or name == "neg")
     return new._replace(is_changed=new.is_changed or not keeps, is_zero=is_zero)
 
@@ -146,7 +146,7 @@ LAY_OUT = frozenset(
 )
 
 
-def laid_out(eqn: Any, value: Value) -> Value:
+def layout_result(eqn: Any, value: Value) -> Value:
     """The result of an op of `LAY_OUT`."""
     shape, result, params = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, eqn.params
     dims = value.dims or ((),) * len(shape)

@@ -24,7 +24,7 @@ except ModuleNotFoundError:
     ) from None
 
 from treeshard._core.paths import PyTree
-from treeshard._core.processes import TIMEOUT, with_bar
+from treeshard._core.processes import TIMEOUT, show_progress
 from treeshard._disk.files import PathLike
 from treeshard._disk.leaves import Contents, SavedLeaf, raise_damages
 from treeshard.checkpoint._checkpoints import Checkpoints
@@ -100,7 +100,7 @@ def save(
             unfinished checkpoints in this directory, which are removed.
     """
     if progress:
-        with_bar((), "save")  # raises without tqdm, before anything is written
+        show_progress((), "save")  # raises without tqdm, before anything is written
     writing = begin(
         checkpoint_path(path),
         tree,
@@ -166,7 +166,7 @@ def verify(path: PathLike, *, progress: bool = False) -> None:
     checkpoint = checkpoint_path(path)
     with reading(checkpoint):
         leaves = table_at(checkpoint).leaves
-        rows = with_bar(leaves, "verify", show=progress)
+        rows = show_progress(leaves, "verify", show=progress)
         damages = {row.path: why for row, why in damages_of(checkpoint, rows) if why}
         raise_damages(checkpoint, damages)
     bare = [row for row in leaves if row.crc is None]

@@ -31,14 +31,14 @@ from treeshard._core.arrays import (
     Region,
     is_on_host,
     items_on_host,
-    lengths,
-    own_shards,
+    primary_shards,
+    region_shape,
     regions_here,
     to_host,
     to_read,
 )
 from treeshard._core.memory import Meter, kept_by_allocator
-from treeshard._core.processes import with_bar
+from treeshard._core.processes import show_progress
 from treeshard._core.text import dtype_name
 from treeshard._disk.leaves import Shape
 from treeshard._disk.to_devices import Part, Target, to_devices
@@ -293,7 +293,7 @@ def memory_to_save(arrays: Arrays) -> int:
 def copies(arrays: Arrays) -> dict[str, Copy]:
     """Copies of what this process stores, by leaf path, so that the arrays may change."""
     large = {
-        leaf: list(own_shards(x))
+        leaf: list(primary_shards(x))
         for leaf, x in arrays.items()
         if isinstance(x, jax.Array) and not _is_one_part(x)
     }
@@ -530,7 +530,7 @@ class ArrayStore:
         on_host: dict[str, np.ndarray] = {}
 
         def read_parts() -> Iterator[Part[str]]:
-            bar = with_bar(list(readers), "restore", show=progress)
+            bar = show_progress(list(readers), "restore", show=progress)
             shown = None
             for read, future in _in_turn(reads, _IN_FLIGHT):
                 if read.leaf != shown:
@@ -647,7 +647,7 @@ def memory_to_read(wanted: Wanted) -> int:
     planned = [read._replace(start=partial(meter.add, read.nbytes)) for read in reads]
     for read, _ in _in_turn(planned, _IN_FLIGHT):
         x = wanted[read.leaf]
-        in_host = _bytes_of(x, lengths(read.region))
+        in_host = _bytes_of(x, region_shape(read.region))
         buffers += (in_host, in_host), (_bytes_of(x, x.chunk), read.nbytes - in_host)
         meter.add(in_host - read.nbytes)
         if x.sharding is not None:
@@ -689,5 +689,5 @@ def _read_regions(store: Any, region: Region) -> Any:
 def _transfer(leaf: str, x: StoredArray, region: Region, reader: Reader) -> _Transfer:
     pairs = zip(region, x.chunk, strict=True)
     chunks = math.prod(-(-stop // step) - start // step for (start, stop), step in pairs)
-    nbytes = _bytes_of(x, lengths(region)) + chunks * _bytes_of(x, x.chunk)
+    nbytes = _bytes_of(x, region_shape(region)) + chunks * _bytes_of(x, x.chunk)
     return _Transfer(leaf, region, max(_LEAST_PART, nbytes), partial(reader, region))

@@ -20,7 +20,13 @@ from etils import epath
 
 from treeshard._core.meetings import breaking_if_left
 from treeshard._core.paths import PyTree
-from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, agreeing, all_or_none, with_bar
+from treeshard._core.processes import (
+    AS_LONG_AS_IT_TAKES,
+    TIMEOUT,
+    all_or_none,
+    require_agreement,
+    show_progress,
+)
 from treeshard._core.threads import Outcome, end_process, in_thread, interrupts_deferred
 from treeshard._disk.files import (
     Lock,
@@ -38,8 +44,8 @@ from treeshard.checkpoint._paths import (
     is_local,
     latest_in,
     lock_in,
+    mark_removed,
     remove_tree,
-    set_aside,
     steps_in,
     sweep_left,
     sweep_run,
@@ -143,7 +149,7 @@ class Checkpoints:
         self._directory = checkpoint_path(directory)
         self._keep, self._every, self._background = keep, every, background
         self._timeout, self._read_only, self._progress = timeout, read_only, progress
-        with_bar((), "Checkpoints", show=progress)  # raises without tqdm, before anything is done
+        show_progress((), "Checkpoints", show=progress)  # raises without tqdm, before all else
         self._begin = partial(begin, fingerprints=fingerprints, on_divergence=on_divergence)
         self._writing: tuple[int, Writing] | None = None
         self._removing: list[Outcome[None]] = []
@@ -152,7 +158,7 @@ class Checkpoints:
         self._lock: Lock | None = None
         with breaking_if_left(), ExitStack() as held:
             if not read_only:
-                with agreeing("Checkpoints", timeout=timeout) as facts:
+                with require_agreement("Checkpoints", timeout=timeout) as facts:
                     facts["the directory"] = str(self._directory)
                     facts["keep"], facts["every"] = str(keep), str(every)
                 self._open(held)
@@ -258,7 +264,7 @@ class Checkpoints:
         """
         number = self._step_to_write(REMOVE_AFTER, step)
         self.wait()
-        with agreeing(REMOVE_AFTER, timeout=self._timeout) as facts:
+        with require_agreement(REMOVE_AFTER, timeout=self._timeout) as facts:
             facts["the directory"], facts["the step"] = str(self._directory), str(number)
         with all_or_none(REMOVE_AFTER, phase="remove", timeout=AS_LONG_AS_IT_TAKES) as of_process:
             later: list[int] = []
@@ -506,7 +512,7 @@ class Checkpoints:
 
     def _remove(self, step: int) -> None:
         """Hides a step at once, and removes its files in a thread."""
-        in_thread(self._removing, _remove_files, set_aside(self._directory / str(step)))
+        in_thread(self._removing, _remove_files, mark_removed(self._directory / str(step)))
 
 
 def _lock(directory: epath.Path, held: ExitStack) -> Lock | None:

@@ -25,8 +25,8 @@ from treeshard._core.arrays import (
     Region,
     data_of,
     is_spread,
-    lengths,
-    own_shards,
+    primary_shards,
+    region_shape,
     regions_here,
     run_dim,
     used_bits,
@@ -187,7 +187,7 @@ def _parts(arrays: Sequence[jax.Array | np.ndarray]) -> Iterator[_Part]:
         if not isinstance(x, jax.Array):
             yield _Part(i, x, _layout(x.shape, x.shape, x.dtype.itemsize))
             continue
-        shards = list(own_shards(x))
+        shards = list(primary_shards(x))
         key = (x.sharding, x.shape, x.dtype.itemsize)
         if key not in known:
             known[key] = {shard.device: _part(x, shard) for shard in shards}
@@ -197,7 +197,7 @@ def _parts(arrays: Sequence[jax.Array | np.ndarray]) -> Iterator[_Part]:
 
 def _part(x: jax.Array, shard: Any) -> _Part:
     region = regions_here(x.sharding, x.shape)[shard.device]
-    layout = _layout(lengths(region), x.shape, x.dtype.itemsize)
+    layout = _layout(region_shape(region), x.shape, x.dtype.itemsize)
     return _Part(0, None, layout, layout.bytes_after(region, x.shape))
 
 

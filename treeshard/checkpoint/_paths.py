@@ -24,7 +24,7 @@ from treeshard._disk.files import (
     exchange_names,
     file_path,
     is_open_as,
-    lock_of_killed,
+    take_stale_lock,
 )
 from treeshard.errors import (
     CheckpointError,
@@ -446,7 +446,7 @@ def sweep_left(directory: epath.Path) -> dict[str, int | None]:
         return removed
     for name in _names_in(directory):
         match = _LOCK_FILE.fullmatch(name)
-        lock = match and lock_of_killed(Path(directory / name))
+        lock = match and take_stale_lock(Path(directory / name))
         if match is None or lock is None:
             continue
         with lock:
@@ -503,7 +503,7 @@ def _replaced_path(path: epath.Path) -> epath.Path:
     return path.with_name(f"{path.name}{TEMPORARY}{_REPLACED}")
 
 
-def set_aside(path: epath.Path) -> epath.Path:
+def mark_removed(path: epath.Path) -> epath.Path:
     """Marks a checkpoint as incomplete, so that it can then be removed slowly."""
     if not is_local(path):
         (path / COMMITTED).unlink(missing_ok=True)

@@ -22,7 +22,7 @@ from treeshard._core.meetings import breaking_if_left
 from treeshard._core.memory import Meter
 from treeshard._core.mesh import MeshLike
 from treeshard._core.paths import PyTree, nested
-from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, agreeing, all_or_none
+from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, all_or_none, require_agreement
 from treeshard._core.text import parse_dtype
 from treeshard._disk.files import PathLike
 from treeshard._disk.leaves import ReadLeaf, SavedLeaf, raise_damages
@@ -137,7 +137,7 @@ def restore(
     among = [jax.process_index()] if like is None and rules is None else None
     checkpoint = checkpoint_path(path)
     with reading(checkpoint) as check:
-        with agreeing(WHERE, among=among, timeout=timeout) as facts, explaining(check):
+        with require_agreement(WHERE, among=among, timeout=timeout) as facts, explaining(check):
             text = table_text(checkpoint)
             rows = {row.path: row for row in _table_of(checkpoint, text).leaves}
             types = {row.path: LeafType(row.kind, row.shape, row.dtype) for row in rows.values()}

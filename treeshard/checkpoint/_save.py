@@ -28,10 +28,10 @@ from treeshard._core.hosts import check_memory_of_hosts
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.processes import (
     AS_LONG_AS_IT_TAKES,
-    agreeing,
     compare_copies,
-    tell,
-    with_bar,
+    exchange_outcomes,
+    require_agreement,
+    show_progress,
 )
 from treeshard._core.threads import Outcome, in_thread, interrupts_deferred
 from treeshard._disk.files import (
@@ -89,7 +89,7 @@ class Writing:
         """Returns once all processes have written everything; or raises what failed on any."""
         try:
             if progress and jax.process_index() == 0:
-                for percent in with_bar(range(1, 101), WHERE, unit="%"):
+                for percent in show_progress(range(1, 101), WHERE, unit="%"):
                     while not self._end.done and 100 * self._on_disk() < percent * self._size:
                         time.sleep(0.05)
             self._end.result()
@@ -131,7 +131,7 @@ def begin(
         raise ValueError(f"{WHERE}(on_divergence={on_divergence!r}): it is 'error' or 'warn'.")
     first = jax.process_index() == 0
     with ExitStack() as held:
-        with agreeing(WHERE, timeout=timeout, reads=False) as facts:
+        with require_agreement(WHERE, timeout=timeout, reads=False) as facts:
             table, arrays = pack(tree)
             if not table.leaves:
                 raise LeafError(f"{WHERE}: the tree has no array, number, text or `None` to save.")
@@ -358,7 +358,9 @@ def _stage(path: epath.Path, name: str, timeout: float) -> Iterator[list[bytes]]
     except BaseException as error:
         raised = error
     lane = f"save {path}"
-    told, failures = tell(f"{lane}: {name}", raised, messages, timeout=timeout, lane=lane)
+    told, failures = exchange_outcomes(
+        f"{lane}: {name}", raised, messages, timeout=timeout, lane=lane
+    )
     if raised is not None and not isinstance(raised, Exception):
         raise raised  # a Ctrl-C stays one
     if failures:

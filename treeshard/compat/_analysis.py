@@ -9,7 +9,7 @@ from treeshard._core.arguments import check_no_refs
 from treeshard._core.arrays import has_shape
 from treeshard._core.mesh import AnyMesh, MeshLike
 from treeshard._core.paths import PyTree, leaf_paths
-from treeshard._core.spec_trees import SpecTree, lay, raise_misfits
+from treeshard._core.spec_trees import SpecTree, raise_misfits, resolve_specs
 from treeshard._core.specs import MISFITS
 from treeshard._inspection.memory import PlacedLeaf, bytes_by_device
 
@@ -99,7 +99,7 @@ def _by_spec(leaves: list[PlacedLeaf]) -> dict[PartitionSpec | None, dict[str, i
 def _placed_leaves(tree: Any, specs: Any, mesh: MeshLike | None) -> list[PlacedLeaf]:
     """Every array with its sharding. Raises for all leaves whose spec does not fit."""
     check_no_refs(tree, "analyze_sharding_strategy")
-    laid = lay(tree, specs, mesh)
+    laid = resolve_specs(tree, specs, mesh)
     kinds = MISFITS - {"indivisible"} | {"unconstrained"}
     misfits = {i: misfit for i, spec in enumerate(laid) if spec and (misfit := spec.misfit(kinds))}
     raise_misfits(tree, misfits, "analyze_sharding_strategy")

@@ -16,9 +16,9 @@ from treeshard._core.mesh import MeshLike
 from treeshard._core.processes import (
     AS_LONG_AS_IT_TAKES,
     TIMEOUT,
-    agreeing,
     all_or_none,
-    with_bar,
+    require_agreement,
+    show_progress,
 )
 from treeshard._core.text import parse_bytes
 from treeshard._disk.files import PathLike, file_path
@@ -111,7 +111,7 @@ def save_safetensors(
     where = "save_safetensors"
     check_path(path, where, "save_safetensors(path, tree)")
     to = file_path(path)
-    with agreeing(where, timeout=timeout) as facts:
+    with require_agreement(where, timeout=timeout) as facts:
         most = parse_bytes(max_file_size) if isinstance(max_file_size, str) else max_file_size
         tensors = tensors_of(tree, rename, where)
         check_memory_to_write(to, tensors.values())
@@ -123,7 +123,7 @@ def save_safetensors(
         for name, x in tensors.items():
             facts.add_origin(name, x, range(jax.process_count()))
     names = names_to_write(tensors, where, timeout)
-    names_with_bar = with_bar(names, where, unit="tensor", show=progress)
+    names_with_bar = show_progress(names, where, unit="tensor", show=progress)
     values = ((name, pieces_of(tensors[name])) for name in names_with_bar)
     write_files(to, files, values, where, timeout)
 
@@ -208,7 +208,7 @@ def load_safetensors(
                 placing.check(where)
                 stored = open_files.enter_context(open_tensors(source))
                 return read_by_name(source, stored, cast, progress=progress)
-            with agreeing(where, timeout=timeout) as facts:
+            with require_agreement(where, timeout=timeout) as facts:
                 stored = open_files.enter_context(open_tensors(source))
                 request = tensor_request(stored, like, placing, rename, cast, where)
                 request.differences.check(str(source), partial=partial)

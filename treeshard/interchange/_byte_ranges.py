@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from treeshard._core.arrays import Region, common, lengths, runs, within
+from treeshard._core.arrays import Region, intersect, region_shape, relative_slices, runs
 
 # Bytes that are joined, or split, at a time.
 BLOCK = 2**23
@@ -39,9 +39,9 @@ def write(file: int, at: int, shape: Sequence[int], pieces: Iterable[Piece]) -> 
     for block, parts in _blocks(pieces):
         data = parts[0].items
         if len(parts) > 1:
-            data = np.empty(lengths(block), data.dtype)
+            data = np.empty(region_shape(block), data.dtype)
             for region, items in parts:
-                data[within(region, block)] = items
+                data[relative_slices(region, block)] = items
         little = np.ascontiguousarray(data, data.dtype.newbyteorder("<"))
         _transfer(os.pwrite, file, at, shape, block, little)
 
@@ -55,11 +55,11 @@ def read(file: int, at: int, shape: Sequence[int], pieces: Iterable[Piece]) -> N
     for block, parts in _blocks(pieces):
         data = parts[0].items
         if len(parts) > 1 or not data.flags.c_contiguous:
-            data = np.empty(lengths(block), data.dtype)
+            data = np.empty(region_shape(block), data.dtype)
         _transfer(_read_into, file, at, shape, block, data)
         for region, items in parts:
             if items is not data:
-                items[...] = data[within(region, block)]
+                items[...] = data[relative_slices(region, block)]
 
 
 def _read_into(file: int, into: memoryview, at: int) -> int:
@@ -110,7 +110,7 @@ def _blocks(pieces: Iterable[Piece]) -> Iterator[tuple[Region, list[Piece]]]:
     around = tuple((min(start for start, _ in dim), max(stop for _, stop in dim)) for dim in dims)
     for block in _cut(around, BLOCK // pieces[0].items.itemsize):
         parts = list(_parts_in(block, pieces))
-        if sum(part.items.size for part in parts) == math.prod(lengths(block)):
+        if sum(part.items.size for part in parts) == math.prod(region_shape(block)):
             yield block, parts
         else:
             yield from ((part.region, [part]) for part in parts)
@@ -118,20 +118,20 @@ def _blocks(pieces: Iterable[Piece]) -> Iterator[tuple[Region, list[Piece]]]:
 
 def _parts_in(block: Region, pieces: Iterable[Piece]) -> Iterator[Piece]:
     for piece in pieces:
-        region = common(piece.region, block)
+        region = intersect(piece.region, block)
         if region is not None:
             # Without the dots, an index of integers would make a number of an array.
-            index = (*within(region, piece.region), ...)
+            index = (*relative_slices(region, piece.region), ...)
             yield Piece(region, piece.items[index])
 
 
 def _cut(region: Region, most: int) -> Iterator[Region]:
     """Halves a part of an array until none has more than `most` items; in C order."""
-    if math.prod(lengths(region)) <= most:
+    if math.prod(region_shape(region)) <= most:
         yield region
         return
     # Of the outermost dim: the rows of either half stay as long as they are in the file.
-    dim = next(dim for dim, length in enumerate(lengths(region)) if length > 1)
+    dim = next(dim for dim, length in enumerate(region_shape(region)) if length > 1)
     start, stop = region[dim]
     middle = (start + stop) // 2
     for half in ((start, middle), (middle, stop)):

@@ -25,7 +25,7 @@ from typing import BinaryIO, NamedTuple
 
 import jax
 
-from treeshard._disk.files import flush, new_files
+from treeshard._disk.files import atomic_files, flush
 from treeshard._disk.untrusted import check_size, open_file, parse, read_file
 from treeshard.errors import CheckpointError, FormatError, listed
 from treeshard.interchange._byte_ranges import Piece, write, write_bytes
@@ -110,7 +110,7 @@ def write_files(
     """
     paths = [file.path for file in files]
     try:
-        with new_files(
+        with atomic_files(
             path, paths, _may_have_written, partial(_keep_earlier, paths), where, timeout
         ) as opened:
             pairs = [*zip(files, opened, strict=True)]

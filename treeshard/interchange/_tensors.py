@@ -22,15 +22,15 @@ from treeshard._core.arrays import (
     is_key,
     is_spread,
     items_on_host,
-    lengths,
-    own_shards,
+    primary_shards,
     region_of,
+    region_shape,
     regions_here,
 )
 from treeshard._core.hosts import check_memory_of_hosts
 from treeshard._core.memory import Meter, kept_by_allocator, lacking_memory
 from treeshard._core.paths import PyTree, leaf_paths, shared_names
-from treeshard._core.processes import all_or_none, with_bar
+from treeshard._core.processes import all_or_none, show_progress
 from treeshard._core.spec_trees import Misfit
 from treeshard._core.text import parse_dtype
 from treeshard._disk.leaves import check_known, is_none
@@ -163,7 +163,7 @@ def pieces_of(leaf: Any) -> list[Piece]:
     if not isinstance(leaf, jax.Array):
         x = np.asarray(leaf)
         return [Piece(full_region(x.shape), x)]
-    shards = own_shards(leaf)
+    shards = primary_shards(leaf)
     return [Piece(region_of(shard.index, leaf.shape), np.asarray(shard.data)) for shard in shards]
 
 
@@ -213,7 +213,7 @@ def tensor_facts(stored: Mapping[str, Stored]) -> str:
 def read_tensors(request: Request, stored: Mapping[str, Stored], *, progress: bool) -> PyTree:
     """Reads the tree of a request, ordered by file and offset."""
     rows = _rows(request, stored)
-    shown = with_bar(rows, "load_safetensors", unit="tensor", show=progress)
+    shown = show_progress(rows, "load_safetensors", unit="tensor", show=progress)
     on_host: dict[int, np.ndarray] = {}
 
     def read_parts() -> Iterator[Part[int]]:
@@ -252,7 +252,7 @@ def read_by_name(
         name: RequestedLeaf(name, _leaf_type(x.tensor).cast(to), None) for name, x in stored.items()
     }
     check_memory(path, _memory_to_load((stored[name].tensor, x) for name, x in leaves.items()))
-    shown = with_bar(list(stored), "load_safetensors", unit="tensor", show=progress)
+    shown = show_progress(list(stored), "load_safetensors", unit="tensor", show=progress)
     dtypes = {name: parse_dtype(x.type.dtype) for name, x in leaves.items()}
     return {name: _cast(read_full(stored[name]), dtypes[name]) for name in shown}
 
@@ -275,7 +275,7 @@ def _memory_to_load(tensors: Iterable[tuple[Tensor, RequestedLeaf]]) -> int:
     for tensor, leaf in tensors:
         regions, size = _regions(leaf), np.dtype(tensor.dtype).itemsize
         dtype = parse_dtype(leaf.type.dtype)
-        items = [math.prod(lengths(region)) for region in regions]
+        items = [math.prod(region_shape(region)) for region in regions]
         meter.add(sum(items) * size)
         for region, count in zip(regions, items, strict=True):
             if dtype != tensor.dtype:
@@ -309,7 +309,7 @@ def read_full(stored: Stored) -> np.ndarray:
 
 def _read_regions(stored: Stored, regions: Iterable[Region]) -> dict[Region, np.ndarray]:
     tensor, file = stored
-    pieces = [Piece(region, np.empty(lengths(region), tensor.dtype)) for region in regions]
+    pieces = [Piece(region, np.empty(region_shape(region), tensor.dtype)) for region in regions]
     try:
         read(file.fileno(), tensor.start, tensor.shape, pieces)
     except EOFError:

@@ -21,12 +21,12 @@ from treeshard._core.mesh import context_mesh
 from treeshard._core.origins import origin_of
 from treeshard._core.paths import PyTree, is_box, is_box_of_leaf, leaf_paths
 from treeshard._core.spec_trees import (
-    LaidSpec,
     Misfit,
+    ResolvedSpec,
     SpecTree,
-    lay,
     layer_specs,
     raise_misfits,
+    resolve_specs,
     specs_of_leaves,
 )
 from treeshard._core.specs import all_axes, dim_entries, entries, is_spec, without_axes
@@ -349,7 +349,7 @@ def leaves_with_specs(tree: PyTree, specs: SpecTree, where: str) -> tuple[list[L
         leaves, treedef = _leaves_beside(tree, specs)
         mesh = context_mesh()
     values = [leaf.value for leaf in leaves]
-    laid_specs = lay(values, [leaf.spec for leaf in leaves], choose_mesh=lambda *_: mesh)
+    laid_specs = resolve_specs(values, [leaf.spec for leaf in leaves], choose_mesh=lambda *_: mesh)
     _raise_misfits(treedef.unflatten(values), laid_specs, where)
     return leaves, treedef
 
@@ -409,7 +409,7 @@ def _are_slices(values: Sequence[Any], planned: Sequence[PlannedLeaf | None]) ->
 _MISFITS = frozenset({"rank", "axis-not-in-mesh", "reduced-type"})
 
 
-def _raise_misfits(tree: PyTree, laid_specs: Sequence[LaidSpec | None], where: str) -> None:
+def _raise_misfits(tree: PyTree, laid_specs: Sequence[ResolvedSpec | None], where: str) -> None:
     """Raises for specs that are too long, name an axis that the mesh lacks, or are of a type."""
     misfits: dict[int, Misfit] = {}
     for i, laid in enumerate(laid_specs):

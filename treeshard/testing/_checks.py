@@ -11,14 +11,20 @@ from treeshard._core.arguments import check_no_refs
 from treeshard._core.arrays import data_of, is_raw_key
 from treeshard._core.mesh import MeshLike
 from treeshard._core.paths import PyTree
-from treeshard._core.processes import all_or_none, participating_processes, wants_bar, with_bar
+from treeshard._core.processes import all_or_none, participating_processes, show_progress, wants_bar
 from treeshard._core.spec_trees import SpecTree
 from treeshard._core.text import fold_paths
 from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import AVERAGES_PARTS, IN_MINIBATCHES
 from treeshard.errors import MeshError, WrongResultError
 from treeshard.testing._computations import Computation, Gradients, Steps
-from treeshard.testing._findings import WHY, Compared, compared, gaps, statements
+from treeshard.testing._findings import (
+    WHY,
+    Compared,
+    compare_layout,
+    summarize,
+    uninformative_results,
+)
 from treeshard.testing._layouts import Layout, restored, selected
 from treeshard.testing._layouts import layouts as default_layouts
 from treeshard.testing._noise import (
@@ -233,7 +239,7 @@ def check(
             f"{what}: the mesh has one device, so there is nothing to compare. On a laptop, call"
             " `treeshard.simulate_devices(8)` first."
         )
-    bar = with_bar(chosen, what, unit="layout", show=wants_bar(), after=_QUIET_SECONDS)
+    bar = show_progress(chosen, what, unit="layout", show=wants_bar(), after=_QUIET_SECONDS)
     # All processes read the same numbers, and so say the same.
     with all_or_none(what, among=participating_processes((), [mesh])):
         if _are_rows_alike(computation, chosen[0]):
@@ -285,7 +291,7 @@ class _Comparison:
         if kept := _kept_keys(self.precisions[-1]):
             self._note(_KEPT_KEY.format(paths=", ".join(kept)))
         rows = OwnRows(self.precisions[0].computation, layout)
-        self.gaps = gaps(self.precisions, rows)
+        self.gaps = uninformative_results(self.precisions, rows)
         if rows.error is not None:
             self._note(_NO_OWN_ROWS.format(error=_first_line(rows.error)))
         self.cells: dict[str, dict[str, str]] = {path: {} for path in computation.paths}
@@ -388,7 +394,7 @@ class _Comparison:
             if any(norm(x - y) > 2 * LIMIT * expected.of(i) for i, (x, y) in enumerate(pairs)):
                 self._note(_OTHER_WEIGHTS.format(layout=layout.name))
             expected = expected.with_reference(alone)
-        return compared(expected, layout, computation.run(layout))
+        return compare_layout(expected, layout, computation.run(layout))
 
     def _cell(self, results: Sequence[Compared], i: int, layout: Layout) -> str:
         """A word for one result in one layout; keeps what is wrong, and where it is right."""
@@ -483,7 +489,7 @@ class _Comparison:
         problems: list[Problem] = []
         for i, (path, spec) in enumerate(zip(computation.paths, computation.specs, strict=True)):
             found = {name: of_all[i] for name, of_all in self.findings.items() if i in of_all}
-            for names, fact in statements(found, self.right[i], self.layouts):
+            for names, fact in summarize(found, self.right[i], self.layouts):
                 problems.append(Problem(path, spec, tuple(names), fact))
         return problems
 

@@ -48,7 +48,7 @@ from treeshard.testing._report import Finding
 from treeshard.testing._widening import Widening
 from treeshard.training._accumulation import accumulate_gradients
 from treeshard.training._step import Step
-from treeshard.training._type_errors import explaining_types
+from treeshard.training._type_errors import sharding_type_errors
 
 # The values of a result: of each device, the index of its shard, and the shard itself.
 Shards = dict[Any, tuple[tuple[slice, ...], np.ndarray]]
@@ -230,7 +230,7 @@ class Computation:
         # Constraints with a bare `PartitionSpec` need a mesh, and `_shards` must be without: in it,
         # JAX computes nothing from the shard of one device.
         in_force = PlanInForce(layout.plan, row_axes(layout.batch_specs))
-        types = explaining_types(layout.mesh, in_force)
+        types = sharding_type_errors(layout.mesh, in_force)
         mesh, one_pass = jax.set_mesh(layout.mesh), in_one_pass(layout.one_pass)
         with mesh, types, one_pass, _devices_are(layout.mesh):
             yield

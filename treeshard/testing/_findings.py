@@ -51,7 +51,7 @@ WHY = {
 }
 
 
-def gaps(precisions: Sequence[Tolerance], rows: OwnRows) -> dict[int, str]:
+def uninformative_results(precisions: Sequence[Tolerance], rows: OwnRows) -> dict[int, str]:
     """The results of which a comparison shows nothing, or little: by index, a word of `WHY`.
 
     The first of the precisions is the widest. Integers and keys must be equal to the bit, so they
@@ -140,7 +140,7 @@ class Compared:
         return Finding(_OFF, cell + some)
 
 
-def compared(expected: Tolerance, layout: Layout, result: list[Shards]) -> Compared:
+def compare_layout(expected: Tolerance, layout: Layout, result: list[Shards]) -> Compared:
     """Puts the results of a layout beside those that it should have.
 
     Under `jit` a key gives the same numbers in all layouts. In `shard_map` each device draws, and
@@ -204,7 +204,7 @@ def _wrong_keys(axes: Axes, order: Axes) -> Finding | None:
 # ------------------------------------------------------------------ over all layouts
 
 
-def statements(
+def summarize(
     found: Mapping[str, Finding], right: Sequence[Layout], layouts: Mapping[str, Layout]
 ) -> Iterator[tuple[list[str], str]]:
     """What is said of one result: the layouts in which it is wrong, and a fact.

@@ -19,10 +19,10 @@ from treeshard._core.arrays import array_text, is_array, same_arrays
 from treeshard._core.contexts import plan_in_force
 from treeshard._core.facts import Facts
 from treeshard._core.make_mesh import with_devices
-from treeshard._core.meetings import breaking_if_left, in_turn, last_meeting, set_origin
+from treeshard._core.meetings import breaking_if_left, exclusive, last_meeting, set_origin
 from treeshard._core.mesh import MeshLike, axis_sizes, check_axes
 from treeshard._core.paths import PyTree, leaf_paths
-from treeshard._core.processes import agreeing, participating_processes
+from treeshard._core.processes import participating_processes, require_agreement
 from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
 from treeshard._core.specs import entry_of
 from treeshard._placement.padding import resize
@@ -144,8 +144,8 @@ def init_sharded(
         return tree, same_arrays(leaf_paths(tree), tree_leaves(tree))
 
     processes = participating_processes((), [mesh])
-    with breaking_if_left(), in_turn(processes):
-        with agreeing("init_sharded", among=processes) as facts:
+    with breaking_if_left(), exclusive(processes):
+        with require_agreement("init_sharded", among=processes) as facts:
             # Only inside the trace can two leaves be seen to be one array.
             structs, pairs = eqx.filter_eval_shape(make_and_compare, arguments)
             tree_plan = plan(structs, rules, mesh, min_size=min_size, strict=strict)

@@ -24,7 +24,7 @@ from treeshard._placement.constraint import with_sharding_constraint
 from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import PlanInForce, current_plan, default_batch, row_axes
 from treeshard.errors import SpecError
-from treeshard.training._type_errors import explaining_types
+from treeshard.training._type_errors import sharding_type_errors
 
 
 def value_and_grad(
@@ -108,7 +108,7 @@ def value_and_grad(
             return out if has_aux else (out, None)
 
         differentiate = jax.value_and_grad(run, has_aux=True)
-        with nullcontext() if mesh is None else explaining_types(mesh, step):
+        with nullcontext() if mesh is None else sharding_type_errors(mesh, step):
             if rows:
                 from treeshard.training._waiting import by_waiting
 

@@ -75,7 +75,7 @@ def _is_live(x: Any) -> bool:
     return isinstance(x, jax.Array) and not isinstance(x, Tracer)
 
 
-def typed_as_planned(arrays: list[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
+def reshard_to_planned_types(arrays: list[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
     """The arrays, with those placed for which JAX would trace another program than for the plan's.
 
     Arrays of a mesh of the same devices and other types of axes are not copied.
@@ -114,7 +114,7 @@ def mark_as_separate(arrays: Sequence[Any]) -> None:
         setattr(x, _MARK, True)
 
 
-def separated(
+def copy_shared_buffers(
     arrays: list[Any], batch: Sequence[Any], leaves: Sequence[PlannedLeaf], where: str
 ) -> list[Any]:
     """The arrays of a state, with copies of those that share memory with others or with the batch.

@@ -27,7 +27,7 @@ from treeshard._planning.plan_in_force import PlanInForce
 from treeshard.errors import SpecError, StateError, listed, warn
 from treeshard.training._batch import BatchPlacement
 from treeshard.training._pitfalls import warn_of_device_puts
-from treeshard.training._type_errors import explaining_types
+from treeshard.training._type_errors import sharding_type_errors
 
 StepFn = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -99,7 +99,7 @@ class Program:
                 return traced
             self._in_force = replace(self._in_force, waits=False)
             self._jit()
-        with explaining_types(self._placement.mesh, self._in_force):
+        with sharding_type_errors(self._placement.mesh, self._in_force):
             return self.run.trace(state, data)
 
     def _check_gathered(self, jaxpr: Any, count: int) -> None:

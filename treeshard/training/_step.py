@@ -15,17 +15,17 @@ from treeshard._core.arrays import StaticSplit, has_shape
 from treeshard._core.jax_private import is_tracing
 from treeshard._core.make_mesh import is_attached, with_devices
 from treeshard._core.meetings import (
-    check_in_step,
+    check_not_broken,
     count_program,
     count_step,
-    in_turn,
+    exclusive,
     note_step,
     set_origin,
 )
 from treeshard._core.mesh import axes_of_type, can_wait
 from treeshard._core.paths import PyTree
 from treeshard._core.processes import participating_processes
-from treeshard._core.reports import are_used, report
+from treeshard._core.reports import report, reports_loaded
 from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
 from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import PlanInForce, row_axes
@@ -34,10 +34,10 @@ from treeshard.training._batch import BatchPlacement, structs_of
 from treeshard.training._pitfalls import (
     check_not_deleted,
     check_sharded,
+    copy_shared_buffers,
     has_deleted,
     mark_as_separate,
-    separated,
-    typed_as_planned,
+    reshard_to_planned_types,
 )
 from treeshard.training._program import Program, StepFn
 
@@ -93,7 +93,7 @@ class Step:
             with_devices(self._mesh, self._name)  # raises
         leaves, treedef = tree_flatten(state)
         data, data_def = tree_flatten(batch)
-        check_in_step(self._name, self._processes)
+        check_not_broken(self._name, self._processes)
         program = self._program(leaves, treedef, data, data_def)
         arrays = program.state.dynamic(leaves)
         if is_tracing():  # in a jit of the user's, which neither places nor donates
@@ -112,7 +112,7 @@ class Step:
             )
             types = not (program.is_traced and are_placed)
             arrays = self._ready(program, arrays, data, types=types)
-        with in_turn(self._processes), jax.set_mesh(self._mesh):
+        with exclusive(self._processes), jax.set_mesh(self._mesh):
             new, aux = self._run(program, arrays, data)
             if self._processes:
                 call = count_step(self._processes)
@@ -160,14 +160,18 @@ class Step:
         `types`: raises for deleted ones, copies shared ones."""
         check_not_deleted(arrays, program.leaves)
         if types:
-            arrays = typed_as_planned(arrays, program.shardings)
-        return separated(arrays, data, program.leaves, self._name) if self._donate else arrays
+            arrays = reshard_to_planned_types(arrays, program.shardings)
+        return (
+            copy_shared_buffers(arrays, data, program.leaves, self._name)
+            if self._donate
+            else arrays
+        )
 
     def _run(self, program: Program, arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
         try:
             if not program.is_traced:
                 traced = program.trace(arrays, data)
-                if not self.is_by_hand and are_used():
+                if not self.is_by_hand and reports_loaded():
                     # JAX keeps this program for the call, so that it compiles once.
                     self._warn_of_activations(traced.lower().compile(), traced.jaxpr)
             return program(arrays, data)

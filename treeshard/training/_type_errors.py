@@ -153,7 +153,7 @@ _SHOWN = 3  # arrays of one operand
 
 
 @contextmanager
-def explaining_types(mesh: AnyMesh, step: PlanInForce | None) -> Iterator[None]:
+def sharding_type_errors(mesh: AnyMesh, step: PlanInForce | None) -> Iterator[None]:
     """Raises JAX's errors about types on Explicit axes as `ShardingTypeError`."""
     try:
         yield

@@ -17,7 +17,7 @@ from jax.tree_util import tree_flatten
 from treeshard._core.arrays import StaticSplit
 from treeshard._core.contexts import summed_later
 from treeshard._core.spec_trees import get_names_from_partition_spec
-from treeshard._placement.reduced import loses_sums, summed, waiting_over
+from treeshard._placement.reduced import loses_sums, reduce_unreduced, waiting_over
 from treeshard.training._pitfalls import equations
 
 
@@ -63,7 +63,7 @@ def by_waiting(
         result = with_waiting(likely) if likely else None
     value, aux, grads = run(arrays) if result is None else result
     if not summed_later.value:
-        grads = [summed(x) for x in grads]
+        grads = [reduce_unreduced(x) for x in grads]
     return value, structure[-1].combine(aux), grads
 
 
@@ -152,5 +152,5 @@ def accumulated_by_waiting(accumulate: Callable[[], tuple[Any, Any]]) -> tuple[A
         traced = right_trace(traceable)  # JAX keeps it for the call, while this is alive
         if traced is not None:
             grads, metrics = traceable()
-            return jax.tree.map(summed, grads), metrics
+            return jax.tree.map(reduce_unreduced, grads), metrics
     return accumulate()  # what is done with them in each pass has no type
