@@ -298,17 +298,6 @@ def test_a_diff_lists_new_removed_and_resharded_leaves() -> None:
     ]
 
 
-# ------------------------------------------------------------------ tables
-
-
-def test_html() -> None:
-    page = planned({"a<b": struct(8)}, [("", P("fsdp"))])._repr_html_()
-    assert '<td style="text-align: left">a&lt;b</td>' in page
-    assert '<td style="text-align: right">8 B</td>' in page
-    assert page.count("<tr>") == 2
-    assert "8 B on the fullest of 8 devices" in page
-
-
 def test_a_mesh_as_text_needs_no_devices_and_means_them_where_there_are_as_many() -> None:
     tree = {"w": struct(8, 64)}
     rules = [("w", ts.fsdp("fsdp", min_size=0))]

@@ -676,12 +676,6 @@ class Plan(SpecCarrier):
     def __str__(self) -> str:
         return self.describe()
 
-    def _repr_html_(self) -> str:
-        """The plan as a table, for notebooks."""
-        from treeshard._planning.plan_report import describe_html
-
-        return describe_html(self)
-
     def __repr__(self) -> str:
         size = human_bytes(self.bytes_per_device())
         mesh = describe_mesh(self.mesh)

@@ -1,9 +1,8 @@
-"""Shows a plan as text and as a table for notebooks, and the difference between two plans.
+"""Shows a plan as text, and the difference between two plans.
 
 Repeated layers are one line: a model of 80 layers has thousands of leaves and some ten decisions.
 """
 
-import html
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from treeshard._core.arrays import (
 from treeshard._core.mesh import AnyMesh, axes_of_type, axis_sizes, describe_mesh, same_axes
 from treeshard._core.paths import pair
 from treeshard._core.specs import Adjustment, all_axes, axes_of, dim_entries, entries, part_count
-from treeshard._core.text import columns, fold, html_table, human_bytes
+from treeshard._core.text import columns, fold, human_bytes
 from treeshard._planning.matching import SMALL, PlannedLeaf
 from treeshard._planning.rules import kind_of
 from treeshard.errors import counted
@@ -41,12 +40,6 @@ _BYTES = 3  # the right-aligned column
 def describe(plan: "Plan") -> str:
     """A plan as aligned columns, followed by its totals."""
     return f"{columns(_rows(plan), right=_BYTES)}\n{_totals(plan)}"
-
-
-def describe_html(plan: "Plan") -> str:
-    """A plan as an HTML table, for notebooks."""
-    totals = html.escape(_totals(plan)).replace("\n", "<br>")
-    return f"{html_table(_rows(plan), _BYTES)}<p>{totals}</p>"
 
 
 def _rows(plan: "Plan") -> list[tuple[str, ...]]:
