@@ -28,7 +28,12 @@ from treeshard.errors import MeshError, NoDevicesError, warn
 
 AxisTypeLike = AxisType | Literal["auto", "explicit"]
 
-_AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+_AXIS_TYPES: Mapping[Any, AxisType] = {
+    "auto": AxisType.Auto,
+    "explicit": AxisType.Explicit,
+    AxisType.Auto: AxisType.Auto,
+    AxisType.Explicit: AxisType.Explicit,
+}
 _CHIPS_OF_4X4 = 16
 _SIMULATED = "--xla_force_host_platform_device_count"
 
@@ -126,11 +131,10 @@ def _named_sizes(
 def _axis_types(
     axis_types: AxisTypeLike | Sequence[AxisTypeLike], sizes: Mapping[str, int]
 ) -> tuple[AxisType, ...]:
-    given = axis_types
-    if isinstance(given, str | AxisType):
-        given = [given] * len(sizes)
-    types = [_AXIS_TYPES.get(kind, kind) for kind in given] if isinstance(given, Sequence) else []
-    if len(types) != len(sizes) or not {*types} <= {*_AXIS_TYPES.values()}:
+    is_one = isinstance(axis_types, str | AxisType)
+    of_each = [axis_types] * len(sizes) if is_one else axis_types
+    types = [_AXIS_TYPES[kind] for kind in of_each if kind in _AXIS_TYPES]
+    if not len(types) == len(of_each) == len(sizes):
         raise MeshError(
             f"make_mesh: axis_types is {axis_types!r}. Pass 'auto' or 'explicit' (or"
             f" `jax.sharding.AxisType`s), for all axes or one for each of {', '.join(sizes)}."
