@@ -57,7 +57,7 @@ _PLAN = """\
   treeshard plan --shapes run --rules rules.toml --mesh data=2,fsdp=64 --memory 80GB
 
 shapes, as JSON, or as a checkpoint or safetensors (only the header is read):
-  {"layers/0/attn/q": {"shape": [1024, 1024], "dtype": "bfloat16"}, "norm": [[1024], "float32"]}
+  {"layers/0/attn/q": {"shape": [1024, 1024], "dtype": "bfloat16"}}
 
 rules, as TOML; the first pattern that matches decides:
   min_size = 16384                    # leaves with fewer elements stay replicated
