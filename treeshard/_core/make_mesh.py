@@ -102,7 +102,7 @@ def make_mesh(
     # GPUs and CPUs have no slices: between their processes is a slow network only if asked for.
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     if slices > 1 and not between:
-        raise _which_axis_crosses(sizes, slices)
+        raise _missing_dcn_axes(sizes, slices)
     if between:
         grid = _grid_on_two_networks(sizes, between, devices, process_is_granule=slices == 1)
     else:
@@ -174,7 +174,7 @@ def _fill_sizes(
     return filled[0], filled[1]
 
 
-def _which_axis_crosses(sizes: Mapping[str, int], slices: int) -> MeshError:
+def _missing_dcn_axes(sizes: Mapping[str, int], slices: int) -> MeshError:
     """The error for several slices without `dcn_axes`, with the line to write."""
     name = next((name for name, size in sizes.items() if size % slices == 0), None)
     way_out = f"No size can be divided by {slices}: change one."
