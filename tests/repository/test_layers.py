@@ -31,7 +31,6 @@ OWNERS: Mapping[str, str] = {
     "chex": "testing",
     "equinox": "training",
     "etils": "checkpoint",
-    "isal": "checkpoint",
     "jax._src": "_core.jax_private",
     "lazy_loader": "__init__",
     "safetensors": "interchange",
