@@ -57,12 +57,15 @@ def test_without_the_service_the_error_names_the_fix() -> None:
         _client()
 
 
-def test_batches_of_other_threads_are_not_compared() -> None:
-    """Loaders make them in advance, and tasks of a pool go to other threads on each process."""
+def test_each_thread_has_batches_of_its_own() -> None:
+    """Loaders make them in advance, and are at another one on each process."""
     channel = meetings._Channel((0, 1), "")
-    assert channel._done() == [channel.steps, channel.batches]
+    channel.batches.add("batch 1")
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(channel._done).result() == [channel.steps]
+        assert pool.submit(channel.batches.entries).result() == {}
+        pool.submit(channel.batches.add, "batch 2").result()
+        assert pool.submit(channel.batches.entries).result() == {"0": "batch 2"}
+    assert channel.batches.entries() == {"0": "batch 1"}
 
 
 @pytest.mark.parametrize(

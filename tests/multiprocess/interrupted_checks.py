@@ -1,7 +1,6 @@
 """One of two processes leaves a call in its middle: the other is told, and nothing is half-done."""
 
 import os
-import re
 import signal
 import threading
 import time
@@ -17,7 +16,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from tests.multiprocess.worker import Context, start_again
+from tests.multiprocess.worker import Context, start_again, without_lines
 from treeshard import ProcessError
 from treeshard._core import meetings, processes
 from treeshard._core.meetings import AS_LONG_AS_IT_TAKES, breaking_if_left, exchange
@@ -113,8 +112,7 @@ def check_a_call_that_begins_anew_does_not_meet_with_its_middle(context: Context
     exchange("load", b"", timeout=20)
     with pytest.raises(ProcessError) as told:
         exchange("load", b"", phase=["read", ""][context.index], timeout=20)
-    said = re.sub(rf", {FILE}:\d+ \(\w+\)", "", str(told.value))
-    assert said.startswith(
+    assert without_lines(str(told.value)).startswith(
         "load: the processes do not make the same call, and nothing was done: load (read) on"
         " process 0; load (begin) on process 1. A process left this call before its end, and made"
         " it again. "

@@ -6,6 +6,7 @@ python -m tests.multiprocess.worker MODULE[,MODULE] PORT INDEX COUNT DEVICES DIR
 import importlib
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -64,6 +65,11 @@ def start_again(check: str = "") -> None:
     meetings._process.start_again(
         f"treeshard-after-{check} 0/" if check else f"{name} {int(number) + 1}/"
     )
+
+
+def without_lines(text: str) -> str:
+    """A message without the lines of the calls that it names."""
+    return re.sub(r", tests/multiprocess/\w+\.py:\d+ \([^()]*\)", "", text)
 
 
 def error_of(call: Callable[[], Any], kind: type[Exception] = ts.ProcessError) -> str:

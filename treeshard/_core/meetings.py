@@ -247,13 +247,12 @@ def record_step(among: Sequence[int], entry: str) -> None:
 
 
 def record_batch(among: Sequence[int], entry: str) -> None:
-    """Adds a batch to what processes compare at later meetings of the main thread.
+    """Adds a batch to what processes compare at each later meeting of this thread.
 
-    Other threads make batches in advance, and are at another one on each process. Theirs are
-    compared when a step receives them.
+    At those of other threads it may not have been made yet, if a thread makes batches in advance.
+    Whichever thread made it, it is compared when a step receives it.
     """
-    if is_main_thread():
-        _channel(among).batches.add(entry)
+    _channel(among).batches.add(entry)
 
 
 def agreed_forms(among: Sequence[int]) -> dict[Any, str]:
@@ -344,6 +343,10 @@ class _History:
         return {str(number): entry for number, entry in enumerate(self._latest, first)}
 
 
+class _HistoryOfThread(threading.local, _History):
+    """A history of each thread. It goes with the thread, of which there may be one for a batch."""
+
+
 _BROKEN = "out-of-step/"  # in the keys of the service that say that a call has failed
 
 
@@ -353,7 +356,7 @@ class _Channel:
     def __init__(self, participants: tuple[int, ...], name: str) -> None:
         self.participants = participants
         self.lock = threading.RLock()  # of the thread whose turn it is
-        self.steps, self.batches = _History(), _History()
+        self.steps, self.batches = _History(), _HistoryOfThread()
         self.agreed_forms: dict[Any, str] = {}  # see the function of this name
         self._counts = Counter[str]()  # of steps, batches and programs, in all threads
         self._name = name
@@ -377,8 +380,8 @@ class _Channel:
         with self.lock:
             if self._is_over:
                 check_not_broken(what, self.participants)
-            done = self._done() if moves else []
-            call = _Call(what, phase, thread, "".join(x.hash for x in done), line=self._line)
+            history = self.steps.hash + self.batches.hash if moves else ""
+            call = _Call(what, phase, thread, history, line=self._line)
             _thread.meetings, _thread.channel, _thread.call = _thread.meetings + 1, self, call
             try:
                 release_interrupts()
@@ -388,7 +391,7 @@ class _Channel:
                     if _differ(calls):
                         raise ProcessError(_different(what, calls))
                     if len({call.history for call in calls.values()}) > 1:
-                        raise ProcessError(self._first_difference(call, done, timeout))
+                        raise ProcessError(self._first_difference(call, timeout))
             except ProcessError:  # of all processes that come to this meeting
                 self._is_over = True
                 mark_broken(what, self.participants)
@@ -415,10 +418,6 @@ class _Channel:
             # others read the message above.)
             with suppress(jax.errors.JaxRuntimeError):
                 _client().wait_at_barrier(f"{self._key}/{number}", 1, others)
-
-    def _done(self) -> list[_History]:
-        """What this thread must have in common with others: see `record_step`, `record_batch`."""
-        return [self.steps, self.batches] if is_main_thread() else [self.steps]
 
     def _attend(
         self, call: _Call, payload: bytes, timeout: float
@@ -484,12 +483,12 @@ class _Channel:
             )
         return {i: (_Call(*header[:-1]), payloads[i]) for i, header in headers.items()}
 
-    def _first_difference(self, call: _Call, done: Sequence[_History], timeout: float) -> str:
+    def _first_difference(self, call: _Call, timeout: float) -> str:
         """Names the first step, or the first batch, in which processes differ that make one call.
 
         They exchange what they have done in another meeting, to which all of them come.
         """
-        entries = json.dumps([history.entries() for history in done])
+        entries = json.dumps([self.steps.entries(), self.batches.entries()])
         asking = call._replace(what="comparing steps and batches", history="")
         messages = self._attend(asking, zlib.compress(entries.encode()), timeout)
         by_process = {i: json.loads(zlib.decompress(text)) for i, (_, text) in messages.items()}
@@ -670,7 +669,7 @@ def _different(what: str, calls: Mapping[int, _Call]) -> str:
 def _first_other(by_process: Mapping[int, list[dict[str, str]]]) -> str:
     """The first entry in which histories of processes differ; empty if it was long ago.
 
-    Each process has sent the entries of its steps, and perhaps those of its batches, by number.
+    Each process has sent the entries of its steps, and those of its batches, by number.
     """
     for histories in zip(*by_process.values(), strict=True):
         # What one of them no longer has is not known to differ.
