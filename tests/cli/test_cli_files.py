@@ -327,7 +327,10 @@ def ended(process: subprocess.Popen) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-SHAPES = {"w": [[64], "float32"], "key": [[], "key<fry>"]}
+SHAPES = {
+    "w": {"shape": [64], "dtype": "float32"},
+    "key": {"shape": [], "dtype": "key<fry>"},
+}
 PLAN = """
 import signal, sys
 from treeshard._cli import main
@@ -355,7 +358,9 @@ def test_plan_starts_no_backend_and_ctrl_c_prints_nothing(tmp_path) -> None:
 
 
 def test_a_reader_may_stop_early_and_read_ascii_only(tmp_path) -> None:
-    (tmp_path / "s.json").write_text(json.dumps({f"ü{i}x": [[i], "int8"] for i in range(3000)}))
+    (tmp_path / "s.json").write_text(
+        json.dumps({f"ü{i}x": {"shape": [i], "dtype": "int8"} for i in range(3000)})
+    )
     (tmp_path / "r.toml").write_text("rules = [{pattern = '', action = 'None'}]")
     argv = ["plan", "--shapes=s.json", "--rules=r.toml", "--mesh=a=1"]
     with start(tmp_path, "-m", "treeshard", *argv, PYTHONIOENCODING="ascii") as process:

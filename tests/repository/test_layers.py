@@ -40,7 +40,6 @@ OWNERS: Mapping[str, str] = {
 LAZY: Mapping[str, set[str]] = {
     "treeshard.__init__": {"*"},  # the names of the surface
     "treeshard._cli": {"*"},  # each command
-    "treeshard._cli.compile": {"?"},  # the user's modules
     "treeshard._cli.stored_trees": {"checkpoint"},  # needs TensorStore
     "treeshard._core.make_mesh": {"_core"},  # absent devices, and what several processes need
     "treeshard._core.meetings": {"_core"},  # what only several processes need
