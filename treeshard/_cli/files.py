@@ -87,8 +87,8 @@ def _verified(tree: StoredTree) -> tuple[str, int]:
         return f"{total} {_NO_CHECKSUMS_IN_FORMAT}", 0
     read = tree.damages(show_progress(leaves, "verify", show=wants_bar()))
     damages = [f"  {short(row.path)}: {why}" for row, why in read if why]
+    tree.check()
     if damages:
-        tree.check()
         head = f"{tree.contents.path}: {len(damages):,} of {count} damaged:"
         return "\n".join([head, *damages]), 1
     return f"{total} All match their checksums.", 0
@@ -170,6 +170,7 @@ def _values(tree: StoredTree, leaves: dict[str, SavedLeaf]) -> Iterator[tuple[st
             damages[leaf.row.path] = leaf.damage
         else:
             yield name, [Piece(full_region(leaf.array.shape), leaf.array)]
+    tree.check()
     raise_damages(tree.contents.path, damages)
 
 
