@@ -93,8 +93,8 @@ def save(
         ImportError: If `progress` is set and `tqdm` is not installed.
 
     Warns:
-        ShardingWarning: With `on_divergence="warn"`, if replicas differ. If killed saves had left
-            unfinished checkpoints in this directory, which are removed.
+        ShardingWarning: With `on_divergence="warn"`, if replicas differ. If a killed save
+            had left an unfinished checkpoint at this path, which is removed.
     """
     if progress:
         show_progress((), "save")  # raises without tqdm, before anything is written

@@ -82,7 +82,8 @@ def save_safetensors(
             to names. Other paths stay as they are, `"layers/0/weight"`.
         max_file_size: In bytes, or as `"5GB"`. Trees with more bytes are split into files
             `model-00001-of-00003.safetensors` with an index, `model.safetensors.index.json`. Only
-            a single tensor may exceed it. By default there is one file.
+            a single tensor may exceed it. By default there is one file. Where an earlier save has
+            these names, the new files are `model-00001-of-00003-2.safetensors`.
         metadata: Strings for the header, such as `{"format": "pt"}`, which Hugging Face's
             libraries require.
         timeout: Seconds to wait for other processes, without the time in which they write.
@@ -102,7 +103,7 @@ def save_safetensors(
         LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
     Warns:
-        ShardingWarning: If unfinished files of killed saves are removed here.
+        ShardingWarning: If unfinished files of a killed save at this path are removed.
 
     Source:
         The format and its order of tensors: github.com/huggingface/safetensors. The names of
