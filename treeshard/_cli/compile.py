@@ -124,7 +124,7 @@ def _as_json(compiled: CompiledStep, memory: Memory, with_types: bool) -> str:
         "communication": {
             "rows": [asdict(row) for row in moved.rows],
             "unplanned": [_difference(x) for x in moved.unplanned],
-            "by_compiler": [_difference(x) for x in moved.by_compiler],
+            "by_compiler": list(moved.by_compiler),
         },
         # `asdict` has the fields of a record, and not its properties, such as the total.
         "memory": {
