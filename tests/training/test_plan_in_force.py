@@ -5,6 +5,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from helpers import assert_close, struct
 from jax.sharding import PartitionSpec as P
