@@ -7,7 +7,9 @@ from functools import cache
 from typing import NamedTuple
 
 import pytest
-from files import SOURCES, parsed
+from files import ROOT, SOURCES, parsed
+
+from tools import draw_architecture
 
 # A module imports from its own package and from the rows above it. Packages in one row do not
 # know each other.
@@ -29,7 +31,6 @@ OWNERS: Mapping[str, str] = {
     "chex": "testing",
     "equinox": "training",
     "etils": "checkpoint",
-    "isal": "checkpoint",
     "jax._src": "_core.jax_private",
     "lazy_loader": "__init__",
     "safetensors": "interchange",
@@ -39,7 +40,6 @@ OWNERS: Mapping[str, str] = {
 LAZY: Mapping[str, set[str]] = {
     "treeshard.__init__": {"*"},  # the names of the surface
     "treeshard._cli": {"*"},  # each command
-    "treeshard._cli.compile": {"?"},  # the user's modules
     "treeshard._cli.stored_trees": {"checkpoint"},  # needs TensorStore
     "treeshard._core.make_mesh": {"_core"},  # absent devices, and what several processes need
     "treeshard._core.meetings": {"_core"},  # what only several processes need
@@ -174,3 +174,10 @@ def test_every_package_is_in_a_row() -> None:
 def test_a_wrong_import_is_seen(module: str, source: str, fact: str) -> None:
     [found] = violations(f"treeshard.{module}", source)
     assert fact in found
+
+
+def test_the_page_on_the_architecture_draws_these_layers() -> None:
+    picture = (ROOT / "docs" / "pictures" / "architecture.svg").read_text()
+    assert picture == draw_architecture.picture(), "make docs"
+    layers = [row for row in ROWS if not {*row} & {"errors", "__init__"}]
+    assert layers == [*reversed(draw_architecture.ROWS)]
