@@ -153,6 +153,30 @@ def test_what_is_used_and_how_it_changes() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("update", "role"),
+    [
+        (lambda zeros, w: -0.1 * zeros, "frozen"),
+        (lambda zeros, w: zeros / (1 + w), "frozen"),
+        (lambda zeros, w: zeros - 0.1 * w, "used, updated"),
+        (lambda zeros, w: w / (1 + zeros), "used, updated"),
+    ],
+    ids=["scaled", "divided", "decayed", "divides"],
+)
+def test_an_update_of_zeros_leaves_a_weight_frozen(update: Any, role: str) -> None:
+    """As optax makes it of what it masks: `multi_transform` with `set_to_zero`, and a scale."""
+
+    def step(state: Any, x: jax.Array) -> tuple[Any, Any]:
+        loss = lambda w: _loss(w, x @ state["masked"])  # noqa: E731
+        value, grad = jax.value_and_grad(loss)(state["w"])
+        zeros = jnp.zeros_like(state["masked"])
+        masked = state["masked"] + update(zeros, state["masked"])
+        return {"w": state["w"] - grad, "masked": masked}, value
+
+    roles = roles_of({"w": SQUARE, "masked": SQUARE}, step)
+    assert roles == {"w": "trained, gathered", "masked": f"{role}, gathered"}
+
+
 def test_what_all_gradients_decide_makes_no_leaf_trained() -> None:
     def step(state: Any, x: jax.Array) -> tuple[Any, Any]:
         loss = lambda w: _loss(w, x @ state["frozen"])  # noqa: E731

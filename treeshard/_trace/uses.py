@@ -17,6 +17,8 @@ from jax.extend.core import Literal
 from jax.sharding import AxisType
 
 from treeshard._core.jax_private import shard_map_axes
+from treeshard._core.jaxprs import inner_jaxprs as bodies
+from treeshard._core.jaxprs import interpret
 from treeshard._core.mesh import axes_of_type
 from treeshard._trace.values import (
     ELEMENTWISE,
@@ -133,26 +135,19 @@ class Walk:
 
     def run(self, jaxpr: Any, given: Sequence[Value], finals: Finals, at: Place) -> list[Value]:
         """The values that a jaxpr returns for these arguments."""
-        values: dict[Any, Value] = dict(zip(jaxpr.invars, given, strict=True))
 
-        def read(variable: Any) -> Value:
-            if isinstance(variable, Literal):
-                return Value(
-                    is_zero=getattr(variable.aval, "shape", None) == () and variable.val == 0
-                )
-            return values.get(variable, Value())
-
-        for eqn in jaxpr.eqns:
+        def apply(eqn: Any, operands: list[Value]) -> list[Value]:
             here = at._replace(region=region_of(stack_of(eqn)) or at.region)
-            operands = [read(variable) for variable in eqn.invars]
             results = self._results(eqn, operands, finals, here)
             if self.is_counting:
                 self.note(eqn, results, here)
-            for variable, result in zip(eqn.outvars, results, strict=True):
-                if variable in finals:
-                    result = self._final(finals[variable], result)
-                values[variable] = result
-        return [read(variable) for variable in jaxpr.outvars]
+            return [
+                self._final(finals[variable], result) if variable in finals else result
+                for variable, result in zip(eqn.outvars, results, strict=True)
+            ]
+
+        constants = [Value()] * len(jaxpr.constvars)
+        return interpret(jaxpr, [*constants, *given], _literal, apply)
 
     def note(self, eqn: Any, results: Sequence[Value], at: Place) -> None:
         """Called once for each equation, after those in it. For subclasses that list them."""
@@ -481,14 +476,9 @@ def _is_key(variable: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def bodies(eqn: Any) -> list[Any]:
-    """The jaxprs that an equation runs: of a jit, a scan, the branches of a cond, ..."""
-    found: list[Any] = []
-    for value in eqn.params.values():
-        for part in value if isinstance(value, tuple | list) else (value,):
-            if hasattr(part, "eqns"):
-                found.append(getattr(part, "jaxpr", part))
-    return found
+def _literal(literal: Any) -> Value:
+    is_scalar = getattr(literal.aval, "shape", None) == ()
+    return Value(is_zero=is_scalar and literal.val == 0)
 
 
 def region_of(name: str) -> str:

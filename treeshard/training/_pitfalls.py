@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 
 from treeshard._core.arrays import data_of
+from treeshard._core.jaxprs import equations
 from treeshard._placement.shard import shard
 from treeshard._planning.matching import PlannedLeaf
 from treeshard.errors import (
@@ -209,13 +210,3 @@ def _source_line(eqn: Any) -> str:
     traceback = eqn.source_info.traceback
     frames = [] if traceback is None else traceback.frames
     return user_line(f"{x.file_name}:{x.line_num}" for x in frames) or "an unknown line"
-
-
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """The equations of a traced program, and of all programs in them."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        # `jaxpr` of a jit or a scan, the tuple `branches` of a cond, `call_jaxpr` of a custom_vjp
-        for inner in jax.tree.leaves(list(eqn.params.values())):
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
