@@ -8,5 +8,5 @@ from typing import Any
 
 
 def report(module: str) -> Any:
-    """A module of the reports, such as `"programs._types"`."""
+    """A module of the reports, such as `"programs._lock"`."""
     return import_module(f"treeshard.{module}")
