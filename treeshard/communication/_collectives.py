@@ -582,7 +582,8 @@ def _results(op: Op) -> Sequence[Buffer]:
 
 def _type(of: Value) -> Buffer:
     """The array that a value is; the first one of a tuple."""
-    return next(iter(of.op.types[of.element or 0 :]), _UNREAD)
+    number = of.path[-1] if of.path else 0
+    return next(iter(of.op.types[number:]), _UNREAD)
 
 
 def path_of(origins: Origins, paths: Mapping[int, str]) -> str | None:
