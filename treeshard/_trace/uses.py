@@ -17,8 +17,7 @@ from jax.extend.core import Literal
 from jax.sharding import AxisType
 
 from treeshard._core.jax_private import shard_map_axes
-from treeshard._core.jaxprs import inner_jaxprs as bodies
-from treeshard._core.jaxprs import interpret
+from treeshard._core.jaxprs import inner_jaxprs, interpret
 from treeshard._core.mesh import axes_of_type
 from treeshard._trace.values import (
     ELEMENTWISE,
@@ -32,9 +31,9 @@ from treeshard._trace.values import (
     dims_of,
     elementwise_result,
     join_branches,
+    key_result,
     layout_result,
-    of_key,
-    unstacked,
+    unstack_results,
 )
 
 GATHERS = ("all_gather", "all_gather_invariant", "all_gather_reduced")
@@ -137,7 +136,7 @@ class Walk:
         """The values that a jaxpr returns for these arguments."""
 
         def apply(eqn: Any, operands: list[Value]) -> list[Value]:
-            here = at._replace(region=region_of(stack_of(eqn)) or at.region)
+            here = at._replace(region=_find_region(eqn) or at.region)
             results = self._results(eqn, operands, finals, here)
             if self.is_counting:
                 self.note(eqn, results, here)
@@ -152,7 +151,7 @@ class Walk:
     def note(self, eqn: Any, results: Sequence[Value], at: Place) -> None:
         """Called once for each equation, after those in it. For subclasses that list them."""
 
-    def _depending(
+    def _add_dependencies(
         self, variable: Any, operands: Sequence[Value], result: Value, at: Place
     ) -> Value:
         """The result of an op, with what it depends on. A norm of gradients, which is a scalar, is
@@ -182,43 +181,45 @@ class Walk:
     def _results(self, eqn: Any, operands: list[Value], finals: Finals, at: Place) -> list[Value]:
         if run := _PROGRAMS.get(eqn.primitive.name):
             return run(self, eqn, operands, finals, at)
-        inner = bodies(eqn)
+        inner = inner_jaxprs(eqn)
         if len(inner) == 1 and len(inner[0].invars) == len(operands):
             return self._call(inner[0], eqn, operands, finals, at)
         if any(operand.is_of_batch for operand in operands):
             # An evaluation of the new weights is no part of the update.
             at = at._replace(region=at.region or _FORWARD)
-        pairs = zip(eqn.outvars, self._of_op(eqn, operands, at), strict=True)
-        return [self._depending(variable, operands, result, at) for variable, result in pairs]
+        pairs = zip(eqn.outvars, self._apply_op(eqn, operands, at), strict=True)
+        return [
+            self._add_dependencies(variable, operands, result, at) for variable, result in pairs
+        ]
 
-    def _of_op(self, eqn: Any, operands: list[Value], at: Place) -> list[Value]:
+    def _apply_op(self, eqn: Any, operands: list[Value], at: Place) -> list[Value]:
         name = eqn.primitive.name
         if name in PASS_ON:
             return list(operands)
         if name in ("sharding_constraint", "reshard"):
-            return [self._constrained(eqn, operands[0], at)]
+            return [self._apply_constraint(eqn, operands[0], at)]
         if name in GATHERS:
-            return [self._gathered(eqn, operands[0], at)]
+            return [self._apply_gather(eqn, operands[0], at)]
         if name == "reduce_scatter":
             self.scattered.add(math.prod(eqn.invars[0].aval.shape))
         if name in ELEMENTWISE:
-            return [self._computed(eqn, operands, at)]
+            return [self._apply_elementwise(eqn, operands, at)]
         if name == "unstack":
-            return unstacked(eqn, operands[0])
+            return unstack_results(eqn, operands[0])
         if name in OF_KEYS:
-            return [of_key(eqn, operands[0])]
+            return [key_result(eqn, operands[0])]
         if name == "random_bits":
             self._use(eqn, eqn.invars[0], operands[0], at, operands[0].axes)
-            return [of_key(eqn, operands[0])._replace(leaves=frozenset())]
+            return [key_result(eqn, operands[0])._replace(leaves=frozenset())]
         if name == "dot_general":
-            return [self._multiplied(eqn, operands, at)]
+            return [self._apply_product(eqn, operands, at)]
         if name in LAY_OUT:
             return [layout_result(eqn, operands[0])]
         for variable, operand in zip(eqn.invars, operands, strict=True):
             self._use(eqn, variable, operand, at)
         return [Value() for _ in eqn.outvars]
 
-    def _computed(self, eqn: Any, operands: list[Value], at: Place) -> Value:
+    def _apply_elementwise(self, eqn: Any, operands: list[Value], at: Place) -> Value:
         """The result of an op on each element."""
         size = math.prod(eqn.outvars[0].aval.shape)
         whole: list[Value] = []
@@ -226,12 +227,12 @@ class Walk:
             is_broadcast = operand.leaves and operand.size < size
             if is_broadcast:
                 others = [x for x in operands if x is not operand]
-                self._use(eqn, variable, operand, at, _aligned(operand, others))
+                self._use(eqn, variable, operand, at, _common_axes(operand, others))
             elif math.prod(variable.aval.shape) == size:
                 whole.append(operand)
         return elementwise_result(eqn.primitive.name, operands, whole)
 
-    def _multiplied(self, eqn: Any, operands: list[Value], at: Place) -> Value:
+    def _apply_product(self, eqn: Any, operands: list[Value], at: Place) -> Value:
         """The result of a product. A dim over which it runs independently may stay split."""
         contracted, batched = eqn.params["dimension_numbers"]
         along = [set[str](), set[str]()]
@@ -250,9 +251,9 @@ class Walk:
             for dim, axes in enumerate(dims)
             if dim not in contracted[side] and dim not in batched[side]
         ]
-        return Value(dims=_once(of_batch + others))
+        return Value(dims=_drop_repeated_axes(of_batch + others))
 
-    def _constrained(self, eqn: Any, value: Value, at: Place) -> Value:
+    def _apply_constraint(self, eqn: Any, value: Value, at: Place) -> Value:
         """The result of a constraint, which may gather its operand."""
         sharding = eqn.params.get("sharding") or eqn.params["dst_sharding"]
         rank = eqn.outvars[0].aval.ndim
@@ -274,16 +275,16 @@ class Walk:
         # In the backward pass, a constraint is the transpose of one of the forward pass.
         if not at.region and OF_ARRAYS in value.gradients:
             self.constrained.add((eqn.outvars[0].aval.shape, tuple(map(tuple, dims))))
-        return self._gather(eqn, eqn.invars[0], value, after, at)
+        return self._request_gather(eqn, eqn.invars[0], value, after, at)
 
-    def _gathered(self, eqn: Any, value: Value, at: Place) -> Value:
+    def _apply_gather(self, eqn: Any, value: Value, at: Place) -> Value:
         """The result of an all-gather by hand."""
         axes = eqn.params["axis_name"]
         axes = {axes} if isinstance(axes, str) else set(axes)
         larger = value._replace(size=value.size * eqn.params["axis_size"])
         if not is_last_step(eqn.params.get("axis_index_groups")):
             return larger
-        return self._gather(eqn, eqn.invars[0], value, larger.without(axes), at)
+        return self._request_gather(eqn, eqn.invars[0], value, larger.without(axes), at)
 
     # ---------------------------------------------------------------- what is used
 
@@ -307,10 +308,10 @@ class Walk:
                     self.split[leaf].update(kept & self.along)
                     if at.region == _FORWARD:
                         self.ops[leaf].add(id(eqn))
-                self._count(self._needed(variable, value, needless, at))
+                self._count(self._gathers_for_use(variable, value, needless, at))
         return value.without(needless)
 
-    def _needed(
+    def _gathers_for_use(
         self, variable: Any, value: Value, axes: Collection[str], at: Place
     ) -> dict[Any, Gather]:
         """The gathers of a value that an op needs whole."""
@@ -319,13 +320,15 @@ class Walk:
         is_layer = value.parts > 1
         where, times = (at.loop, at.trips) if is_layer else ((value.loop, at.repeat), value.trips)
         which = (value.part, value.is_changed, frozenset(axes), str(variable.aval.dtype), where)
-        return _gathers(variable, value, axes, times, which, at) if axes else {}
+        return _make_gathers(variable, value, axes, times, which, at) if axes else {}
 
     def _count(self, gathers: dict[Any, Gather]) -> None:
         for key, gather in gathers.items() if self.is_counting else ():
             self.gathers.setdefault(key, gather)
 
-    def _gather(self, eqn: Any, variable: Any, value: Value, after: Value, at: Place) -> Value:
+    def _request_gather(
+        self, eqn: Any, variable: Any, value: Value, after: Value, at: Place
+    ) -> Value:
         """The result of an op that gathers. It is counted where it is used, so that an update that
         is gathered is not."""
         axes = self.along & (value.axes - after.axes)
@@ -333,7 +336,7 @@ class Walk:
             return after
         # Each call is one gather, though some compilers see that two are alike.
         where = (*at.path, id(eqn), id(variable))
-        asked = _gathers(variable, value, axes, at.trips, where, at)
+        asked = _make_gathers(variable, value, axes, at.trips, where, at)
         self.asked |= asked
         return after._replace(gathers=value.gathers | asked.keys())
 
@@ -344,14 +347,14 @@ class Walk:
     ) -> list[Value]:
         """A jitted function and the like. One that `jax.checkpoint` repeats for the gradients
         starts from its arguments again."""
-        at = _inside(at, eqn)
+        at = _enter(at, eqn)
         if eqn.params.get("differentiated"):
             at = at._replace(loop=at.path, repeat=at.path)
         return self.run(inner, operands, _inner_finals(eqn, inner, finals), at)
 
     def _shard_map(self, eqn: Any, operands: list[Value], finals: Finals, at: Place) -> list[Value]:
         manual = frozenset(shard_map_axes(eqn.params))
-        inner = bodies(eqn)[0]
+        inner = inner_jaxprs(eqn)[0]
         given: list[Value] = []
         for variable, inside, value, spec in zip(
             eqn.invars, inner.invars, operands, eqn.params["in_specs"], strict=True
@@ -359,7 +362,7 @@ class Walk:
             dims = dims_of(spec, variable.aval.ndim)
             named = {axis for dim in dims for axis in dim}
             # An argument whose spec does not name an axis is whole along it.
-            value = self._gather(eqn, variable, value, value.without(manual - named), at)
+            value = self._request_gather(eqn, variable, value, value.without(manual - named), at)
             if not value.dims:
                 value = value._replace(dims=dims)
             given.append(value._replace(size=math.prod(inside.aval.shape)))
@@ -374,7 +377,7 @@ class Walk:
 
     def _scan(self, eqn: Any, operands: list[Value], finals: Finals, at: Place) -> list[Value]:
         """A scan: its first arguments are the same in each trip, the last are cut into slices."""
-        inner, length = bodies(eqn)[0], eqn.params["length"]
+        inner, length = inner_jaxprs(eqn)[0], eqn.params["length"]
         is_cut = [
             x.aval.shape != y.aval.shape for x, y in zip(eqn.invars, inner.invars, strict=True)
         ]
@@ -384,13 +387,13 @@ class Walk:
         carried = is_stacked.count(False)
         first = is_cut.count(False) - carried
         given = [
-            _layer(value, variable.aval.shape) if cut else value
+            _slice_layer(value, variable.aval.shape) if cut else value
             for value, variable, cut in zip(operands, inner.invars, is_cut, strict=True)
         ]
-        place = _in_loop(at, eqn, length)
+        place = _enter_loop(at, eqn, length)
         results = self._loop(inner, given, slice(first, first + carried), eqn, finals, place)
         stacked = [
-            _stacked(value, variable.aval.shape, length)
+            _stack_results(value, variable.aval.shape, length)
             for value, variable in zip(results[carried:], eqn.outvars[carried:], strict=True)
         ]
         return [*results[:carried], *stacked]
@@ -400,7 +403,7 @@ class Walk:
         given = operands[first:]
         inner = getattr(eqn.params["body_jaxpr"], "jaxpr", eqn.params["body_jaxpr"])
         carried = slice(eqn.params["body_nconsts"], len(given))
-        place = _in_loop(at, eqn, 1)._replace(is_counted=False)
+        place = _enter_loop(at, eqn, 1)._replace(is_counted=False)
         return self._loop(inner, given, carried, eqn, finals, place)
 
     def _loop(
@@ -418,7 +421,7 @@ class Walk:
                 break
             given = [*given[: carried.start], *after, *given[carried.stop :]]
         self.is_counting = was_counting
-        given[carried] = [_of_loop(x, at) for x in given[carried]]
+        given[carried] = [_mark_changed_in_loop(x, at) for x in given[carried]]
         results = self.run(inner, given, inside, at)
         for value in results[:count]:
             if self.is_counting and value.is_changed and value.gradients:
@@ -428,7 +431,7 @@ class Walk:
     def _cond(self, eqn: Any, operands: list[Value], finals: Finals, at: Place) -> list[Value]:
         results: list[Value] = []
         place = at._replace(is_counted=False)
-        for branch in bodies(eqn):
+        for branch in inner_jaxprs(eqn):
             of_branch = self._call(branch, eqn, operands[1:], finals, place)
             pairs = zip(results, of_branch, strict=True)
             results = [join_branches(x, y) for x, y in pairs] if results else of_branch
@@ -444,7 +447,7 @@ _PROGRAMS: Mapping[str, Callable[..., list[Value]]] = {
 }
 
 
-def _gathers(
+def _make_gathers(
     variable: Any, value: Value, axes: Collection[str], times: int, which: Any, at: Place
 ) -> dict[tuple[int, Any], Gather]:
     """A gather of a value, for each leaf that it comes from; `which` tells gathers apart."""
@@ -481,28 +484,25 @@ def _literal(literal: Any) -> Value:
     return Value(is_zero=is_scalar and literal.val == 0)
 
 
-def region_of(name: str) -> str:
-    """The pass in which JAX traced what has this name: `transpose(jvp(block))/attn`."""
+def _find_region(eqn: Any) -> str:
+    """The pass in which JAX traced an equation: the name that it gave it, as far as that differs
+    from the names around it, has the transformations, as in `transpose(jvp(block))/attn`."""
+    name = str(eqn.source_info.name_stack)
     if "transpose(" in name:
         return _BACKWARD
     return _FORWARD if "jvp(" in name else ""
 
 
-def stack_of(eqn: Any) -> str:
-    """The name that JAX gave an equation, as far as it differs from that of those around it."""
-    return str(eqn.source_info.name_stack)
-
-
-def _inside(at: Place, eqn: Any) -> Place:
+def _enter(at: Place, eqn: Any) -> Place:
     return at._replace(within=(*at.within, eqn))
 
 
-def _in_loop(at: Place, eqn: Any, trips: int) -> Place:
-    at = _inside(at, eqn)
+def _enter_loop(at: Place, eqn: Any, trips: int) -> Place:
+    at = _enter(at, eqn)
     return at._replace(loop=at.path, trips=at.trips * trips)
 
 
-def _of_loop(value: Value, at: Place) -> Value:
+def _mark_changed_in_loop(value: Value, at: Place) -> Value:
     """What a loop carries: each trip changes it, or none does."""
     if not value.is_changed or not value.leaves:
         return value
@@ -515,7 +515,7 @@ def _inner_finals(eqn: Any, inner: Any, finals: Finals) -> Finals:
     return {y: finals[x] for x, y in pairs if x in finals and not isinstance(y, Literal)}
 
 
-def _layer(value: Value, shape: Sequence[int]) -> Value:
+def _slice_layer(value: Value, shape: Sequence[int]) -> Value:
     """One slice of dim 0 of a value."""
     whole = max(value.size, 1)
     size = math.prod(shape)
@@ -524,7 +524,7 @@ def _layer(value: Value, shape: Sequence[int]) -> Value:
     )
 
 
-def _stacked(value: Value, shape: Sequence[int], length: int) -> Value:
+def _stack_results(value: Value, shape: Sequence[int], length: int) -> Value:
     """What a scan returns of all slices, such as weights that the backward pass needs."""
     parts = value.parts // length if value.parts % length == 0 else 1
     return value._replace(
@@ -532,7 +532,7 @@ def _stacked(value: Value, shape: Sequence[int], length: int) -> Value:
     )
 
 
-def _aligned(value: Value, others: Sequence[Value]) -> set[str]:
+def _common_axes(value: Value, others: Sequence[Value]) -> set[str]:
     """The axes that split the same dims of a value and of one that it is combined with."""
     return {
         axis
@@ -543,7 +543,7 @@ def _aligned(value: Value, others: Sequence[Value]) -> set[str]:
     }
 
 
-def _once(dims: Sequence[tuple[str, ...]]) -> Dims:
+def _drop_repeated_axes(dims: Sequence[tuple[str, ...]]) -> Dims:
     """The dims, each axis at its first dim only."""
     seen: set[str] = set()
     result: list[tuple[str, ...]] = []

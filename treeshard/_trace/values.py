@@ -133,7 +133,7 @@ def elementwise_result(name: str, operands: Sequence[Value], whole: Sequence[Val
     return new._replace(is_changed=new.is_changed or not keeps, is_zero=is_zero)
 
 
-def of_key(eqn: Any, value: Value) -> Value:
+def key_result(eqn: Any, value: Value) -> Value:
     """What an op makes of keys: `random_split` makes several of each."""
     result = eqn.outvars[0].aval.shape
     dims = (value.dims + ((),) * len(result))[: len(result)] if value.dims else ()
@@ -151,7 +151,7 @@ def layout_result(eqn: Any, value: Value) -> Value:
     shape, result, params = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, eqn.params
     dims = value.dims or ((),) * len(shape)
     if eqn.primitive.name == "reshape":
-        dims = _reshaped(dims, shape, result)
+        dims = _reshape_dims(dims, shape, result)
     elif eqn.primitive.name == "transpose":
         dims = tuple(dims[dim] for dim in params["permutation"])
     elif eqn.primitive.name == "squeeze":
@@ -160,10 +160,10 @@ def layout_result(eqn: Any, value: Value) -> Value:
         placed = dict(zip(params["broadcast_dimensions"], dims, strict=True))
         dims = tuple(placed.get(dim, ()) for dim in range(len(result)))
     new = value._replace(dims=dims)
-    return _sliced(new, eqn, shape, result) if math.prod(result) < math.prod(shape) else new
+    return _slice_result(new, eqn, shape, result) if math.prod(result) < math.prod(shape) else new
 
 
-def unstacked(eqn: Any, value: Value) -> list[Value]:
+def unstack_results(eqn: Any, value: Value) -> list[Value]:
     """The slices of one dim: `u:key<fry>[4] v:key<fry>[4] = unstack[axis=1] t`, since JAX 0.12."""
     axis, count = eqn.params["axis"], len(eqn.outvars)
     one = value._replace(
@@ -174,7 +174,7 @@ def unstacked(eqn: Any, value: Value) -> list[Value]:
     return [one._replace(part=(*value.part, i)) for i in range(count)]
 
 
-def _sliced(value: Value, eqn: Any, shape: Sequence[int], result: Sequence[int]) -> Value:
+def _slice_result(value: Value, eqn: Any, shape: Sequence[int], result: Sequence[int]) -> Value:
     """One layer of several, if a dim is cut to length 1; else a part of one layer."""
     # slice[start_indices=(2, 0) limit_indices=(3, 64)] of float32[4,64] is layer 2
     cut = [dim for dim, length in enumerate(result) if length == 1 < shape[dim]]
@@ -187,7 +187,7 @@ def _sliced(value: Value, eqn: Any, shape: Sequence[int], result: Sequence[int])
     )
 
 
-def _reshaped(dims: Dims, shape: Sequence[int], result: Sequence[int]) -> Dims:
+def _reshape_dims(dims: Dims, shape: Sequence[int], result: Sequence[int]) -> Dims:
     """The axes of the dims that a reshape joins go to the first dim that they become."""
     new: list[tuple[str, ...]] = [()] * len(result)
     i = j = 0

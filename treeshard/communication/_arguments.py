@@ -32,7 +32,7 @@ class Argument(NamedTuple):
 def arguments_of(program: Any, graph: HloProgram) -> list[Argument]:
     """The arguments of a program in their order; those that it does not use too, unless there is
     only its text."""
-    in_text = _in_text(graph)
+    in_text = _read_arguments(graph)
     if not isinstance(program, jax.stages.Compiled):
         return in_text
     infos = tree_flatten_with_path(program.args_info)[0]
@@ -57,7 +57,7 @@ def arguments_of(program: Any, graph: HloProgram) -> list[Argument]:
 _DROPPED = Argument("", None, None)
 
 
-def _in_text(graph: HloProgram) -> list[Argument]:
+def _read_arguments(graph: HloProgram) -> list[Argument]:
     """The arguments that a program takes."""
     parameters = sorted(graph.parameters, key=lambda op: op.index or 0)
     if graph.takes_tuple:

@@ -29,9 +29,9 @@ from treeshard.communication._collectives import (
     bytes_text,
     count_text,
     is_scalar,
+    join_steps,
     total,
     total_bytes,
-    with_steps_joined,
 )
 from treeshard.communication._differences import Unplanned, explain
 from treeshard.communication._forecast import PlannedTransfer, batch_axes, predict_transfers
@@ -194,7 +194,7 @@ def compare_communication(
         )
     _check_state(plan, state)
     with_devices(plan.mesh, "compare_communication", compile_only=True)
-    traced = _traced(step, state, batch)
+    traced = _trace_step(step, state, batch)
     _check_returns_state(plan, traced.jaxpr.out_avals)
     read = read_program(traced.lower().compile(), plan.mesh)
     count = len(plan.leaves)
@@ -210,7 +210,7 @@ def compare_step(plan: Plan, batch: SpecTree, roles: Roles, read: ReadProgram) -
     The first arguments of the program are the arrays of the state.
     """
     planned = predict_transfers(plan, batch, roles)
-    compiled = with_steps_joined(list(CollectiveReader(read).all()), read.within)
+    compiled = join_steps(list(CollectiveReader(read).all()), read.within)
     state = zip(read.arguments, plan.leaves, strict=False)
     names = {argument.path: leaf.path for argument, leaf in state}
     split = get_names_from_partition_spec(batch)
@@ -219,11 +219,11 @@ def compare_step(plan: Plan, batch: SpecTree, roles: Roles, read: ReadProgram) -
     return Comparison(
         tuple(planned),
         tuple(compiled),
-        (*matcher.unplanned(), *_idle_axes(plan, split, compiled), *_to_host(read.graph)),
+        (*matcher.list_unplanned(), *_idle_axes(plan, split, compiled), *_to_host(read.graph)),
         tuple(matcher.activations),
         tuple(moved.collective for moved in matcher.sums),
         tuple(matcher.matrices),
-        tuple(matcher.by_compiler()),
+        tuple(matcher.list_compiler_choices()),
         read.platform,
         tuple(matcher.leaves),
     )
@@ -271,7 +271,7 @@ def _is_callback(op: Op) -> bool:
 # ------------------------------------------------------------------ a step of one's own loop
 
 
-def _traced(step: Callable[[Any, Any], Any], state: PyTree, batch: PyTree) -> jax.stages.Traced:
+def _trace_step(step: Callable[[Any, Any], Any], state: PyTree, batch: PyTree) -> jax.stages.Traced:
     """The trace of a step as a function of the arrays of its arguments, in one jit.
 
     Other leaves are constants of the program, as in `eqx.filter_jit`. Also a jitted function is
@@ -297,7 +297,7 @@ def _check_state(plan: Plan, state: PyTree) -> None:
     pairs = zip(leaf_paths(state), tree_leaves(state), strict=True)
     arrays = [(path, x) for path, x in pairs if has_shape(x)]
     facts = [
-        f"{path}: {_described(x)} in the state, {_described(leaf)} in the plan."
+        f"{path}: {_describe(x)} in the state, {_describe(leaf)} in the plan."
         for path, x, leaf in pair(arrays, ((leaf.path, leaf) for leaf in plan.leaves))
         if x is None or leaf is None or (x.shape, device_dtype(x.dtype)) != _form(leaf)
     ]
@@ -312,7 +312,7 @@ def _form(leaf: Any) -> tuple[Any, Any]:
     return leaf.shape, device_dtype(leaf.dtype)
 
 
-def _described(x: Any) -> str:
+def _describe(x: Any) -> str:
     return "nothing" if x is None else array_text(x)
 
 

@@ -138,7 +138,7 @@ class Dataflow:
         opcode = at.op.opcode
         # `%all-gather-done.1 = f32[16]{0} all-gather-done(%all-gather-start.1)`
         if opcode.endswith("-done"):
-            return _started(at)
+            return _find_started(at)
         if opcode.endswith("-update"):
             return _operand(at, 0, at.path)
         follow = _SOURCES.get(at.op.target or opcode.removesuffix("-start"))
@@ -149,7 +149,7 @@ class Dataflow:
         passed: list[Value] = []
         while at not in self._homes and len(passed) < _MAX_STEPS:
             passed.append(at)
-            source = _in_place(self, at)
+            source = _find_in_place(self, at)
             if not source:
                 break
             [at] = source
@@ -169,7 +169,7 @@ class Dataflow:
             at = sources[0]
         return at
 
-    def _from_caller(self, at: Value) -> list[Value]:
+    def _follow_parameter(self, at: Value) -> list[Value]:
         """The arguments that the caller passes for a computation's parameter."""
         context, number = at.context, at.op.index
         op, caller = context.op, context.caller
@@ -178,13 +178,13 @@ class Dataflow:
         passed = Value(caller, op, at.path)
         if op.opcode == "while":
             is_test = context.role == "condition"
-            return _operand(passed, 0, at.path) if is_test else self._of_loop(passed, context)
+            return _operand(passed, 0, at.path) if is_test else self._follow_loop(passed, context)
         if op.opcode == "conditional":
             # `conditional(%index, %tuple.1, %tuple.2)`: each branch has one parameter
             return _operand(passed, 1 + context.branch, at.path)
         return _operand(passed, number, at.path)
 
-    def _of_loop(self, loop: Value, body: Context) -> list[Value]:
+    def _follow_loop(self, loop: Value, body: Context) -> list[Value]:
         """What an element that a loop carries is before the first trip, and after each trip unless
         all of them pass it on as it is."""
         start = _operand(loop, 0, loop.path)
@@ -193,9 +193,9 @@ class Dataflow:
         is_kept = _is_carried_by(body, origin) and origin.path == loop.path
         return start if is_kept else [*start, after]
 
-    def _after_loop(self, loop: Value) -> list[Value]:
+    def _follow_loop_results(self, loop: Value) -> list[Value]:
         [name] = loop.op.called.get("body", ("",))
-        return self._of_loop(loop, self.enter(loop.context, loop.op, name, "body"))
+        return self._follow_loop(loop, self.enter(loop.context, loop.op, name, "body"))
 
     def _results(self, at: Value, role: str) -> list[Value]:
         """What the computations that an op calls return."""
@@ -214,7 +214,7 @@ class Dataflow:
         called = op.called
         roles = "condition", "body"
         condition, body = (self.enter(context, op, called.get(x, ("",))[0], x) for x in roles)
-        test = self._resolved(result(condition))
+        test = self._resolve(result(condition))
         direction = test.op.attribute("direction")
         if test.op.opcode != "compare" or direction not in ("LT", "LE", "GT", "GE"):
             return None
@@ -249,11 +249,11 @@ class Dataflow:
         `%add.3 = s32[] add(%i, %one)`, or `subtract`. Raises `ValueError` for other values.
         """
         number = 0
-        at = self._resolved(at)
+        at = self._resolve(at)
         for _ in range(_MAX_STEPS):
             if at.op.opcode not in ("add", "subtract"):
                 break
-            left, right = map(self._resolved, operands(at))
+            left, right = map(self._resolve, operands(at))
             if at.op.opcode == "add" and left.op.number is not None:
                 left, right = right, left
             if right.op.number is None:
@@ -266,7 +266,7 @@ class Dataflow:
             raise ValueError
         return at.path, number
 
-    def _resolved(self, at: Value) -> Value:
+    def _resolve(self, at: Value) -> Value:
         """Where a value is computed, or the parameter of a loop that carries it."""
         return self.trace(at, _is_carried_or_part)
 
@@ -290,7 +290,7 @@ def _is_carried_or_part(at: Value) -> bool:
     return is_carried or at.op.opcode in _PARTS
 
 
-def _moved(flow: Dataflow, at: Value) -> list[Value]:
+def _follow_element(flow: Dataflow, at: Value) -> list[Value]:
     # A combined op moves several arrays. A `-start` may return its operands before its results:
     # `((f32[2], f32[4]), (f32[16], f32[32])) all-gather-start(%x, %y)`.
     names = at.op.operands
@@ -299,20 +299,20 @@ def _moved(flow: Dataflow, at: Value) -> list[Value]:
     return _operand(at, at.path[-1] % len(names))
 
 
-def _joined(flow: Dataflow, at: Value) -> list[Value]:
+def _follow_all(flow: Dataflow, at: Value) -> list[Value]:
     return operands(at)
 
 
-def _of_call(flow: Dataflow, at: Value) -> list[Value]:
+def _follow_call(flow: Dataflow, at: Value) -> list[Value]:
     return flow._results(at, "calls")
 
 
-def _of_async_call(flow: Dataflow, at: Value) -> list[Value]:
+def _follow_async_call(flow: Dataflow, at: Value) -> list[Value]:
     # `((f32[8,128]), f32[2,128]) async-start(%doubled)`: what it calls returns the second element.
     return flow._results(at._replace(path=at.path[1:]), "calls")
 
 
-def _reshaped(flow: Dataflow, at: Value) -> list[Value]:
+def _follow_reshape(flow: Dataflow, at: Value) -> list[Value]:
     """The operand, if the op has as many elements, and so only adds or removes dims of size 1."""
     sizes = [[(x.dtype, x.bytes) for x in each.op.types] for each in (at, *_operand(at, 0))]
     return _operand(at, 0) if len(sizes[0]) == 1 and sizes[1:] == sizes[:1] else []
@@ -322,37 +322,37 @@ def _reshaped(flow: Dataflow, at: Value) -> list[Value]:
 # target of a custom call.
 _SOURCES: Mapping[str, Callable[[Dataflow, Value], list[Value]]] = {
     # `%p = (s32[], f32[8]{0}) parameter(0)` of a loop; `%param_1.2 = f32[8]{0} parameter(1)`
-    "parameter": Dataflow._from_caller,
+    "parameter": Dataflow._follow_parameter,
     # `%w.3 = f32[8]{0} get-tuple-element(%while.28), index=2`
     "get-tuple-element": lambda flow, at: _operand(at, 0, (at.op.index or 0, *at.path)),
     # `%tuple.70 = (s32[], f32[8]{0}) tuple(%constant.3, %copy.2)`
     "tuple": lambda flow, at: _operand(at, at.path[0], at.path[1:]) if at.path else [],
     # `%while.28 = (s32[], f32[8]{0}) while(%tuple.70), condition=%region_1.2, body=%region_0.1`
-    "while": lambda flow, at: flow._after_loop(at),
+    "while": lambda flow, at: flow._follow_loop_results(at),
     # `(f32[16]{0}) conditional(%i, %tuple.1, %tuple.2), branch_computations={%region_8, %region_9}`
     "conditional": lambda flow, at: flow._results(at, "branches"),
     # `%fusion.109 = bf16[1024,4096]{1,0} fusion(%param_9.2), kind=kLoop, calls=%bitcast_fusion.27`
-    "fusion": _of_call,
+    "fusion": _follow_call,
     # `%call.1 = f32[8]{0} call(%x), to_apply=%gathered`: a jitted function in a jitted one
-    "call": _of_call,
+    "call": _follow_call,
     # `((f32[8,128]), f32[2,128]) async-start(%doubled), calls=%async_computation`: GPUs, for ops
     # that have no `-start` of their own
-    "async": _of_async_call,
+    "async": _follow_async_call,
     # `%concatenate.1 = f32[4096]{0} concatenate(%bitcast.1, %bitcast.2), dimensions={0}`: GPUs join
     # gradients for one all-reduce
-    "concatenate": _joined,
+    "concatenate": _follow_all,
     # `f32[4,8]{1,0} dynamic-update-slice(%stacked, %layer, %i, %zero)`: how scans stack results.
     # The operands after the first two say where.
     "dynamic-update-slice": lambda flow, at: operands(at)[:2],
     # `%reduce.55 = bf16[256]{0} reduce(%dynamic-slice.82, %zero), dimensions={0}`, of bf16[1,256]:
     # TPUs reshape so
-    "reduce": _reshaped,
-    "broadcast": _reshaped,
+    "reduce": _follow_reshape,
+    "broadcast": _follow_reshape,
     # `(f32[8]{0}, f32[4]{0}) opt-barrier(%tuple.3)`: of `lax.optimization_barrier`, also in remat
     "opt-barrier": lambda flow, at: _operand(at, 0, at.path),
     # `f32[1024,512] custom-call(%slice-done.8, %slice-done.9), custom_call_target="ConcatBitcast"`:
     # TPUs copy an array to fast memory in slices, which this joins
-    "ConcatBitcast": _joined,
+    "ConcatBitcast": _follow_all,
     **dict.fromkeys(
         (
             "all-gather",
@@ -376,7 +376,7 @@ _SOURCES: Mapping[str, Callable[[Dataflow, Value], list[Value]]] = {
             "SPMDShardToFullShape",
             "annotate_device_placement",
         ),
-        _moved,
+        _follow_element,
     ),
 }
 # Those of them that pass on each element as it is: see `keeps`. A text may have the others between
@@ -424,7 +424,7 @@ def _operand(of: Value, number: int, path: Path = ()) -> list[Value]:
     return [value(of.context, name, path) for name in names]
 
 
-def _started(done: Value) -> list[Value]:
+def _find_started(done: Value) -> list[Value]:
     """The result of a `-done` op, among what its `-start` op returns."""
     opcode = done.op.opcode
     # `%r = (f32[8]{0}, u32[], token[]) recv(%t)`, `%rd = (f32[8]{0}, token[]) recv-done(%r)`; and
@@ -460,7 +460,7 @@ _OPERANDS_AT = {
 _ALIASING = re.compile(r"\{(\d*)\}: \((\d+), \{(\d*)\}\)")
 
 
-def _in_place(flow: Dataflow, at: Value) -> list[Value]:
+def _find_in_place(flow: Dataflow, at: Value) -> list[Value]:
     """The value in whose memory another one is computed; none if it has memory of its own."""
     opcode = at.op.opcode
     if opcode in ("tuple", "get-tuple-element"):
@@ -468,11 +468,11 @@ def _in_place(flow: Dataflow, at: Value) -> list[Value]:
     if opcode in _SAME_MEMORY:
         return _operand(at, 0, at.path)
     if opcode.endswith("-done"):
-        return _started(at)
+        return _find_started(at)
     if opcode in ("fusion", "custom-call"):
-        return _in_place_of_fusion(flow, at)
+        return _find_in_place_of_fusion(flow, at)
     if opcode == "call":
-        return _passed_through(flow, at)
+        return _find_passed_operand(flow, at)
     if at.path[:1] and at.path[0] in _OPERANDS_AT.get(opcode, ()):
         # Of the operands in a tuple, one; else the first
         number = at.path[1] if len(at.path) > 1 else 0
@@ -480,7 +480,7 @@ def _in_place(flow: Dataflow, at: Value) -> list[Value]:
     return []
 
 
-def _in_place_of_fusion(flow: Dataflow, at: Value) -> list[Value]:
+def _find_in_place_of_fusion(flow: Dataflow, at: Value) -> list[Value]:
     aliases = _ALIASING.findall(at.op.attribute("output_to_operand_aliasing"))
     for output, number, element in aliases:
         if not output or at.path[:1] == (int(output),):
@@ -502,7 +502,7 @@ def _in_place_of_fusion(flow: Dataflow, at: Value) -> list[Value]:
     return _operand(at, target.op.index or 0, target.path) if is_parameter else []
 
 
-def _passed_through(flow: Dataflow, at: Value) -> list[Value]:
+def _find_passed_operand(flow: Dataflow, at: Value) -> list[Value]:
     """The operand that a call returns as it is."""
     # The CPU's compiler calls small loops, whose results are the memory of their operands:
     #   %while.24_computation (tuple.32: (s32[], f32[8])) -> (s32[], f32[8]) {

@@ -72,7 +72,7 @@ def groups_of(text: str, devices: int | None, axes: Mapping[str, int]) -> Groups
 def groups_of_pairs(text: str, axes: Mapping[str, int]) -> Groups:
     """The mesh axes along which messages are sent: `{{0,1},{1,2}}` is from 0 to 1, from 1 to 2."""
     try:
-        along = _axes_within(_listed(text).reshape(-1, 2), axes)
+        along = _axes_within(_parse_list(text).reshape(-1, 2), axes)
     except _UNREADABLE:
         return UNKNOWN
     return Groups(math.prod(axes[name] for name in along), along)
@@ -88,7 +88,7 @@ def _group_table(text: str, devices: int | None) -> np.ndarray:
     elif along := _ALONG_MESH.fullmatch(text):
         table = _along_axes(*along.groups())
     else:
-        table = _listed(text)
+        table = _parse_list(text)
     rows, size = table.shape
     if devices not in (None, rows * size):
         raise ValueError(f"{text} has {rows * size} devices, the program has {devices}")
@@ -115,7 +115,7 @@ def _stride(groups: np.ndarray, axes: Mapping[str, int], along: Sequence[str]) -
 # ------------------------------------------------------------------ notation
 
 
-def _listed(text: str) -> np.ndarray:
+def _parse_list(text: str) -> np.ndarray:
     """`{{0,1},{2,3}}` as an array."""
     return np.array(json.loads(text.replace("{", "[").replace("}", "]")), int)
 
@@ -124,7 +124,7 @@ def _device_order(text: str) -> np.ndarray:
     """The devices of `[2,4]T(1,0)` (0 to 7 in shape `(2, 4)`, transposed), or of a list."""
     ordered = _ORDER.fullmatch(text)
     if ordered is None:
-        order = _listed(f"{{{text}}}")
+        order = _parse_list(f"{{{text}}}")
         _check_permutation(order)
         return order
     shape, transposed = json.loads(ordered[1]), ordered[2]

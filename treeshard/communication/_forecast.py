@@ -78,7 +78,7 @@ def predict_transfers(plan: Plan, batch: SpecTree, roles: Roles) -> list[Planned
     """
     along = batch_axes(plan, batch)
     forecast = _Forecast(plan, along, roles)
-    transfers = [transfer for leaf in plan.leaves for transfer in forecast.of_leaf(leaf)]
+    transfers = [transfer for leaf in plan.leaves for transfer in forecast.predict_leaf(leaf)]
     if along:
         transfers.append(PlannedTransfer("all-reduce", along, 4, 1, "float32", None, "loss"))
     return transfers
@@ -91,16 +91,16 @@ class _Forecast:
         self.along, self.roles, self.mesh = along, roles, plan.mesh
         self.leaves = {leaf.path: leaf for leaf in plan.leaves}
 
-    def of_leaf(self, leaf: PlannedLeaf) -> Iterator[PlannedTransfer]:
+    def predict_leaf(self, leaf: PlannedLeaf) -> Iterator[PlannedTransfer]:
         """The gathers of a leaf, then the reductions of its gradient, then its update."""
         role = self.roles[leaf.path]
         for gather in role.gathers:
             if gather.is_counted:
-                yield from self._gathers(leaf, gather)
+                yield from self._predict_gathers(leaf, gather)
         if role.name == TRAINED:
-            yield from self._of_gradient(leaf, role)
+            yield from self._predict_gradient(leaf, role)
 
-    def _gathers(self, leaf: PlannedLeaf, gather: Gather) -> Iterator[PlannedTransfer]:
+    def _predict_gathers(self, leaf: PlannedLeaf, gather: Gather) -> Iterator[PlannedTransfer]:
         why = "weight, again for its gradient" if gather.is_again else "weight"
         size = shard_size(leaf.shape, leaf.given, self.mesh) // gather.parts
         # Dim by dim: each gather has the result of the one before.
@@ -111,7 +111,7 @@ class _Forecast:
                 "all-gather", axes, payload, gather.times, gather.dtype, leaf.path, why
             )
 
-    def _of_gradient(self, leaf: PlannedLeaf, role: Role) -> Iterator[PlannedTransfer]:
+    def _predict_gradient(self, leaf: PlannedLeaf, role: Role) -> Iterator[PlannedTransfer]:
         gathered = frozenset[str]().union(*(gather.axes for gather in role.gathers))
         parts = max((gather.parts for gather in role.gathers), default=1)
         scattered = self._dims(leaf, gathered)
@@ -132,10 +132,10 @@ class _Forecast:
             size //= self._parts(axes)
         rest = (str(leaf.dtype), role.updates, leaf.path)
         done = {*gathered, *role.split}
-        further = self._in_order(self._axes_of_state(leaf, role) - done)
+        further = self._sort_axes(self._axes_of_state(leaf, role) - done)
         if further:
             yield _transfer("reduce-scatter", further, size, *rest, "gradient")
-        others = self._in_order({*self.along} - done - {*further})
+        others = self._sort_axes({*self.along} - done - {*further})
         if others:
             yield _transfer("all-reduce", others, size // self._parts(further), *rest, "gradient")
         if further:
@@ -154,10 +154,10 @@ class _Forecast:
 
     def _dims(self, leaf: PlannedLeaf, axes: Collection[str]) -> list[tuple[str, ...]]:
         """Those of some axes that split each dim of a leaf."""
-        of_dims = [self._in_order({*axes_of(entry)} & {*axes}) for entry in entries(leaf.given)]
+        of_dims = [self._sort_axes({*axes_of(entry)} & {*axes}) for entry in entries(leaf.given)]
         return [of_dim for of_dim in of_dims if of_dim]
 
-    def _in_order(self, axes: Iterable[str]) -> tuple[str, ...]:
+    def _sort_axes(self, axes: Iterable[str]) -> tuple[str, ...]:
         """Those of some axes that split the batch."""
         chosen = set(axes)
         return tuple(axis for axis in self.along if axis in chosen)

@@ -193,7 +193,7 @@ class Matcher:
             self.leaves.append(leaf)
             is_part = collective.completes is not None
             if collective.axes != () and not is_scalar(collective) and not is_part:
-                left.append(_moved(number, collective, leaf))
+                left.append(_read_moved(number, collective, leaf))
         for rule in (
             self._file_unreadable,
             self._book_gather,
@@ -252,7 +252,7 @@ class Matcher:
         return True
 
     def _book_gradient(self, moved: _Moved) -> bool:
-        for gradient in self._nearest(moved):
+        for gradient in self._sort_by_fit(moved):
             if found := gradient.planned_as(moved):
                 planned, parts = found
                 gradient.take(moved.axes, moved.size * parts)
@@ -265,7 +265,7 @@ class Matcher:
         reduce-scatter was planned."""
         if moved.kind not in _REDUCTIONS:
             return False
-        for gradient, parts in self._fitting(moved, by_layer=True):
+        for gradient, parts in self._find_fitting(moved, by_layer=True):
             if not gradient.has(moved.axes, moved.size * parts):
                 continue
             gradient.take(moved.axes, moved.size * parts)
@@ -281,18 +281,18 @@ class Matcher:
             return True
         return False
 
-    def _nearest(self, moved: _Moved) -> list[_Gradient]:
+    def _sort_by_fit(self, moved: _Moved) -> list[_Gradient]:
         """All gradients that it may be of, those of which exactly so much is left first: the
         gradient of a final norm has the size of one layer of the other norms."""
         fits = [x for x in self.gradients if moved.leaf in (None, x.path)]
         return sorted(fits, key=lambda x: all(x.left.get(i) != moved.size for i in moved.axes))
 
-    def _fitting(self, moved: _Moved, *, by_layer: bool) -> list[tuple[_Gradient, int]]:
+    def _find_fitting(self, moved: _Moved, *, by_layer: bool) -> list[tuple[_Gradient, int]]:
         """The gradients that have its size if they are split into so many parts; last, if
         `by_layer`, those of which one layer has."""
         sizes = [
             (gradient, parts, moved.one * parts)
-            for gradient in self._nearest(moved)
+            for gradient in self._sort_by_fit(moved)
             for parts in self._parts(gradient, moved)
         ]
         whole = [(gradient, parts) for gradient, parts, size in sizes if size in gradient.units]
@@ -367,7 +367,7 @@ class Matcher:
         """Whether it adds up values of all rows, as batch norm does, with the gradients of such."""
         if moved.kind != "all-reduce" or not moved.axes <= {*self.batch_axes}:
             return False
-        fitting = [x for x, _ in self._fitting(moved, by_layer=moved.is_in_loop)]
+        fitting = [x for x, _ in self._find_fitting(moved, by_layer=moved.is_in_loop)]
         if moved.is_in_loop and fitting:
             return False
         # TPUs name all results of a fusion alike: such a sum is a `transpose(jvp())/dot_general`
@@ -384,7 +384,7 @@ class Matcher:
         if moved.kind not in _REDUCTIONS:
             return False
         is_backward = moved.is_in_loop or "transpose(" in moved.name
-        fitting = [x for x, _ in self._fitting(moved, by_layer=moved.is_in_loop)]
+        fitting = [x for x, _ in self._find_fitting(moved, by_layer=moved.is_in_loop)]
         fitting = [x for x in fitting if is_backward or self.roles[x.path].uses > 1]
         if not fitting:
             return False
@@ -406,7 +406,7 @@ class Matcher:
 
     # ---------------------------------------------------------------- results
 
-    def by_compiler(self) -> Iterator[str]:
+    def list_compiler_choices(self) -> Iterator[str]:
         """What only the compiler decides."""
         if self.reduced_in_full:
             size = bytes_text(total_bytes(self.reduced_in_full))
@@ -420,7 +420,7 @@ class Matcher:
         if any(x.left and self._is_merged(x) for x in self.gathers):
             yield "gathers once what the step gathers several times"
 
-    def unplanned(self) -> Iterator[Unplanned]:
+    def list_unplanned(self) -> Iterator[Unplanned]:
         """The differences, and last the planned transfers that the program does not have."""
         for difference, members in self.filed.items():
             yield explain(
@@ -446,7 +446,7 @@ class Matcher:
         return account.left % (account.layers * account.one) == 0
 
 
-def _moved(number: int, collective: Collective, leaf: str | None) -> _Moved:
+def _read_moved(number: int, collective: Collective, leaf: str | None) -> _Moved:
     name = collective.op_name or ""
     return _Moved(
         number,

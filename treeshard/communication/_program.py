@@ -45,7 +45,7 @@ class ReadProgram(NamedTuple):
 
 def read_program(program: CompiledProgram, mesh: MeshLike | None = None) -> ReadProgram:
     """Parses a program. Raises as `collectives` documents it."""
-    program = _unwrapped(program)
+    program = _unwrap(program)
     text = _text_of(program)
     graph = _parse(text)
     arguments = arguments_of(program, graph)
@@ -69,7 +69,7 @@ def read_program(program: CompiledProgram, mesh: MeshLike | None = None) -> Read
     return ReadProgram(graph, arguments, within, between, platform)
 
 
-def _unwrapped(program: CompiledProgram) -> CompiledProgram:
+def _unwrap(program: CompiledProgram) -> CompiledProgram:
     """JAX's own object, of what `Step.compile` or a function of `eqx.filter_jit` compiles to."""
     inner = getattr(program, "compiled", None)
     return inner if isinstance(inner, jax.stages.Compiled) else program

@@ -56,13 +56,13 @@ def read_type(text: str) -> dict[Path, Array]:
 
 def _array(dtype: str, shape: str, layout: str) -> Array:
     _, bits = DTYPES.get(dtype, (dtype, 0))
-    elements = math.prod(_padded(numbers(shape), layout))
+    elements = math.prod(_pad_to_tiles(numbers(shape), layout))
     space = re.search(r"S\((\d+)\)", layout)
     number = 0 if space is None else int(space[1])
     return Array(f"{dtype}[{shape}]", -(-elements * bits // 8), number)
 
 
-def _padded(dims: list[int], layout: str) -> list[int]:
+def _pad_to_tiles(dims: list[int], layout: str) -> list[int]:
     """The dims, rounded up to whole tiles."""
     # `{0,1:T(8,128)}`: dim 0 varies fastest in memory, and a tile has 128 of it and 8 of dim 1. A
     # second tile, `T(8,128)(2,1)`, is the order of elements inside of the first, and pads nothing.
