@@ -48,6 +48,7 @@ def find_ungathered(jaxpr: Any, plan: Plan, axes: Mapping[str, set[str]]) -> dic
         for path, of_leaf in axes.items()
         if roles[path].name == TRAINED
     }
+    # The second walk is needed only if something looks wrong.
     if not any(split.values()):
         return {}
     sent = run_walk(without_unused(jaxpr), plan.leaves, along, _Sends).sent

@@ -85,10 +85,12 @@ def roles_of(jaxpr: Any, plan: Plan, batch_axes: Collection[str]) -> Roles:
     roles: Roles = {}
     for number, (leaf, before) in enumerate(zip(leaves, program.invars, strict=False)):
         after = finals[number]
+        # A result that is an argument or a constant is defined by no equation that a walk sees.
         is_constant = isinstance(after, Literal) or after in program.invars
         is_changed = after is not before if is_constant else number in uses.changed
         name = _name(number, leaf, uses, is_changed=is_changed)
         of_leaf = tuple(gather for (owner, _), gather in uses.gathers.items() if owner == number)
+        # Of moments and master copies, and not of weights that are used themselves
         sources = uses.sources[number] - {number} - uses.used
         roles[leaf.path] = Role(
             name,
@@ -106,6 +108,8 @@ def roles_of(jaxpr: Any, plan: Plan, batch_axes: Collection[str]) -> Roles:
 def _is_scattered(leaf: PlannedLeaf, uses: Walk) -> bool:
     if (leaf.shape, dims_of(leaf.given, len(leaf.shape))) in uses.constrained:
         return True
+    # By hand there is no spec to compare, only the elements of what is scattered: of the leaf, or
+    # of one layer in a scan.
     layers = leaf.shape[0] if leaf.shape else 1
     of_one_layer = leaf.size // max(layers, 1)
     return not uses.scattered.isdisjoint({leaf.size, of_one_layer})

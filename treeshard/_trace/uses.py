@@ -185,7 +185,8 @@ class Walk:
         if len(inner) == 1 and len(inner[0].invars) == len(operands):
             return self._call(inner[0], eqn, operands, finals, at)
         if any(operand.is_of_batch for operand in operands):
-            # An evaluation of the new weights is no part of the update.
+            # The region of an op that is not differentiated is empty, as in the update. But an
+            # evaluation of the new weights computes with the batch, and is no part of the update.
             at = at._replace(region=at.region or _FORWARD)
         pairs = zip(eqn.outvars, self._apply_op(eqn, operands, at), strict=True)
         return [
@@ -215,6 +216,8 @@ class Walk:
             return [self._apply_product(eqn, operands, at)]
         if name in LAY_OUT:
             return [layout_result(eqn, operands[0])]
+        # Of any other op, such as a convolution, a sort or a custom kernel, nothing is known but
+        # that it needs its operands whole.
         for variable, operand in zip(eqn.invars, operands, strict=True):
             self._use(eqn, variable, operand, at)
         return [Value() for _ in eqn.outvars]
@@ -222,6 +225,8 @@ class Walk:
     def _apply_elementwise(self, eqn: Any, operands: list[Value], at: Place) -> Value:
         """The result of an op on each element."""
         size = math.prod(eqn.outvars[0].aval.shape)
+        # A bias that is broadcast to the rows is used here: it is no longer that leaf's elements.
+        # An operand of the result's size is still the leaf, changed element by element.
         whole: list[Value] = []
         for variable, operand in zip(eqn.invars, operands, strict=True):
             is_broadcast = operand.leaves and operand.size < size
@@ -234,6 +239,8 @@ class Walk:
 
     def _apply_product(self, eqn: Any, operands: list[Value], at: Place) -> Value:
         """The result of a product. A dim over which it runs independently may stay split."""
+        # dot_general[dimension_numbers=(([1], [0]), ([], []))]: the dims of each side over which
+        # it sums, and those over which it runs independently, as over experts
         contracted, batched = eqn.params["dimension_numbers"]
         along = [set[str](), set[str]()]
         kept: list[Value] = []
@@ -298,7 +305,10 @@ class Walk:
         needless = self.along & (value.axes - kept)
         is_sum = all(math.prod(x.aval.shape) == 1 for x in eqn.outvars)
         is_scalar = math.prod(variable.aval.shape) == 1 and not _is_key(variable)
-        if value.gradients and not at.region:  # it is of the update, and not of a loss
+        # 1. In the update, and not in a loss: a matrix optimizer multiplies. Norms do not count.
+        # 2. In a loss, or in an evaluation: a use, which may need gathers.
+        # 3. A sum over all elements outside of both, as of a norm that is logged: no use.
+        if value.gradients and not at.region:
             self.multiplied.update(() if is_sum or is_scalar else value.leaves)
         elif at.region or not (is_sum or is_scalar):
             self.used.update(value.leaves)
@@ -386,6 +396,7 @@ class Walk:
         ]
         carried = is_stacked.count(False)
         first = is_cut.count(False) - carried
+        # A leaf that is cut into slices is a stack of layers.
         given = [
             _slice_layer(value, variable.aval.shape) if cut else value
             for value, variable, cut in zip(operands, inner.invars, is_cut, strict=True)
@@ -410,6 +421,8 @@ class Walk:
         self, inner: Any, given: list[Value], carried: slice, eqn: Any, finals: Finals, at: Place
     ) -> list[Value]:
         """What a loop returns, when what holds before its first trip holds after each."""
+        # A trip may turn a leaf into a changed one, or split it differently, so the body is run
+        # until what it carries stays the same. These runs count no gathers: the last one does.
         count = carried.stop - carried.start
         inside = _inner_finals(eqn, inner, finals)
         was_counting, self.is_counting = self.is_counting, False
@@ -438,6 +451,7 @@ class Walk:
         return results
 
 
+# Each round only removes what is known of a value, so that few are needed.
 _MOST_ROUNDS = 8
 _PROGRAMS: Mapping[str, Callable[..., list[Value]]] = {
     "cond": Walk._cond,

@@ -71,6 +71,7 @@ def dims_of(spec: Any, rank: int) -> Dims:
 
 def merge_values(values: Sequence[Value]) -> Value:
     """A value that is computed from several of one shape, element by element."""
+    # Zeros, as of updates that optax masks, add nothing to what a value is.
     values = [value for value in values if not value.is_zero] or [values[0]]
     of_leaves = [value for value in values if value.leaves]
     like = (of_leaves or [x for x in values if x.axes] or values)[0]
@@ -91,6 +92,7 @@ def join_branches(first: Value, second: Value) -> Value:
         return known._replace(**common)
     changed = first.is_changed or second.is_changed
     leaves = first.leaves & second.leaves
+    # Where one branch has fewer leaves in it, the values of the branches differ.
     if first.leaves != second.leaves and leaves:
         changed = True
     dims = first.dims if first.dims == second.dims else ()
@@ -121,6 +123,10 @@ PASS_ON = ("device_put", "optimization_barrier", "pvary", "copy_p")
 
 def elementwise_result(name: str, operands: Sequence[Value], whole: Sequence[Value]) -> Value:
     """The result of an op on each element, `whole` being the operands of its size."""
+    # 1. 0 * x and 0 / x are zeros, whatever x is: so is the update of a frozen leaf after it was
+    #    scaled by a learning rate, or divided by the root of its moments.
+    # 2. x + 0 and x - 0 are x, and no change.
+    # 3. All else changes the elements, unless it only casts or copies them.
     zeros = [operand.is_zero for operand in operands]
     if (name == "mul" and any(zeros)) or (name == "div" and zeros[0]):
         return Value(is_zero=True)
@@ -149,6 +155,7 @@ LAY_OUT = frozenset(
 def layout_result(eqn: Any, value: Value) -> Value:
     """The result of an op of `LAY_OUT`."""
     shape, result, params = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, eqn.params
+    # Dims may be unknown, as those of constants: they are taken for not split.
     dims = value.dims or ((),) * len(shape)
     if eqn.primitive.name == "reshape":
         dims = _reshape_dims(dims, shape, result)

@@ -41,6 +41,7 @@ def arguments_of(program: Any, graph: HloProgram) -> list[Argument]:
     kept = iter(in_text[len(in_text) - sum(x is not None for x in shardings) :])
     # `0/0/w` in the first argument, and `1/x/w` in the keyword argument `x`
     places = [path.partition("/")[2] for path in leaf_paths(program.args_info)]
+    # Only JAX knows the names of the arguments that it drops.
     names = argument_names(program) or [""] * len(infos)
     arguments: list[Argument] = []
     for (keys, info), sharding, name, place in zip(infos, shardings, names, places, strict=True):

@@ -262,6 +262,7 @@ def is_scalar(collective: Collective) -> bool:
 def total(numbers: Iterable[int | None]) -> int | None:
     """The sum; `None` if a number is unknown."""
     known = list(numbers)
+    # Never a guess: one unknown number makes the sum unknown.
     return None if None in known else sum(number or 0 for number in known)
 
 
@@ -395,6 +396,7 @@ class CollectiveReader:
             op_name = op.target or op.opcode
         buffers = self._buffers(context, kind, op, groups)
         for buffer, read in buffers:
+            # An all-reduce of shards in arrays of zeros is an all-gather, of what is in them.
             shard = self._shard_in_zeros(kind, read)
             origins = self.flow.origins(*(shard or read))
             if len(buffers) > 1:

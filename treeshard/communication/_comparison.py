@@ -197,6 +197,7 @@ def compare_communication(
     traced = _trace_step(step, state, batch)
     _check_returns_state(plan, traced.jaxpr.out_avals)
     read = read_program(traced.lower().compile(), plan.mesh)
+    # The compiled program knows how its arguments are sharded, also where only the step says so.
     count = len(plan.leaves)
     _check_placed(plan, read.arguments[:count])
     along = _batch_spec(plan, read.arguments[count:])
@@ -210,6 +211,7 @@ def compare_step(plan: Plan, batch: SpecTree, roles: Roles, read: ReadProgram) -
     The first arguments of the program are the arrays of the state.
     """
     planned = predict_transfers(plan, batch, roles)
+    # On a torus, a scatter over one axis may run dim by dim.
     compiled = join_steps(list(CollectiveReader(read).all()), read.within)
     state = zip(read.arguments, plan.leaves, strict=False)
     names = {argument.path: leaf.path for argument, leaf in state}
@@ -234,6 +236,7 @@ def _idle_axes(
 ) -> Iterator[Unplanned]:
     """The axes that shard neither the plan nor the batch, and along which nothing is moved."""
     moved = [x.axes for x in compiled]
+    # What has unknown axes may run along any.
     if None in moved:
         return
     used = {*get_names_from_partition_spec(plan), *batch_axes}
@@ -332,6 +335,7 @@ def _check_placed(plan: Plan, arguments: Sequence[Argument]) -> None:
         arguments, plan.leaves, plan.sharding_of_each(), strict=True
     ):
         actual = None if argument.struct is None else argument.struct.sharding
+        # JAX drops arguments that the step does not use, and then does not know.
         if actual is not None and not actual.is_equivalent_to(planned, len(leaf.shape)):
             spec = getattr(actual, "spec", actual)
             facts.append(f"{leaf.path}: sharded as {spec} in the program, planned as {leaf.given}.")

@@ -99,6 +99,8 @@ def _group_table(text: str, devices: int | None) -> np.ndarray:
 def _axes_within(groups: np.ndarray, axes: Mapping[str, int]) -> tuple[str, ...]:
     """The axes along which the devices of a row differ."""
     coordinates = np.stack(np.unravel_index(groups, tuple(axes.values())))
+    # One row per group: an axis along which no device differs from the first of its group is whole
+    # outside of the groups.
     differs = (coordinates != coordinates[..., :1]).any(axis=(1, 2))
     return tuple(compress(axes, differs))
 

@@ -131,6 +131,7 @@ class _Forecast:
             )
             size //= self._parts(axes)
         rest = (str(leaf.dtype), role.updates, leaf.path)
+        # Along axes over which the leaf stays split, each device has the gradient of its own part.
         done = {*gathered, *role.split}
         further = self._sort_axes(self._axes_of_state(leaf, role) - done)
         if further:

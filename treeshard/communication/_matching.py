@@ -4,7 +4,24 @@ Compilers combine, split, reorder and peel collectives, so that the ops of a pro
 transfers of a plan are seldom one to one. So each planned transfer is an account of elements, from
 which each collective of its kind, axes and leaf takes what it moves. The text of a program names
 the leaf of a gathered weight. It names none for a gradient: one of the same size stands for it.
-What no account takes is a difference, filed under a case.
+
+Each collective goes to the first of these rules that takes it. Exact ones come first, so that what
+may stand for a transfer does not use up an account that another one fits exactly.
+
+ 1. Its axes, bytes or count are unknown: `other`.
+ 2. An all-gather of a planned leaf, axes and size: booked.
+ 3. A planned reduction of a gradient, of all of it or of some layers: booked.
+ 4. An exchange of `training.by_matrix`, by its name: listed apart.
+ 5. A reduction of a gradient over some of its axes, in parts, or in full where a reduce-scatter was
+    planned: booked; in full it is `all-reduce`, or the compiler's choice.
+ 6. Another all-gather of a leaf: `again`, `sharded-further`, or `batch-not-split`.
+ 7. An argument that is not a leaf, such as rows of the batch: as 8, or `activation`.
+ 8. Computed values along axes that do not split the batch, as in tensor parallelism: listed apart.
+ 9. A sum over all rows of the batch, as of batch norm: listed apart.
+10. A reduction of the size of a gradient that is booked already: `again`, or `inside-loop`.
+11. The rest: `activation`, or `other` in an update that multiplies matrices.
+
+What is left in an account at the end is `not-moved`.
 """
 
 import math
@@ -39,19 +56,15 @@ _SUM = re.compile(r"\breduce_\w+(?=[:)]|$)")
 
 
 class _Moved(NamedTuple):
-    """A collective, and what is asked of it.
+    """A collective, and what the rules ask of it."""
 
-    `leaf` is the plan's path of the argument that it moves, if that is in the plan. `size` counts
-    the elements of all its executions, and `one` those of one.
-    """
-
-    number: int
+    number: int  # its place in the program
     collective: Collective
     kind: str
-    name: str
-    leaf: str | None
-    size: int
-    one: int
+    name: str  # JAX's name of the operation
+    leaf: str | None  # the plan's path of the argument that it moves, if that is in the plan
+    size: int  # the elements of all its executions
+    one: int  # the elements of one execution
     axes: frozenset[str]
     is_in_loop: bool
 
@@ -60,9 +73,9 @@ class _Difference(NamedTuple):
     """What collectives that are reported together have in common: see `explain`."""
 
     code: str
-    kind: str
+    kind: str  # empty where collectives of several kinds belong together
     detail: str
-    axes: tuple[str, ...]
+    axes: tuple[str, ...]  # the axes that it is about
 
 
 class _Gather:
@@ -195,18 +208,19 @@ class Matcher:
             if collective.axes != () and not is_scalar(collective) and not is_part:
                 left.append(_read_moved(number, collective, leaf))
         for rule in (
-            self._file_unreadable,
-            self._book_gather,
-            self._book_gradient,
-            self._take_matrix,
-            self._book_gradient_otherwise,
-            self._file_gather,
-            self._file_argument,
-            self._take_activation,
-            self._take_batch_sum,
-            self._file_gradient,
-            self._file_activation,
+            self._file_unreadable,  # 1
+            self._book_gather,  # 2
+            self._book_gradient,  # 3
+            self._take_matrix,  # 4
+            self._book_gradient_otherwise,  # 5
+            self._file_gather,  # 6
+            self._file_argument,  # 7
+            self._take_activation,  # 8
+            self._take_batch_sum,  # 9
+            self._file_gradient,  # 10
+            self._file_activation,  # 11
         ):
+            # Rule by rule over all collectives: a rule sees what the ones before it left.
             left = [moved for moved in left if not rule(moved)]
         if any(x.left == x.total and not self._is_merged(x) for x in self.gathers):
             # Weights are not gathered: such sums are what is moved instead.
@@ -340,16 +354,22 @@ class Matcher:
         if planned and kept:
             return self._file("sharded-further", moved, leaf, axes=kept)
         if self.roles[leaf].is_used and moved.axes.isdisjoint(self.batch_axes):
-            for gradient in self.gradients:
-                if gradient.path == leaf:
-                    gradient.left = dict.fromkeys(gradient.left, 0)
-            axes = self.gathered_for_nothing.setdefault(leaf, moved.collective.axes or ())
-            return self._file("batch-not-split", moved, leaf, axes=axes)
-        for account in planned:  # it is gathered as planned too
+            return self._file_gather_for_nothing(moved, leaf)
+        # One difference is enough for a leaf: its planned gathers do not count as missing too.
+        for account in planned:
             account.left = 0
         if planned:
             return self._file("again", moved, leaf)
         return self._file("sharded-further", moved, leaf, axes=moved.collective.axes or ())
+
+    def _file_gather_for_nothing(self, moved: _Moved, leaf: str) -> bool:
+        """Files a gather of a weight along axes that do not split the batch."""
+        # Its gradients are summed over the same axes, and belong to the gathers: see rule 10.
+        for gradient in self.gradients:
+            if gradient.path == leaf:
+                gradient.left = dict.fromkeys(gradient.left, 0)
+        axes = self.gathered_for_nothing.setdefault(leaf, moved.collective.axes or ())
+        return self._file("batch-not-split", moved, leaf, axes=axes)
 
     def _file_argument(self, moved: _Moved) -> bool:
         if moved.collective.path is None or moved.leaf is not None:
@@ -388,7 +408,8 @@ class Matcher:
         fitting = [x for x in fitting if is_backward or self.roles[x.path].uses > 1]
         if not fitting:
             return False
-        # What is not reduced yet, first
+        # Several gradients may have this size. Of one that is not reduced yet, this is the
+        # reduction that was planned, in another place.
         gradient = next((x for x in fitting if x.has(moved.axes, 1)), fitting[0])
         if gradient.path in self.gathered_for_nothing:  # its reductions belong to its gathers
             axes = self.gathered_for_nothing[gradient.path]
@@ -429,6 +450,9 @@ class Matcher:
                 paths=[leaf for _, leaf in members if leaf is not None],
                 batch_axes=self.batch_axes,
             )
+        yield from self._list_missing()
+
+    def _list_missing(self) -> Iterator[Unplanned]:
         missing = [x.planned for x in self.gathers if x.left and not self._is_merged(x)]
         for gradient in self.gradients:
             missing += [x for x in gradient.planned if any(gradient.left[i] for i in x.axes)]
