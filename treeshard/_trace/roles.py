@@ -7,7 +7,7 @@ frozen base those of a trained one.
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.extend.core import Literal
@@ -17,8 +17,6 @@ from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
 from treeshard._trace.uses import Gather, Place, Walk
 from treeshard._trace.values import OF_ARRAYS, OF_SCALARS, Value, dims_of, leaf_value
-
-W = TypeVar("W", bound=Walk)
 
 # What a step does with a leaf: by whether it uses it, takes its gradient, and changes it.
 TRAINED = "trained"
@@ -121,9 +119,7 @@ def with_roles(plan: Plan, roles: Roles) -> Plan:
     return replace(plan, leaves=leaves)
 
 
-def run_walk(
-    program: Any, leaves: Sequence[PlannedLeaf], along: Collection[str], walk: type[W] = Walk
-) -> W:
+def run_walk(program: Any, leaves: Sequence[PlannedLeaf], along: Collection[str]) -> Walk:
     """A walk over a program whose first arguments, and first results, are leaves of a state."""
     scalars = [i for i, leaf in enumerate(leaves) if math.prod(leaf.shape) == 1]
     state = [leaf_value(i, leaf.given, leaf.shape) for i, leaf in enumerate(leaves)]
@@ -132,9 +128,9 @@ def run_walk(
     for number, variable in enumerate(program.outvars[: len(leaves)]):
         if not isinstance(variable, Literal):
             finals[variable] = (*finals.get(variable, ()), number)
-    made = walk(along, scalars)
-    made.run(program, [*state, *others], finals, Place())
-    return made
+    walk = Walk(along, scalars)
+    walk.run(program, [*state, *others], finals, Place())
+    return walk
 
 
 def _name(number: int, leaf: PlannedLeaf, uses: Walk, *, is_changed: bool) -> str:

@@ -37,6 +37,8 @@ from treeshard._trace.values import (
 )
 
 GATHERS = ("all_gather", "all_gather_invariant", "all_gather_reduced")
+# Beside a gather, code by hand may send activations to the devices that have the weights.
+_SENDS = ("all_to_all", "ppermute", "ragged_all_to_all", "reduce_scatter", *GATHERS)
 _FORWARD, _BACKWARD = "forward", "backward"
 Finals = Mapping[Any, tuple[int, ...]]  # the leaves whose new value a variable is
 
@@ -67,32 +69,14 @@ class Gather(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where in a trace an equation stands.
+    """Where in a trace an equation stands."""
 
-    Attributes:
-        region: `"forward"` or `"backward"` if it is differentiated, else `""`.
-        trips: How often it runs.
-        within: The equations that it stands in.
-        loop: As much of `path` as leads to the innermost loop or repeated forward pass.
-        repeat: The same for the innermost repeated forward pass.
-        manual: The mesh axes over which it runs once per device.
-        unchecked: Those of them for which JAX does not check where devices differ.
-        is_counted: Whether the trace tells how often it runs.
-    """
-
-    region: str = ""
-    trips: int = 1
-    within: tuple[Any, ...] = ()
-    loop: tuple[int, ...] = ()
-    repeat: tuple[int, ...] = ()
-    manual: frozenset[str] = frozenset()
-    unchecked: frozenset[str] = frozenset()
-    is_counted: bool = True
-
-    @property
-    def path(self) -> tuple[int, ...]:
-        """The identities of the equations that it stands in."""
-        return tuple(map(id, self.within))
+    region: str = ""  # `"forward"` or `"backward"` if it is differentiated, else empty
+    trips: int = 1  # how often it runs
+    path: tuple[int, ...] = ()  # the identities of the equations that it stands in
+    loop: tuple[int, ...] = ()  # the path to the innermost loop or repeated forward pass
+    repeat: tuple[int, ...] = ()  # the path to the innermost repeated forward pass
+    manual: frozenset[str] = frozenset()  # the mesh axes over which it runs once per device
 
 
 class Walk:
@@ -114,6 +98,7 @@ class Walk:
         changed: The leaves whose new values are not the old ones.
         constrained: The shapes of gradients that the step constrains, with the axes of each dim.
         scattered: The elements of arrays that the step reduce-scatters by hand.
+        sent: The axes over which code by hand sends what is not a weight before the backward pass.
     """
 
     def __init__(self, along: Collection[str], scalars: Collection[int]) -> None:
@@ -129,6 +114,7 @@ class Walk:
         self.changed: set[int] = set()
         self.constrained: set[tuple[tuple[int, ...], Dims]] = set()
         self.scattered: set[int] = set()
+        self.sent: set[str] = set()
         self.is_counting = True  # gathers: not while what a loop carries is still unknown
         self.asked: dict[Any, Gather] = {}  # the gathers that the step asks for
 
@@ -138,8 +124,8 @@ class Walk:
         def apply(eqn: Any, operands: list[Value]) -> list[Value]:
             here = at._replace(region=_find_region(eqn) or at.region)
             results = self._results(eqn, operands, finals, here)
-            if self.is_counting:
-                self.note(eqn, results, here)
+            if eqn.primitive.name in _SENDS and here.region != _BACKWARD:
+                self._note_sent(eqn, results)
             return [
                 self._final(finals[variable], result) if variable in finals else result
                 for variable, result in zip(eqn.outvars, results, strict=True)
@@ -148,8 +134,10 @@ class Walk:
         constants = [Value()] * len(jaxpr.constvars)
         return interpret(jaxpr, [*constants, *given], _literal, apply)
 
-    def note(self, eqn: Any, results: Sequence[Value], at: Place) -> None:
-        """Called once for each equation, after those in it. For subclasses that list them."""
+    def _note_sent(self, eqn: Any, results: Sequence[Value]) -> None:
+        if not any(value.leaves for value in results):
+            axes = eqn.params["axis_name"]
+            self.sent.update((axes,) if isinstance(axes, str) else axes)
 
     def _add_dependencies(
         self, variable: Any, operands: Sequence[Value], result: Value, at: Place
@@ -377,8 +365,6 @@ class Walk:
                 value = value._replace(dims=dims)
             given.append(value._replace(size=math.prod(inside.aval.shape)))
         place = at._replace(manual=at.manual | manual)
-        if not eqn.params["check_vma"]:
-            place = place._replace(unchecked=at.unchecked | manual)
         results = self._call(inner, eqn, given, finals, place)
         return [
             result._replace(size=math.prod(variable.aval.shape))
@@ -414,7 +400,8 @@ class Walk:
         given = operands[first:]
         inner = getattr(eqn.params["body_jaxpr"], "jaxpr", eqn.params["body_jaxpr"])
         carried = slice(eqn.params["body_nconsts"], len(given))
-        place = _enter_loop(at, eqn, 1)._replace(is_counted=False)
+        # No trace tells how often a `while` runs: what it gathers is planned once.
+        place = _enter_loop(at, eqn, 1)
         return self._loop(inner, given, carried, eqn, finals, place)
 
     def _loop(
@@ -443,9 +430,8 @@ class Walk:
 
     def _cond(self, eqn: Any, operands: list[Value], finals: Finals, at: Place) -> list[Value]:
         results: list[Value] = []
-        place = at._replace(is_counted=False)
         for branch in inner_jaxprs(eqn):
-            of_branch = self._call(branch, eqn, operands[1:], finals, place)
+            of_branch = self._call(branch, eqn, operands[1:], finals, at)
             pairs = zip(results, of_branch, strict=True)
             results = [join_branches(x, y) for x, y in pairs] if results else of_branch
         return results
@@ -508,7 +494,7 @@ def _find_region(eqn: Any) -> str:
 
 
 def _enter(at: Place, eqn: Any) -> Place:
-    return at._replace(within=(*at.within, eqn))
+    return at._replace(path=(*at.path, id(eqn)))
 
 
 def _enter_loop(at: Place, eqn: Any, trips: int) -> Place:
