@@ -94,7 +94,7 @@ class Program:
                 return traced
             self._in_force = replace(self._in_force, waits=False)
             self._jit()
-        with sharding_type_errors(self._placement.mesh, self._in_force):
+        with sharding_type_errors(self._placement.mesh):
             return self.run.trace(state, data)
 
     def _check_gathered(self, jaxpr: Any, count: int) -> None:
