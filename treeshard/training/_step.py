@@ -5,7 +5,6 @@ from functools import update_wrapper
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import AxisType, Mesh
 from jax.tree_util import tree_flatten, tree_leaves
@@ -102,8 +101,6 @@ class Step:
             return program.state.combine(new), aux
         data, entry = self._batches.place(data, data_def)
         data = program.batch.dynamic(data)
-        if np.ndarray in set(map(type, arrays)):
-            program.warn_of_host_leaves(arrays)
         if self._looks_first or not program.is_traced:
             # What is nowhere yet has no sharding in its type, and JAX would trace another program.
             are_placed = not self._has_types or all(
