@@ -123,23 +123,6 @@ def test_a_padded_plan_survives_json_other_meshes_and_following() -> None:
         Plan.from_json(text)
 
 
-def test_leaves_that_follow_a_padded_one_are_padded_like_it() -> None:
-    tree = {"params": {"w": struct(10, 16), "a": struct(2, 16), "b": struct(10, 2)}}
-    tree |= {"ema": tree["params"]}
-    rules = [("ema", ts.follow("params")), ("w$", P("fsdp")), ("a$|b$", ts.follow("w"))]
-    plan = ts.plan(tree, rules, "fsdp=8", min_size=0).padded()
-    assert {x.path: (x.shape, x.unpadded) for x in plan.leaves} == {
-        f"{branch}/{name}": shapes
-        for branch in ("params", "ema")
-        for name, shapes in {
-            "w": ((16, 16), (10, 16)),
-            "a": ((2, 16), None),
-            "b": ((16, 2), (10, 2)),
-        }.items()
-    }
-    assert {finding.code for finding in plan.findings} == {"left-whole"}  # factor `a`
-
-
 @OFFLOADS
 def test_padded_leaves_stay_in_their_memory() -> None:
     def make() -> Any:

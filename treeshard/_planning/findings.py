@@ -23,7 +23,7 @@ class Finding(NamedTuple):
             `"already-sharded"`, `"indivisible"`, `"reduced-type"`, `"path-collision"`. Warnings:
             `"dead-rule"`, `"shadowed-rule"`, `"explicit-spec-too-small"`,
             `"all-too-small"`, `"same-array"`,
-            `"narrowed"`, `"no-base"`, `"cuts-block"`, `"left-whole"`, `"unlike-siblings"`,
+            `"narrowed"`, `"left-whole"`, `"unlike-siblings"`,
             `"state-unlike-weight"`, `"cuts-head"`, `"not-elementwise"`.
         severity: `"error"` if `Plan.check` raises for it, else `"warning"`.
         fact: What is wrong.

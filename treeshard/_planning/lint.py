@@ -48,8 +48,6 @@ from treeshard.errors import counted, did_you_mean
 if TYPE_CHECKING:
     from treeshard._planning.plan import Plan
 
-# The adjustments of leaves that belong to another leaf.
-RELATED = frozenset({"no-base", "cuts-block"})
 # The number of paths searched for one that a misspelt pattern may mean.
 MOST_NAMES = 1000
 
@@ -69,7 +67,6 @@ def find(plan: "Plan") -> tuple[Finding, ...]:
         *(unused_rules(plan) if is_ruled else ()),
         *_unused_specs(plan),
         *(all_too_small(plan) if is_ruled else ()),
-        *_related(plan),
         *_same_arrays(plan),
         *_narrowed(plan),
         *left_whole(plan, _lost_names(plan)),
@@ -191,14 +188,6 @@ def _unused_specs(plan: "Plan") -> Iterator[Finding]:
     small = [x for x in plan.leaves if any(note.kind in SMALL for note in x.adjustments)]
     for members in grouped(small, lambda leaf: (leaf.rule, leaf.asked)):
         yield finding_about("explicit-spec-too-small", members, min_size=plan.min_size)
-
-
-def _related(plan: "Plan") -> Iterator[Finding]:
-    """Leaves that cannot have the spec of the leaf that they belong to."""
-    for leaf in plan.leaves:
-        for note in leaf.adjustments:
-            if note.kind in RELATED:
-                yield finding_of(note, [leaf])
 
 
 def _same_arrays(plan: "Plan") -> Iterator[Finding]:

@@ -20,7 +20,6 @@ from treeshard._core.specs import (
     project,
     with_entries,
 )
-from treeshard._planning.adapters import following
 from treeshard._planning.copies import histories
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.tactics import Fsdp
@@ -34,8 +33,7 @@ def padded_leaves(
 ) -> tuple[PlannedLeaf, ...]:
     """The leaves of `Plan.padded`."""
     pad = partial(padded_leaf, mesh=mesh)
-    follow = following(leaves, rules, mesh, pad)
-    decided = [x._replace(decision=follow.get(i, x.decision)) for i, x in enumerate(leaves)]
+    decided = list(leaves)
     for i, decision in histories(decided).items():
         decided[i] = decided[i]._replace(decision=decision)
     return tuple(map(pad, decided))

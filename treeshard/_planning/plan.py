@@ -31,7 +31,6 @@ from treeshard._core.paths import PyTree, children_with_keys
 from treeshard._core.spec_trees import SpecCarrier, SpecTree
 from treeshard._core.specs import all_axes, entries, trimmed
 from treeshard._core.text import human_bytes
-from treeshard._planning.adapters import following
 from treeshard._planning.axis_names import splits_rows
 from treeshard._planning.copies import copied_leaves, histories, in_memory, resized, sharded_further
 from treeshard._planning.logical import ReadLogicalRules, current_logical_rules, logical_axis_rules
@@ -777,8 +776,6 @@ def plan(
         if shape is not None
     ]
     pairs = tuple((pattern, action) for pattern, action in rules)
-    for i, decision in following(leaves, pairs, mesh).items():
-        leaves[i] = leaves[i]._replace(decision=decision)
     for i, decision in histories(leaves).items():
         leaves[i] = leaves[i]._replace(decision=decision)
     split = StaticSplit(decided.leaves, decided.treedef, has_shape)
