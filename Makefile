@@ -51,6 +51,7 @@ bench: .venv-bench/installed
 # Writes the pictures anew, and the site into site/.
 docs: .venv/installed-docs
 	$(BIN)/python -m tools.draw_pictures
+	$(BIN)/python -m tools.draw_architecture
 	$(BIN)/mkdocs build --strict
 
 # The wheel and the source, into dist/.

@@ -11,7 +11,7 @@ import lazy_loader as _lazy_loader
 # JAX forgets all traces when a context is made, so they are made now.
 from treeshard._core import contexts as _contexts  # noqa: F401  (loading it makes them)
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
 
 _load, _, _NAMES = _lazy_loader.attach_stub(__name__, __file__)
 # Whose names work here too, without being listed: people look for those of the libraries that

@@ -7,7 +7,9 @@ from functools import cache
 from typing import NamedTuple
 
 import pytest
-from files import SOURCES, parsed
+from files import ROOT, SOURCES, parsed
+
+from tools import draw_architecture
 
 # A module imports from its own package and from the rows above it. Packages in one row do not
 # know each other.
@@ -174,3 +176,10 @@ def test_every_package_is_in_a_row() -> None:
 def test_a_wrong_import_is_seen(module: str, source: str, fact: str) -> None:
     [found] = violations(f"treeshard.{module}", source)
     assert fact in found
+
+
+def test_the_page_on_the_architecture_draws_these_layers() -> None:
+    picture = (ROOT / "docs" / "pictures" / "architecture.svg").read_text()
+    assert picture == draw_architecture.picture(), "make docs"
+    layers = [row for row in ROWS if not {*row} & {"errors", "__init__"}]
+    assert layers == [*reversed(draw_architecture.ROWS)]
