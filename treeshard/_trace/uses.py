@@ -416,7 +416,7 @@ class Walk:
         for _ in range(_MOST_ROUNDS):
             results = self.run(inner, given, inside, at)
             before = given[carried]
-            after = [join_branches(x, y) for x, y in zip(before, results[:count], strict=True)]
+            after = [_join_trips(x, y) for x, y in zip(before, results[:count], strict=True)]
             if after == before:
                 break
             given = [*given[: carried.start], *after, *given[carried.stop :]]
@@ -437,7 +437,13 @@ class Walk:
         return results
 
 
-# Each round only removes what is known of a value, so that few are needed.
+def _join_trips(before: Value, after: Value) -> Value:
+    """What holds before each trip of a loop. Weights that a trip gathers for the next one count
+    where that uses them, beside those that were gathered before the loop."""
+    return join_branches(before, after)._replace(gathers=before.gathers | after.gathers)
+
+
+# Each round removes what is known of a value, or adds the gathers of a trip: few are needed.
 _MOST_ROUNDS = 8
 _PROGRAMS: Mapping[str, Callable[..., list[Value]]] = {
     "cond": Walk._cond,

@@ -4,7 +4,7 @@ JAX donates an array's buffers, and ends the process if a call on several device
 twice, or one that is deleted. A `device_put` to one device has no effect in a program for several.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
