@@ -22,7 +22,6 @@ from helpers import struct
 from jax import lax
 from jax.experimental import io_callback
 from jax.sharding import PartitionSpec as P
-from jax.sharding import SingleDeviceSharding
 
 import treeshard as ts
 from treeshard import manual
@@ -180,16 +179,6 @@ def norm_to_host(grads: Any) -> Any:
     return grads
 
 
-def on_one_device(grads: Any) -> Any:
-    device = jax.devices()[0]
-    down = jax.device_put(grads["down"], SingleDeviceSharding(device))
-    return {"down": down, "up": jax.device_put(grads["up"], device)}
-
-
-def on_the_mesh(grads: Any) -> Any:
-    return ts.with_sharding_constraint(grads, P("fsdp"))
-
-
 def minibatches(reduce_once: bool) -> Any:
     def train(loss: Any) -> Any:
         def by_library(state: Any, x: Any) -> Any:
@@ -293,12 +282,6 @@ CASES = {
         {"train": with_gradients(to_host)},
         {"train": with_gradients(norm_to_host)},
     ),
-    "device_put to a device": Case(
-        HSDP,
-        "the step puts 2 arrays on one device",
-        {"train": with_gradients(on_one_device)},
-        {"train": with_gradients(on_the_mesh)},
-    ),
     "gather in the minibatch loop": Case(
         HSDP,
         "accumulate_gradients",
@@ -339,7 +322,6 @@ def report_on(backend: str, name: str, side: str) -> Report:
 
 # A case that is not for all backends, and those it is for.
 ONLY = {
-    "device_put to a device": ("cpu",),  # told before there is a program
     "gradients by jax alone": TARGETS,  # CPUs all-reduce whatever one writes
     # JAX lowers callbacks to GPUs only where there is one.
     "a leaf to the host in each step": ("cpu", "v5e:2x4"),
