@@ -12,11 +12,10 @@ for two conventions: what a mesh axis is for (`axis_names`), and which leaves ar
     3. unused_rules              dead-rule, shadowed-rule
     4. _unused_specs             explicit-spec-too-small
     5. _only_small_leaves        all-too-small
-    6. _related                  no-base, cuts-block
-    7. _same_arrays              same-array
-    8. _narrowed                 narrowed
-    9. _left_whole               left-whole
-    10. _state_unlike_weights    state-unlike-weight
+    6. _same_arrays              same-array
+    7. _narrowed                 narrowed
+    8. _left_whole               left-whole
+    9. _state_unlike_weights     state-unlike-weight
 
 Each is a function of the plan that yields findings, in this order.
 """
@@ -61,8 +60,7 @@ class Finding(NamedTuple):
         code: Errors: `"unmatched"`, `"rank"`, `"axis-not-in-mesh"`, `"axis-already-used"`,
             `"already-sharded"`, `"indivisible"`, `"reduced-type"`, `"path-collision"`. Warnings:
             `"dead-rule"`, `"shadowed-rule"`, `"explicit-spec-too-small"`, `"all-too-small"`,
-            `"same-array"`, `"narrowed"`, `"no-base"`, `"cuts-block"`, `"left-whole"`,
-            `"state-unlike-weight"`.
+            `"same-array"`, `"narrowed"`, `"left-whole"`, `"state-unlike-weight"`.
         severity: `"error"` if `Plan.check` raises for it, else `"warning"`.
         fact: What is wrong.
         fix: What to do about it.
@@ -92,7 +90,7 @@ def find(plan: PlannedTree) -> tuple[Finding, ...]:
     """All findings of a plan: errors first; replicated leaves ordered by what they waste."""
     # The leaves of a plan by `Plan.follow` were not decided by rules, so its rules are not checked.
     of_rules = () if plan._follows else (unused_rules, _unused_specs, _only_small_leaves)
-    of_leaves = (_related, _same_arrays, _narrowed, _left_whole, _state_unlike_weights)
+    of_leaves = (_same_arrays, _narrowed, _left_whole, _state_unlike_weights)
     checks = (_specs_that_do_not_fit, shared_paths, *of_rules, *of_leaves)
     return tuple(found for check in checks for found in check(plan))
 
@@ -275,17 +273,6 @@ def _with_sizes(axes: Sequence[str], plan: PlannedTree) -> str:
 
 
 # ------------------------------------------------------------------ single leaves
-
-# The adjustments of leaves that belong to another leaf.
-RELATED = frozenset({"no-base", "cuts-block"})
-
-
-def _related(plan: PlannedTree) -> Iterator[Finding]:
-    """Leaves that cannot have the spec of the leaf that they belong to."""
-    for leaf in plan.leaves:
-        for note in leaf.adjustments:
-            if note.kind in RELATED:
-                yield _finding_about(note.kind, [leaf], *_as_finding(note.why, leaf))
 
 
 def _same_arrays(plan: PlannedTree) -> Iterator[Finding]:

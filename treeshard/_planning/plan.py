@@ -27,7 +27,6 @@ from treeshard._core.mesh import (
 )
 from treeshard._core.paths import PyTree, children_with_keys
 from treeshard._core.text import human_bytes
-from treeshard._planning.adapters import following
 from treeshard._planning.copies import copied_leaves, histories, in_memory, sharded_further
 from treeshard._planning.logical import ReadLogicalRules, current_logical_rules, logical_axis_rules
 from treeshard._planning.matching import SMALL, PlannedLeaf, Row, decide
@@ -194,8 +193,7 @@ class Plan(PlannedTree):
         - arrays that are in the tree at two paths (`same-array`), which become two arrays. Shapes
           do not show them: the plan of `jax.eval_shape`'s result lacks this finding;
         - arrays of 64 bits without JAX's x64 mode (`narrowed`), which are planned, placed and
-          stepped with 32 bits;
-        - leaves that cannot follow their base (`follow`).
+          stepped with 32 bits.
 
         A pattern with exponential backtracking can make this hang, as it can `plan`.
         """
@@ -542,8 +540,6 @@ def plan(
         if shape is not None
     ]
     pairs = tuple((pattern, action) for pattern, action in rules)
-    for i, decision in following(leaves, pairs, mesh).items():
-        leaves[i] = leaves[i]._replace(decision=decision)
     for i, decision in histories(leaves).items():
         leaves[i] = leaves[i]._replace(decision=decision)
     split = StaticSplit(decided.leaves, decided.treedef, has_shape)

@@ -418,7 +418,7 @@ class Walk:
         for _ in range(_MOST_ROUNDS):
             results = self.run(inner, given, inside, at)
             before = given[carried]
-            after = [join_branches(x, y) for x, y in zip(before, results[:count], strict=True)]
+            after = [_join_trips(x, y) for x, y in zip(before, results[:count], strict=True)]
             if after == before:
                 break
             given = [*given[: carried.start], *after, *given[carried.stop :]]
@@ -438,6 +438,12 @@ class Walk:
             pairs = zip(results, of_branch, strict=True)
             results = [join_branches(x, y) for x, y in pairs] if results else of_branch
         return results
+
+
+def _join_trips(before: Value, after: Value) -> Value:
+    """What holds before each trip of a loop. Weights that a trip gathers for the next one count
+    where that uses them, beside those that were gathered before the loop."""
+    return join_branches(before, after)._replace(gathers=before.gathers | after.gathers)
 
 
 _MOST_ROUNDS = 8
