@@ -298,9 +298,6 @@ def test_a_diff_lists_new_removed_and_resharded_leaves() -> None:
     ]
 
 
-# ------------------------------------------------------------------ tables
-
-
 def test_a_mesh_as_text_needs_no_devices_and_means_them_where_there_are_as_many() -> None:
     tree = {"w": struct(8, 64)}
     rules = [("w", ts.fsdp("fsdp", min_size=0))]

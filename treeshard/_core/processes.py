@@ -240,11 +240,10 @@ def wants_bar() -> bool:
 def show_progress(
     items: Sequence[T], what: str, *, unit: str = "leaf", show: bool = True, after: float = 0.0
 ) -> Iterator[T]:
-    """Iterates over `items` with a progress bar on the terminal of process 0, which says how long
-    the rest will take. It appears when `after` seconds are over.
+    """Iterates over `items`, and shows a progress bar on process 0 once `after` seconds are over.
 
-    Where stderr is not a terminal, there is a line for each tenth instead. If `show` is true and
-    `tqdm` is not installed, it raises on every process, in the name of `what`.
+    Raises `ImportError` in the name of `what`, on every process, if `show` is true and `tqdm` is
+    not installed.
     """
     if not show:
         return iter(items)
@@ -254,16 +253,7 @@ def show_progress(
         raise ImportError(
             f"{what}(progress=True) needs tqdm. Install it with `pip install 'treeshard[show]'`."
         ) from None
+    # tqdm shows a bar of no items as "0it".
     if not items or jax.process_index() != 0:
         return iter(items)
-    if not sys.stderr.isatty():
-        return _with_lines(items, what, unit)
     return iter(tqdm(items, desc=what, unit=unit, delay=after))
-
-
-def _with_lines(items: Sequence[T], what: str, unit: str) -> Iterator[T]:
-    for i, item in enumerate(items):
-        yield item
-        tenths, before = 10 * (i + 1) // len(items), 10 * i // len(items)
-        if tenths > before:
-            print(f"{what}: {10 * tenths}%, {i + 1}/{len(items)} {unit}", file=sys.stderr)
