@@ -27,7 +27,13 @@ from treeshard._core.specs import (
 )
 from treeshard._planning.logical import current_logical_rules, resolve_names
 from treeshard._planning.named_dims import leaves_with_names
-from treeshard._planning.tactics import Refined, Tactic, min_size_in_force, too_small, without_rule
+from treeshard._planning.tactics import (
+    Refined,
+    Tactic,
+    min_size_in_force,
+    note_names_without_rule,
+    too_small,
+)
 from treeshard._planning.tree_walk import Shape, TreeDef, name_leaves, shape_of_each
 from treeshard.errors import ShardingRuleError, SpecError, listed
 
@@ -245,7 +251,7 @@ class _Rules:
         # Of each rule with logical names, those that no logical rule has.
         logical = current_logical_rules()
         self.unknown_names = {
-            index: tuple(without_rule(action, logical))
+            index: tuple(note_names_without_rule(action, logical))
             for index, (_, action) in enumerate(read)
             if is_logical(action)
         }
