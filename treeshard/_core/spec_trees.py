@@ -271,16 +271,26 @@ class Misfit(NamedTuple):
 
 @dataclass(frozen=True)
 class ResolvedSpec:
-    """The spec of one leaf as requested, and the part of it that fits a mesh and the leaf.
+    """The spec of one leaf as requested, and the part of it that fits a mesh and the leaf."""
 
-    `memory_kind` is that of the `NamedSharding` that gave the spec, if one did.
-    """
-
+    # As the caller or a rule requests it; `P()` if no rule matched.
     requested: PartitionSpec
+    # What the leaf gets.
     spec: PartitionSpec
-    mesh: AnyMesh | None
+    # The mesh that it was resolved on. In a plan, which has one for all leaves, it is `None`.
+    mesh: AnyMesh | None = None
+    # The kind of memory; `None` for that of the devices.
     memory_kind: str | None = None
+    # How `spec` differs from `requested`, and why.
     adjustments: tuple[Adjustment, ...] = ()
+    # The index of the rule that requested it, and its pattern; `None` without a rule.
+    rule: int | None = None
+    pattern: str | None = None
+
+    @property
+    def errors(self) -> list[Adjustment]:
+        """The adjustments that are errors if rules are strict."""
+        return [x for x in self.adjustments if x.kind in MISFITS or x.kind == "unmatched"]
 
     @cached_property
     def sharding(self) -> NamedSharding:
@@ -294,8 +304,9 @@ class ResolvedSpec:
         """
         notes = [note for note in self.adjustments if note.kind in kinds]
         reasons = [note.why for note in notes]
-        if "unconstrained" in kinds and UNCONSTRAINED in entries(self.requested):
-            dim = entries(self.requested).index(UNCONSTRAINED)
+        requested = entries(self.requested)
+        if "unconstrained" in kinds and UNCONSTRAINED in requested:
+            dim = requested.index(UNCONSTRAINED)
             reasons.append(
                 f"dim {dim} is UNCONSTRAINED, which has a meaning only inside jit. Write an axis,"
                 " or None to replicate the dim."

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import tree_flatten
 
 from treeshard._core.mesh import AnyMesh, current_or_given
+from treeshard._core.spec_trees import ResolvedSpec
 from treeshard._core.specs import (
-    MISFITS,
     Adjustment,
     entries,
     is_logical,
@@ -42,31 +42,6 @@ ReadRules = list[tuple[re.Pattern[str], Any]]  # compiled patterns and their act
 # ------------------------------------------------------------------ records
 
 
-class Decision(NamedTuple):
-    """What the rules decided for a leaf. Leaves with equal results share one instance.
-
-    Attributes:
-        asked: The spec that the rule requests; `None` if no rule matched.
-        given: The spec that the leaf gets.
-        rule: The index of the rule that matched; `None` for scalars and unmatched leaves.
-        pattern: The pattern of that rule.
-        adjustments: How `given` differs from `asked`, and why.
-        memory: The kind of memory; `None` for that of the devices.
-    """
-
-    asked: PartitionSpec | None
-    given: PartitionSpec
-    rule: int | None = None
-    pattern: str | None = None
-    adjustments: tuple[Adjustment, ...] = ()
-    memory: str | None = None
-
-    @property
-    def errors(self) -> list[Adjustment]:
-        """The adjustments that are errors if rules are strict."""
-        return [a for a in self.adjustments if a.kind in MISFITS or a.kind == "unmatched"]
-
-
 class PlannedLeaf(NamedTuple):
     """The plan of one array.
 
@@ -74,25 +49,27 @@ class PlannedLeaf(NamedTuple):
         path: Its path, as in `leaf_paths`.
         shape: Its full shape.
         dtype: Its dtype, which may be that of PRNG keys.
-        decision: What the rules decided; its fields are also properties of the leaf.
+        decision: What the rules decided, which the properties below show. Leaves with equal
+            results share one.
         role: What a step does with it, such as `"trained, gathered"`; see `Step.plan_of`.
     """
 
     path: str
     shape: Shape
     dtype: Any
-    decision: Decision
+    decision: ResolvedSpec
     role: str | None = None
 
     @property
     def asked(self) -> PartitionSpec | None:
         """The spec that the rule requests; `None` if no rule matched."""
-        return self.decision.asked
+        is_unmatched = any(x.kind == "unmatched" for x in self.adjustments)
+        return None if is_unmatched else self.decision.requested
 
     @property
     def given(self) -> PartitionSpec:
         """The spec that the leaf gets."""
-        return self.decision.given
+        return self.decision.spec
 
     @property
     def rule(self) -> int | None:
@@ -112,7 +89,7 @@ class PlannedLeaf(NamedTuple):
     @property
     def memory(self) -> str | None:
         """The kind of memory, such as `"pinned_host"`; `None` for that of the devices."""
-        return self.decision.memory
+        return self.decision.memory_kind
 
     def where_text(self) -> str:
         """`P('fsdp',) in pinned_host`."""
@@ -133,7 +110,7 @@ class PlannedLeaf(NamedTuple):
         return shard_size(self.shape, self.given, mesh) * self.dtype.itemsize
 
 
-Row = tuple[str, Shape | None, Decision]  # a leaf's path, its shape, and its decision
+Row = tuple[str, Shape | None, ResolvedSpec]  # a leaf's path, its shape, and its decision
 
 # The kind of adjustment that `Plan.check` warns of, and its fix.
 SMALL = frozenset({"explicit-spec-too-small"})
@@ -141,10 +118,10 @@ SMALL_FIX = (
     "To shard small leaves by such a spec, pass `min_size=0`. To replicate them, give them a rule"
     " with None."
 )
-_UNMATCHED = Decision(
-    None, PartitionSpec(), adjustments=(Adjustment("unmatched", "no rule matches."),)
+_UNMATCHED = ResolvedSpec(
+    PartitionSpec(), PartitionSpec(), adjustments=(Adjustment("unmatched", "no rule matches."),)
 )
-_REPLICATED = Decision(PartitionSpec(), PartitionSpec())  # scalars, and leaves without a shape
+_REPLICATED = ResolvedSpec(PartitionSpec(), PartitionSpec())  # scalars, and leaves without a shape
 
 
 class Decided(NamedTuple):
@@ -154,7 +131,7 @@ class Decided(NamedTuple):
     leaves: list[Any]
     paths: list[str]
     shapes: list[Shape | None]
-    decisions: list[Decision]
+    decisions: list[ResolvedSpec]
 
     def adjusted(self) -> list[Row]:
         """The leaves whose decisions have adjustments."""
@@ -185,8 +162,8 @@ def decide(
     arrays = [path for path, shape in zip(paths, shapes, strict=True) if shape]
     rule_of = _first_matches([pattern for pattern, _ in read], arrays, whole_paths)
     # A model has few shapes, so most leaves get a decision that was made for another one.
-    known: dict[tuple[int, Shape, int], Decision] = {}
-    decisions: list[Decision] = []
+    known: dict[tuple[int, Shape, int], ResolvedSpec] = {}
+    decisions: list[ResolvedSpec] = []
     for path, shape, leaf, in_box in zip(paths, shapes, leaves, shown, strict=True):
         # EasyLM replicates scalars before it tries a rule, so its lists have none for counters.
         if not shape:
@@ -265,22 +242,30 @@ class _Rules:
         ]
         self.not_specs: list[str] = []  # the errors of actions that did not return a spec
 
-    def decide(self, rule: int, path: str, shape: Shape, leaf: Any) -> Decision:
+    def decide(self, rule: int, path: str, shape: Shape, leaf: Any) -> ResolvedSpec:
         pattern, action = self.rules[rule]
         notes: tuple[Adjustment, ...] = ()
         memory = None
         if isinstance(action, Tactic):
             asked, notes = self._refined(rule, path, leaf)
             memory = action.memory
+            given, dropped = project(asked, self.mesh, shape)
         elif math.prod(shape) < self.min_size:
             asked, notes = self._too_small(action, shape)
-            return Decision(asked, PartitionSpec(), rule, pattern.pattern, notes)
+            given, dropped = PartitionSpec(), ()
         else:
             asked = self._called(rule, path, leaf) if callable(action) else action
             notes = self.unknown_names.get(rule, ())
-        asked = PartitionSpec() if asked is None else asked
-        given, dropped = project(asked, self.mesh, shape)
-        return Decision(asked, given, rule, pattern.pattern, notes + dropped, memory)
+            asked = PartitionSpec() if asked is None else asked
+            given, dropped = project(asked, self.mesh, shape)
+        return ResolvedSpec(
+            asked,
+            given,
+            memory_kind=memory,
+            adjustments=(*notes, *dropped),
+            rule=rule,
+            pattern=pattern.pattern,
+        )
 
     def _refined(self, rule: int, path: str, leaf: Any) -> Refined:
         """What a tactic gives a leaf."""

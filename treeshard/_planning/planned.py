@@ -161,8 +161,9 @@ class PlannedTree(SpecCarrier):
             frozenset({'fsdp'})
         """
         axes: set[str] = set()
-        for decision in {leaf.decision for leaf in self.leaves}:
-            split = set(all_axes(entries(decision.given)))
+        # Few decisions are different, and each is one object.
+        for decision in {id(leaf.decision): leaf.decision for leaf in self.leaves}.values():
+            split = set(all_axes(entries(decision.spec)))
             axes.update(filter(splits_rows, split))
             action = None if decision.rule is None else self.rules[decision.rule][1]
             if isinstance(action, Tactic):

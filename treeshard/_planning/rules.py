@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec
 from treeshard._core.arguments import check_tree, described
 from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh, describe_mesh
 from treeshard._core.paths import PyTree
-from treeshard._core.spec_trees import SpecTree
+from treeshard._core.spec_trees import ResolvedSpec, SpecTree
 from treeshard._core.specs import MISFITS, Adjustment, is_logical
-from treeshard._planning.matching import SMALL, SMALL_FIX, Decision, ReadRules, Row, decide
+from treeshard._planning.matching import SMALL, SMALL_FIX, ReadRules, Row, decide
 from treeshard._planning.tactics import Tactic
 from treeshard.errors import ShardingRuleError, listed, misfit_error, warn
 
@@ -93,7 +93,7 @@ def match_partition_rules(
     if strict and (error := rules_error(rows, mesh)):
         raise error
     warn_of_moves(rows, SMALL if strict else SMALL | {"rank"})
-    return decided.treedef.unflatten([decision.given for decision in decided.decisions])
+    return decided.treedef.unflatten([decision.spec for decision in decided.decisions])
 
 
 # ------------------------------------------------------------------ strictness
@@ -118,11 +118,11 @@ def rules_error(rows: Iterable[Row], mesh: AnyMesh | None) -> ShardingRuleError 
     return misfit_error(kinds, ShardingRuleError)(message)
 
 
-def _fact(path: str, shape: Any, decision: Decision, adjustments: Iterable[Adjustment]) -> str:
+def _fact(path: str, shape: Any, decision: ResolvedSpec, adjustments: Iterable[Adjustment]) -> str:
     why = " ".join(each.why for each in adjustments)
     if decision.rule is None:
         return f"{path}: shape {shape}, {why}"
-    by = f"{decision.asked} by rule {decision.rule}, {decision.pattern!r}"
+    by = f"{decision.requested} by rule {decision.rule}, {decision.pattern!r}"
     return f"{path}: shape {shape}, {by}: {why}"
 
 

@@ -79,7 +79,7 @@ def infer_sharding(tree: PyTree, strategy: Strategy, mesh: MeshLike) -> SpecTree
     if error := rules_error(matched, mesh):
         raise error
     _warn_of_unmatched(decided)
-    specs = [decision.given for decision in decided.decisions]
+    specs = [decision.spec for decision in decided.decisions]
     sharding_of = {spec: NamedSharding(mesh, spec) for spec in set(specs)}
     shardings = [sharding_of[spec] for spec in specs]
     return _unboxed(tree, shardings)
