@@ -13,7 +13,7 @@ for two conventions: what a mesh axis is for (`axis_names`), and which leaves ar
     4. _unused_specs             explicit-spec-too-small
     5. _only_small_leaves        all-too-small
     6. _same_arrays              same-array
-    7. _narrowed                 narrowed
+    7. _narrowed_arrays          narrowed
     8. _left_whole               left-whole
     9. _state_unlike_weights     state-unlike-weight
 
@@ -90,7 +90,7 @@ def find(plan: PlannedTree) -> tuple[Finding, ...]:
     """All findings of a plan: errors first; replicated leaves ordered by what they waste."""
     # The leaves of a plan by `Plan.follow` were not decided by rules, so its rules are not checked.
     of_rules = () if plan._follows else (unused_rules, _unused_specs, _only_small_leaves)
-    of_leaves = (_same_arrays, _narrowed, _left_whole, _state_unlike_weights)
+    of_leaves = (_same_arrays, _narrowed_arrays, _left_whole, _state_unlike_weights)
     checks = (_specs_that_do_not_fit, shared_paths, *of_rules, *of_leaves)
     return tuple(found for check in checks for found in check(plan))
 
@@ -133,7 +133,7 @@ def _group(items: Iterable[T], key: Callable[[T], Any]) -> list[list[T]]:
 def _specs_that_do_not_fit(plan: PlannedTree) -> Iterator[Finding]:
     """What `match_partition_rules` raises for: one finding for each mistake of a rule."""
     mistakes = [(error, leaf) for leaf in plan.leaves for error in leaf.decision.errors]
-    for pairs in _group(mistakes, lambda x: (x[0], x[1].rule, _shape_if_unmatched(*x))):
+    for pairs in _group(mistakes, lambda x: (x[0], x[1].rule, _group_by_shape(*x))):
         error, leaf = pairs[0]
         leaves = [leaf for _, leaf in pairs]
         if error.kind == "unmatched":
@@ -145,7 +145,7 @@ def _specs_that_do_not_fit(plan: PlannedTree) -> Iterator[Finding]:
             yield _finding_about(error.kind, leaves, *_as_finding(error.why, leaf))
 
 
-def _shape_if_unmatched(error: Any, leaf: PlannedLeaf) -> Any:
+def _group_by_shape(error: Any, leaf: PlannedLeaf) -> Any:
     # Unmatched leaves have no rule in common, and are told by shape.
     return leaf.shape if error.kind == "unmatched" else None
 
@@ -245,14 +245,12 @@ def _only_small_leaves(plan: PlannedTree) -> Iterator[Finding]:
     leaves, sizes = plan.leaves, axis_sizes(plan.mesh)
     if any(leaf.size >= plan.min_size for leaf in leaves):
         return
-    by_fsdp: set[str] = set()
-    split: set[str] = set()
-    for leaf in leaves:
-        split.update(all_axes(entries(leaf.given)))
-        action = None if leaf.rule is None else plan.rules[leaf.rule][1]
-        if isinstance(action, Tactic) and any(x.kind == "too-small" for x in leaf.adjustments):
-            by_fsdp |= action.fsdp_axes
-    axes = [axis for axis, size in sizes.items() if size > 1 and axis in by_fsdp]
+    # Replicated for their size, and not for another reason.
+    small = [leaf for leaf in leaves if any(x.kind == "too-small" for x in leaf.adjustments)]
+    actions = [plan.rules[leaf.rule][1] for leaf in small if leaf.rule is not None]
+    by_fsdp = {a for action in actions if isinstance(action, Tactic) for a in action.fsdp_axes}
+    axes = [axis for axis in idle_axes(plan.mesh, ()) if axis in by_fsdp]
+    split = {axis for leaf in leaves for axis in all_axes(entries(leaf.given))}
     if not axes or not split.isdisjoint(axes):
         return
     now = sum(leaf.bytes_per_device(plan.mesh) for leaf in leaves)
@@ -283,7 +281,7 @@ def _same_arrays(plan: PlannedTree) -> Iterator[Finding]:
     """
     first_of = dict(plan._array_facts.same)
     later = [leaf for leaf in plan.leaves if leaf.path in first_of]
-    for leaves in _group(later, lambda x: _where_they_differ(x.path, first_of[x.path])):
+    for leaves in _group(later, lambda x: _differing_branches(x.path, first_of[x.path])):
         firsts = ", ".join(fold_paths([first_of[leaf.path] for leaf in leaves]))
         cost = human_bytes(sum(leaf.bytes_per_device(plan.mesh) for leaf in leaves))
         fact = (
@@ -294,7 +292,7 @@ def _same_arrays(plan: PlannedTree) -> Iterator[Finding]:
         yield _finding_about("same-array", leaves, fact, fix)
 
 
-def _where_they_differ(path: str, other: str) -> tuple[str, str]:
+def _differing_branches(path: str, other: str) -> tuple[str, str]:
     """Two paths without the keys at their ends that are equal."""
     keys, other_keys = path.split("/"), other.split("/")
     while keys and other_keys and keys[-1] == other_keys[-1]:
@@ -303,7 +301,7 @@ def _where_they_differ(path: str, other: str) -> tuple[str, str]:
     return "/".join(keys), "/".join(other_keys)
 
 
-def _narrowed(plan: PlannedTree) -> Iterator[Finding]:
+def _narrowed_arrays(plan: PlannedTree) -> Iterator[Finding]:
     """Arrays that devices hold in a narrower dtype, one finding for each pair of dtypes."""
     wide = dict(plan._array_facts.narrowed)
     narrowed = [leaf for leaf in plan.leaves if leaf.path in wide]
@@ -420,7 +418,7 @@ def _about_unsplit(
     unsplit: _Unsplit, leaves: Sequence[PlannedLeaf], now: int, wasted: int, plan: PlannedTree
 ) -> Finding:
     over = _with_sizes(unsplit.idle, plan)
-    why, fix = _why_unsplit(leaves, unsplit, plan)
+    why, fix = _explain_unsplit(leaves, unsplit, plan)
     if unsplit.is_split:
         fact = (
             f"not split over the idle {over}: {human_bytes(now)} per device,"
@@ -443,7 +441,7 @@ _FIXES = {
 }
 
 
-def _why_unsplit(
+def _explain_unsplit(
     leaves: Sequence[PlannedLeaf], unsplit: _Unsplit, plan: PlannedTree
 ) -> tuple[str, str]:
     """Why leaves are not split over idle axes, and the fix."""

@@ -133,7 +133,7 @@ class Decided(NamedTuple):
     shapes: list[Shape | None]
     decisions: list[ResolvedSpec]
 
-    def adjusted(self) -> list[Row]:
+    def adjusted_rows(self) -> list[Row]:
         """The leaves whose decisions have adjustments."""
         rows = zip(self.paths, self.shapes, self.decisions, strict=True)
         return [row for row in rows if row[2].adjustments]
@@ -247,14 +247,14 @@ class _Rules:
         notes: tuple[Adjustment, ...] = ()
         memory = None
         if isinstance(action, Tactic):
-            asked, notes = self._refined(rule, path, leaf)
+            asked, notes = self._refine(rule, path, leaf)
             memory = action.memory
             given, dropped = project(asked, self.mesh, shape)
         elif math.prod(shape) < self.min_size:
             asked, notes = self._too_small(action, shape)
             given, dropped = PartitionSpec(), ()
         else:
-            asked = self._called(rule, path, leaf) if callable(action) else action
+            asked = self._call_function(rule, path, leaf) if callable(action) else action
             notes = self.unknown_names.get(rule, ())
             asked = PartitionSpec() if asked is None else asked
             given, dropped = project(asked, self.mesh, shape)
@@ -267,7 +267,7 @@ class _Rules:
             pattern=pattern.pattern,
         )
 
-    def _refined(self, rule: int, path: str, leaf: Any) -> Refined:
+    def _refine(self, rule: int, path: str, leaf: Any) -> Refined:
         """What a tactic gives a leaf."""
         pattern, tactic = self.rules[rule]
         assert self.tactic_mesh is not None  # there are tactics, so there is a mesh
@@ -277,7 +277,7 @@ class _Rules:
             self.not_specs.append(f"{path}: rule {rule}, {pattern.pattern!r}: {error}")
             return PartitionSpec(), ()
 
-    def _called(self, rule: int, path: str, leaf: Any) -> PartitionSpec | None:
+    def _call_function(self, rule: int, path: str, leaf: Any) -> PartitionSpec | None:
         """What a function returns for a leaf; `None`, and an error of the call, if no spec."""
         pattern, function = self.rules[rule]
         asked = function(path, leaf)

@@ -89,7 +89,7 @@ def match_partition_rules(
     check_tree(tree, "match_partition_rules", call)
     mesh = as_mesh(mesh)
     decided = decide(read_rules(rules), tree, mesh, min_size)
-    rows = decided.adjusted()
+    rows = decided.adjusted_rows()
     if strict and (error := rules_error(rows, mesh)):
         raise error
     warn_of_moves(rows, SMALL if strict else SMALL | {"rank"})
@@ -179,7 +179,7 @@ def check_action(action: Any) -> Any:
 
 def check_order(rules: Any, other: Any, where: str, call: str) -> None:
     """Raises `ShardingRuleError` if the rules are where another argument belongs."""
-    if _are_rules(other) and not _are_rules(rules):
+    if _is_list_of_rules(other) and not _is_list_of_rules(rules):
         raise ShardingRuleError(
             f"{where}: the arguments are in the wrong order: the rules are {described(rules)}, and"
             f" the list of rules is elsewhere. Call `{call}`."
@@ -190,7 +190,7 @@ def _is_pattern(x: Any) -> bool:
     return isinstance(x, str | bytes | re.Pattern)
 
 
-def _are_rules(x: Any) -> bool:
+def _is_list_of_rules(x: Any) -> bool:
     if not isinstance(x, list | tuple) or not x:
         return False
     pairs = [rule for rule in x if isinstance(rule, tuple | list) and len(rule) == 2]
@@ -228,7 +228,7 @@ def _is_window(pattern: Any) -> bool:
     )
 
 
-def _grouped(pattern: str) -> str:
+def _group_alternatives(pattern: str) -> str:
     is_group = re.fullmatch(r"\([^()]*\)", pattern)
     return f"({pattern})" if "|" in pattern and not is_group else pattern
 
@@ -247,7 +247,7 @@ def _read_rule(rule: Any, read_action: Callable[[Any], Any]) -> tuple[re.Pattern
             f" first: ({action!r}, {pattern!r})."
         )
     if _is_window(pattern):
-        joined = "/".join(_grouped(part) for part in pattern)
+        joined = "/".join(_group_alternatives(part) for part in pattern)
         raise ShardingRuleError(
             f": {pattern!r} has a pattern for each key, as rules of t5x have. Join them to one that"
             f' matches the path: "(^|/){joined}(/|$)".'

@@ -75,7 +75,7 @@ def infer_sharding(tree: PyTree, strategy: Strategy, mesh: MeshLike) -> SpecTree
     mesh = as_mesh(mesh, make_mesh)
     # `u.make_mask_trees` of big_vision matches with `re.fullmatch`, the first pattern first.
     decided = decide(read_rules(strategy, _read_ops), tree, mesh, 0, whole_paths=True)
-    matched = [row for row in decided.adjusted() if row[2].rule is not None]
+    matched = [row for row in decided.adjusted_rows() if row[2].rule is not None]
     if error := rules_error(matched, mesh):
         raise error
     _warn_of_unmatched(decided)
@@ -88,7 +88,7 @@ def infer_sharding(tree: PyTree, strategy: Strategy, mesh: MeshLike) -> SpecTree
 def _warn_of_unmatched(decided: Decided) -> None:
     unmatched = [
         f"{path}: shape {shape}"
-        for path, shape, decision in decided.adjusted()
+        for path, shape, decision in decided.adjusted_rows()
         if any(note.kind == "unmatched" for note in decision.adjustments)
     ]
     if not unmatched:

@@ -26,7 +26,7 @@ from treeshard._core.processes import participating_processes, require_agreement
 from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
 from treeshard._core.specs import entry_of
 from treeshard._placement.targets import without_names
-from treeshard._planning.axis_names import may_split_rows, use_of
+from treeshard._planning.axis_names import idle_axes, may_split_rows, use_of
 from treeshard._planning.plan import Plan, plan
 from treeshard._planning.plan_in_force import INITIALISING, default_batch
 from treeshard.errors import ArgumentError, StateError, warn
@@ -371,7 +371,7 @@ def _warn_of_idle_axes(where: str, plan: Plan, batch: SpecTree, *, is_default: b
         return "unused" if split or is_default else None
 
     sizes = axis_sizes(plan.mesh)
-    reasons = {axis: reason(axis) for axis, size in sizes.items() if size > 1 and axis not in split}
+    reasons = {axis: reason(axis) for axis in idle_axes(plan.mesh, split)}
     why = next((why for why in _IDLE if why in reasons.values()), None)
     if why is None:
         return
