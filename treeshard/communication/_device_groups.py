@@ -20,10 +20,6 @@ _TILED_GROUPS = re.compile(r"(\[[\d,]+\])<=(\[[\d,]+\](?:T\([\d,]+\))?)")
 # devices row-major, `mesh['axis_0'=4,'axis_1'=2], device_ids=([2,4]T(1,0)) {'axis_0'}`
 _MESH = r"mesh\[([^\]]*)\](?:,\s*device_ids=\((.*?)\)(?=\s*[{,]))?"
 _ALONG_MESH = re.compile(_MESH + r"\s*\{([^}]*)\}")
-# `{devices=[1,4,2]<=[2,4]T(1,0) last_tile_dim_replicate}`, or `{devices=[4,2]0,4,1,5,2,6,3,7}`
-_TILES = re.compile(r"\{devices=(\[[\d,]+\])(?:<=)?(\S+?)( last_tile_dim_replicate)?\}")
-# `{mesh['axis_0'=2,'axis_1'=4], [{'axis_0'}, {}]}`
-_ON_MESH = re.compile(r"\{" + _MESH + r",\s*\[(.*?)\](?:,\s*replicated=\{[^}]*\})?\}")
 # The order of devices: `[2,4]T(1,0)`, or `0,4,1,5,2,6,3,7`
 _ORDER = re.compile(r"(\[[\d,]+\])(?:T\(([\d,]+)\))?")
 # An axis that is used: `'axis_0'`, or the part `'axis_0':(2)4` of it
@@ -114,41 +110,6 @@ def _stride(groups: np.ndarray, axes: Mapping[str, int], along: Sequence[str]) -
     places = np.ravel_multi_index([coordinates[axis] for axis in along], sizes)
     steps = np.unique(np.diff(np.sort(places, axis=1), axis=1))
     return int(steps[0]) if steps.size == 1 else None
-
-
-# ------------------------------------------------------------------ shardings
-
-
-def axes_of_sharding(text: str, axes: Mapping[str, int]) -> tuple[str, ...] | None:
-    """The mesh axes that a sharding splits dims along; `None` if it cannot be read.
-
-    - `{replicated}`
-    - `{devices=[2,1,4]<=[8]}` splits dim 0 into 2 parts and dim 2 into 4. Tiles are assigned to
-      devices in the order of `<=[...]`, transposed by `T(...)`, or in the order of a list. With
-      `last_tile_dim_replicate`, the last number counts copies.
-    - `{mesh['data'=2,'fsdp'=4], [{'data'}, {}]}` splits dim 0 along `data`.
-    """
-    if text == "{replicated}":
-        return ()
-    try:
-        tiles = _tile_table(text)
-        tile_of_device = np.empty(tiles.size, int)
-        tile_of_device[tiles] = np.arange(tiles.shape[1])
-        grid = tile_of_device.reshape(tuple(axes.values()))
-    except _UNREADABLE:
-        return None
-    return tuple(axis for dim, axis in enumerate(axes) if (grid != grid.take([0], axis=dim)).any())
-
-
-def _tile_table(text: str) -> np.ndarray:
-    """The devices of each tile, one column per tile."""
-    if tiled := _TILES.fullmatch(text):
-        shape, order, copies = tiled.groups()
-        tiles = _device_order(order).reshape(json.loads(shape))
-        return tiles.reshape(-1, tiles.shape[-1] if copies else 1).T
-    if on_mesh := _ON_MESH.fullmatch(text):
-        return _along_axes(*on_mesh.groups())
-    raise ValueError(f"unknown sharding: {text}")
 
 
 # ------------------------------------------------------------------ notation

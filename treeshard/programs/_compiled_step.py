@@ -103,7 +103,7 @@ class CompiledStep:
 
     @cached_property
     def _compared(self) -> Comparison:
-        return compare_step(self.plan, self.compiled, self.batch_specs, self.roles, self._read)
+        return compare_step(self.plan, self.batch_specs, self.roles, self._read)
 
     @cached_property
     def _read(self) -> ReadProgram:

@@ -238,9 +238,7 @@ def jit_step(
     Warns:
         ShardingWarning: If all devices along an axis do the same work, since it does not split
             the batch. When called, if arrays of the state share memory and are copied, if leaves
-            of the state are numpy arrays again, or if `fn` uses `device_put` to one device. If the
-            step moves activations for want of an `unshard`: in the first call only if
-            `treeshard.communication` is imported or `TREESHARD_CHECK=1` is set.
+            of the state are numpy arrays again, or if `fn` uses `device_put` to one device.
     """
     if fn is None:
         return partial(jit_step, plan=plan, batch=batch, donate=donate)

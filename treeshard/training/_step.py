@@ -25,8 +25,8 @@ from treeshard._core.meetings import (
 from treeshard._core.mesh import axes_of_type, can_wait
 from treeshard._core.paths import PyTree
 from treeshard._core.processes import participating_processes
-from treeshard._core.reports import report, reports_loaded
-from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
+from treeshard._core.reports import report
+from treeshard._core.spec_trees import SpecTree
 from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import PlanInForce, row_axes
 from treeshard.errors import ArgumentError, TreeShardError
@@ -170,10 +170,7 @@ class Step:
     def _run(self, program: Program, arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
         try:
             if not program.is_traced:
-                traced = program.trace(arrays, data)
-                if not self.is_by_hand and reports_loaded():
-                    # JAX keeps this program for the call, so that it compiles once.
-                    self._warn_of_activations(traced.lower().compile(), traced.jaxpr)
+                program.trace(arrays, data)
             return program(arrays, data)
         except TreeShardError:
             raise
@@ -237,8 +234,6 @@ class Step:
             traced.lower(), traced.jaxpr, self.plan, self.batch_specs, data, compiler_options
         )
         program.compiled = step.compiled
-        if not self.is_by_hand:
-            self._warn_of_activations(step.compiled, traced.jaxpr)
         return step
 
     def communication(self, state: PyTree, batch: PyTree) -> "Comparison":
@@ -258,8 +253,9 @@ class Step:
         roles = self._roles_in(traced.jaxpr)
         with _context_of(self._mesh):
             compiled = traced.lower().compile()
+        read = report("communication._program").read_program(compiled, self.plan.mesh)
         compare_step = report("communication._comparison").compare_step
-        return compare_step(self.plan, compiled, self.batch_specs, roles)
+        return compare_step(self.plan, self.batch_specs, roles, read)
 
     def plan_of(self, state: PyTree, batch: PyTree) -> Plan:
         """The plan of the state, with what the step does with each leaf: `print` it.
@@ -377,14 +373,6 @@ class Step:
         ]
         with _context_of(self._mesh):
             return program, program.trace(arrays, data), data
-
-    def _warn_of_activations(self, compiled: jax.stages.Compiled, jaxpr: ClosedJaxpr) -> None:
-        if set(get_names_from_partition_spec(self.plan)) & set(row_axes(self.batch_specs)):
-            roles = self._roles_in(jaxpr)
-            activations = report("communication._activations")
-            activations.warn_of_activations(
-                compiled, self.plan, self.batch_specs, roles, self._name
-            )
 
 
 def _is_data(x: Any) -> bool:
