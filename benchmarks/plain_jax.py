@@ -189,7 +189,7 @@ def by_treeshard(case: Case, mesh: Mesh) -> CompiledStep:
     params, rules = llama.parameters(size), rules_of(case)
     optimizer = optax.adamw(3e-4)
     if "Muon" in case.strategy:
-        rules = [("opt/matrices/", P("fsdp")), *rules]
+        rules = [("opt/matrices/.*mu$", P("fsdp")), *rules]
         optimizer = by_matrix(
             muon(), ts.plan(params, rules, mesh), is_matrix=lambda path, _: is_of_layer(path)
         )
