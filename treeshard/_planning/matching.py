@@ -326,8 +326,12 @@ def _with_specs(read: ReadRules, mesh: AnyMesh | None) -> ReadRules:
 
 # ------------------------------------------------------------------ which leaves are parameters
 
+# Of a state that rules decide as one tree, no structure says which leaves are parameters. Their
+# paths do: a copy of a parameter ends in its path without the first key, as `opt_state/0/mu/mlp/w`
+# does in that of `params/mlp/w`.
 
-def parameters(leaves: Sequence[PlannedLeaf], pattern: str | None = None) -> list[PlannedLeaf]:
+
+def parameters(leaves: Sequence[PlannedLeaf]) -> list[PlannedLeaf]:
     """The leaves that have gradients: floats, but for branches that mirror another one.
 
     In a state of `params/mlp/w` and `opt_state/0/mu/mlp/w`, the branch `opt_state` mirrors
@@ -335,59 +339,50 @@ def parameters(leaves: Sequence[PlannedLeaf], pattern: str | None = None) -> lis
     """
     # bfloat16 and float8 are not among numpy's inexact dtypes, but among those of jax.numpy.
     floats = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    if pattern is not None:
-        return [leaf for leaf in floats if re.search(pattern, leaf.path)]
-    shapes: dict[str, dict[str, Shape]] = defaultdict(dict)  # tail -> branch -> shape
+    by_tail: dict[str, dict[str, Shape]] = defaultdict(dict)  # tail -> branch -> shape
     for leaf in floats:
         branch, _, tail = leaf.path.partition("/")
         if leaf.shape:
-            shapes[tail][branch] = leaf.shape
+            by_tail[tail][branch] = leaf.shape
     sources: dict[str, set[str]] = {}  # the branches that all leaves of a branch may be made from
     for leaf in floats:
         branch = leaf.path.partition("/")[0]
         if leaf.shape:
-            of_leaf = {
-                other
-                for tail in tails(leaf.path)
-                for other, shape in shapes.get(tail, {}).items()
-                if _may_be_made_from(leaf.shape, shape)
-            }
+            of_leaf = _possible_sources(leaf, by_tail)
             sources[branch] = sources.get(branch, of_leaf) & of_leaf
     return [leaf for leaf in floats if not sources.get(leaf.path.partition("/")[0])]
 
 
-def _may_be_made_from(shape: Shape, parameter: Shape) -> bool:
+def _possible_sources(leaf: PlannedLeaf, by_tail: dict[str, dict[str, Shape]]) -> set[str]:
+    """The branches with a leaf that this one may be made from."""
     # A moment has the shape of its parameter, or fewer dims if it is factored. The `q/weight` of a
     # layer, whose path ends in that of `norm/weight`, has more.
-    return shape == parameter or len(shape) < max(len(parameter), 2)
+    return {
+        branch
+        for tail in _tails(leaf.path)
+        for branch, shape in by_tail.get(tail, {}).items()
+        if leaf.shape == shape or len(leaf.shape) < max(len(shape), 2)
+    }
 
 
 def state_with_parameters(
-    leaves: Sequence[PlannedLeaf], pattern: str | None = None
+    leaves: Sequence[PlannedLeaf],
 ) -> list[tuple[PlannedLeaf, PlannedLeaf]]:
     """Each leaf of the optimizer state that has the shape of a parameter, and that parameter."""
-    chosen = parameters(leaves, pattern)
-    paths = {leaf.path for leaf in chosen}
-    by_tail = {leaf.path.partition("/")[2]: leaf for leaf in chosen}
+    weights = parameters(leaves)
+    paths = {leaf.path for leaf in weights}
+    by_tail = {leaf.path.partition("/")[2]: leaf for leaf in weights}
     pairs: list[tuple[PlannedLeaf, PlannedLeaf]] = []
     for leaf in leaves:
         if leaf.path in paths or not jnp.issubdtype(leaf.dtype, jnp.inexact):
             continue
-        mirrored = next((by_tail[t] for t in tails(leaf.path) if t in by_tail), None)
-        if mirrored is not None and mirrored.shape == leaf.shape:
-            pairs.append((leaf, mirrored))
+        parameter = next((by_tail[tail] for tail in _tails(leaf.path) if tail in by_tail), None)
+        if parameter is not None and parameter.shape == leaf.shape:
+            pairs.append((leaf, parameter))
     return pairs
 
 
-def state_of_parameters(
-    leaves: Sequence[PlannedLeaf], pattern: str | None = None
-) -> dict[str, PlannedLeaf]:
-    """Path of a parameter -> the first leaf of its optimizer state, if it has any."""
-    pairs = reversed(state_with_parameters(leaves, pattern))
-    return {parameter.path: leaf for leaf, parameter in pairs}
-
-
-def tails(path: str) -> list[str]:
-    """The tails of a path without its first two parts or more, longest first."""
-    parts = path.split("/")
-    return ["/".join(parts[start:]) for start in range(2, len(parts))]
+def _tails(path: str) -> list[str]:
+    """The tails of a path without its first two keys or more, longest first."""
+    keys = path.split("/")
+    return ["/".join(keys[start:]) for start in range(2, len(keys))]
