@@ -33,6 +33,7 @@ from treeshard.errors import SpecError, TreeShardError, UnknownAxisError, listed
 SpecTree = Any
 
 
+# `Plan` is one level up, and functions of the core take it.
 class SpecCarrier:
     """Base of classes that are accepted wherever a tree of specs is. `Plan` is one."""
 
@@ -129,6 +130,7 @@ def specs_of_leaves(
     """
     if isinstance(specs, SpecCarrier):
         specs = specs.specs
+    # JAX matches the structures, which is fast. Only if it fails are both walked for a message.
     try:
         prefixes, treedef = flatten_specs(specs, name, resolve)
     except SpecError:
@@ -159,7 +161,9 @@ def flatten_specs(
     specs: SpecTree, name: str = "specs", resolve: Callable[[Any], Any] | None = None
 ) -> tuple[list[Any], Any]:
     """Flattens a tree of specs, with `None`s as leaves and tuples of logical names resolved."""
+    # `None` and tuples are nodes of a pytree, and `is_leaf` makes them leaves here.
     flat, treedef = tree_flatten(specs, is_leaf=is_spec_entry)
+    # The common case, without paths, which take longer than all else.
     if all(spec is None or is_spec(spec) for spec in flat):
         return flat, treedef
     resolved: list[Any] = []
@@ -224,6 +228,7 @@ def _first_difference(specs: SpecTree, tree: PyTree, path: str, name: str) -> st
         deeper = _first_difference(spec_children[key], tree_children[key], child_path, name)
         if deeper is not None:
             return deeper
+    # The same type and keys, and still other structures: a module's static fields.
     if tree_structure(specs, is_leaf=is_spec_entry) != tree_structure(tree):
         return (
             f"at {here}: both are {type(tree).__name__}, but their static fields differ. Make"
@@ -233,6 +238,7 @@ def _first_difference(specs: SpecTree, tree: PyTree, path: str, name: str) -> st
 
 
 def _one_level(x: Any) -> dict[str, Any] | None:
+    """The children of a node by key; `None` for a leaf."""
     if x is None:
         return {}
     if tree_structure(x).num_nodes == 1 and tree_structure(x).num_leaves == 1:
@@ -261,11 +267,13 @@ def _describe(x: Any) -> str:
 
 
 class Misfit(NamedTuple):
-    """Why a leaf cannot have the placement `requested`, or none at all; and which error to
-    raise."""
+    """Why a leaf cannot be placed as requested, or not at all."""
 
+    # The error to raise if no other leaf has a more specific one.
     error: type[TreeShardError]
+    # The reason, and what to do.
     why: str
+    # The spec and its mesh, as messages show them, if these are the reason.
     requested: str = ""
 
 
@@ -369,6 +377,8 @@ def resolve_specs(
         else:
             own_mesh = choose_mesh(own_mesh, leaf)
         shape = tuple(leaf.shape)
+        # Layers have equal shapes and specs. One record for all of them also makes their shardings
+        # one object, which JAX compares by identity first.
         key = (spec, own_mesh, memory_kind, shape)
         if key not in cache:
             given, adjustments = project(spec, own_mesh, shape, manual=manual, typed=typed)

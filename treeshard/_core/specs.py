@@ -70,6 +70,7 @@ def is_spec(x: Any) -> bool:
 
 def is_logical(x: Any) -> bool:
     """Whether `x` is a plain tuple of logical names, which is one spec and not a tree."""
+    # `type(x) is tuple`: a `NamedTuple` is a node of a tree. `(None, None)` may be a tree, too.
     if type(x) is not tuple or not any(isinstance(entry, str) for entry in x):
         return False
     return all(
@@ -119,6 +120,7 @@ def part_count(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
 
 def entry_of(axes: Sequence[str]) -> Entry:
     """One entry from its axes: `None`, the name, or a tuple of names."""
+    # `P(("data",))` and `P("data")` are the same and not equal: one form for all.
     if not axes:
         return None
     return axes[0] if len(axes) == 1 else tuple(axes)
@@ -319,6 +321,7 @@ def _lost_types(
     axes = sorted(spec.unreduced | spec.reduced)
     if not axes:
         return []
+    # On Auto axes the compiler decides what is reduced, and types do not say it.
     auto = () if mesh is None else axes_of_type(as_mesh(mesh), AxisType.Auto)
     if typed and not auto:
         if mesh is None:
@@ -338,6 +341,7 @@ def _lost_types(
 def shard_size(shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh) -> int:
     """The number of elements of the largest shard of an array of `shape`."""
     sizes = axis_sizes(mesh)
+    # JAX rounds up: all shards but the last ones are of this size.
     elements = 1
     for length, entry in zip(shape, dim_entries(spec, len(shape)), strict=False):
         elements *= -(-length // part_count(axes_of(entry), sizes))

@@ -44,6 +44,8 @@ def copied_leaves(tree: PyTree, original: Original) -> list[PlannedLeaf]:
             copies.append(PlannedLeaf(path, shape, device_dtype(leaf.dtype), _ALONE))
             continue
         decision = counterpart.decision
+        # A factored moment or a history has some of the dims, and notes about the parameter's dims
+        # would be wrong for it.
         if shape != counterpart.shape:
             of_dims = replace(decision, requested=followed.spec, spec=followed.spec, adjustments=())
             decision = decisions.setdefault(of_dims, of_dims)
@@ -129,6 +131,7 @@ def in_memory(leaves: Iterable[PlannedLeaf], memory: str) -> list[PlannedLeaf]:
 def _further(
     leaf: PlannedLeaf, axes: tuple[str, ...], mesh: AnyMesh, min_size: int
 ) -> ResolvedSpec:
+    # ZeRO-1 over axes of which one shards the parameter already: the others are added.
     used = all_axes(entries(leaf.given))
     free = [axis for axis in axes if axis not in used]
     if not free:

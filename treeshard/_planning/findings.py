@@ -152,6 +152,7 @@ def _group_by_shape(error: Any, leaf: PlannedLeaf) -> Any:
 
 def _as_finding(why: str, leaf: PlannedLeaf) -> tuple[str, str]:
     """The text of an adjustment, which is a fact followed by its fix, as those of a finding."""
+    # "... is not divisible by 4. Pad it to 8, or use another dim."
     fact, _, fix = why.partition(". ")
     return f"{_decided_by(leaf)}: {fact.rstrip('.')}.", fix or "Change the rule."
 
@@ -173,6 +174,7 @@ def unused_rules(plan: PlannedTree) -> Iterator[Finding]:
 
     A last rule that matches every leaf is a fallback, and not reported.
     """
+    # Patterns are searched only for rules that decided nothing: most decided something.
     used = {leaf.rule for leaf in plan.leaves}
     patterns = [re.compile(pattern) for pattern, _ in plan.rules]
     for index, pattern in enumerate(patterns):
@@ -190,24 +192,12 @@ def unused_rules(plan: PlannedTree) -> Iterator[Finding]:
             fact = f"{by} matches only scalars, which need no rule."
             yield Finding("dead-rule", "warning", fact, "Remove it.", _paths(matched), index)
         elif not is_fallback:
-            takers = {leaf.rule: leaf for leaf in taken}
-            fact = f"{by} decides no leaf: {_takers_text(takers)} {_all_text(taken)}."
-            fix = f"Move it above rule {min(x for x in takers if x is not None)}, or remove it."
+            takers = sorted({(leaf.rule or 0, leaf.pattern) for leaf in taken})
+            by_takers = " and ".join(_rule_text(*taker) for taker in takers)
+            leaves = counted(len(taken), "leaf")
+            fact = f"{by} decides no leaf: it matches {leaves}, decided by {by_takers}."
+            fix = f"Move it above rule {takers[0][0]}, or remove it."
             yield Finding("shadowed-rule", "warning", fact, fix, _paths(taken), index)
-
-
-def _takers_text(takers: dict[int | None, PlannedLeaf]) -> str:
-    """The rules that take all leaves of another one: `rule 0 'mlp' and rule 2 'attn' take`."""
-    in_order = [taker for rule, taker in sorted(takers.items(), key=lambda x: x[0] or 0)]
-    names = [_decided_by(leaf) for leaf in in_order[:3]]
-    if len(in_order) > 3:
-        names.append(f"{len(in_order) - 3} more")
-    return f"{' and '.join(names)} {'takes' if len(in_order) == 1 else 'take'}"
-
-
-def _all_text(taken: Sequence[PlannedLeaf]) -> str:
-    leaves = "the only leaf" if len(taken) == 1 else f"all {len(taken)} leaves"
-    return f"{leaves} that it matches"
 
 
 # The number of paths searched for one that a misspelt pattern may mean.
@@ -399,6 +389,7 @@ def axes_idle_for_leaves(plan: PlannedTree) -> list[str]:
     Others replicate leaves by convention: those for data and sequences split the batch, unless they
     split most of the parameters too; those for experts and pipelines split some of them alone.
     """
+    # A spec does not say whether its axis splits the batch, and a plan has no batch.
     weights = parameters(plan.leaves)
     bytes_split: Counter[str] = Counter()
     for leaf in weights:

@@ -317,6 +317,7 @@ def resolve_by(
             f"{tuple(names)}: {', '.join(map(repr, twice))} occurs twice, and an axis can split"
             " only one dim. Use a different name for each dim, and give each name a rule."
         )
+    # `project` would drop names beyond the rank, and the dims would get axes of other names.
     if shape is not None and len(names) > len(shape):
         raise SpecError(
             f"{tuple(names)} names {counted(len(names), 'dim')}, but shape {shape} has"

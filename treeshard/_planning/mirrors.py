@@ -109,7 +109,9 @@ class _Follower:
     def node(self, treedef: TreeDef, node: Any, path: str) -> None:
         if not treedef.num_leaves:
             return
-        if treedef.num_nodes < self.original.treedef.num_nodes:  # too small for a copy
+        # What is smaller than the original has no copy of it by structure: its leaves may still be
+        # copies by their names, as in an optimizer that is masked to a part of the tree.
+        if treedef.num_nodes < self.original.treedef.num_nodes:
             self._match_by_names(node, path)
         elif not self._copy(treedef, path):
             children = zip(children_with_keys(node), treedef.children(), strict=True)

@@ -154,14 +154,8 @@ class Plan(PlannedTree):
             _recipe=_PartOf(self, str(path)),
         )
 
-    def __iter__(self) -> Any:
-        raise TypeError(f"a plan is not a sequence. {_INSTEAD}")
-
-    def __len__(self) -> int:
-        raise TypeError(f"a plan has no length: `len(plan.leaves)` counts its arrays. {_INSTEAD}")
-
-    def __bool__(self) -> bool:
-        return True
+    # With `__getitem__`, Python would iterate over a plan by asking for `plan[0]`, `plan[1]`, ...
+    __iter__ = None
 
     # -------------------------------------------------------------- errors and warnings
 
@@ -449,12 +443,6 @@ class Plan(PlannedTree):
         size = human_bytes(self.bytes_per_device())
         mesh = describe_mesh(self.mesh)
         return f"<Plan: {counted(len(self.leaves), 'leaf')} on {mesh}, {size} per device>"
-
-
-_INSTEAD = (
-    "`plan.leaves` has the decision for each array, and `plan[path]` is the plan of a subtree:"
-    ' `plan["model"]`, or `plan[0]` of a tuple.'
-)
 
 
 def _child(node: Any, path: str, prefix: str, whole: Plan) -> tuple[str, Any]:

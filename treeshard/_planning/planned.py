@@ -94,6 +94,8 @@ class PlannedTree(SpecCarrier):
         Raises:
             MeshError: If the devices lack the memory of a leaf.
         """
+        # A model has thousands of leaves and a few specs, and JAX compares shardings by identity
+        # first.
         kinds = [(leaf.given, leaf.memory) for leaf in self.leaves]
         wanted = sorted({memory for _, memory in kinds if memory is not None})
         headline = f"The plan places leaves in {', '.join(wanted)}: "
@@ -178,6 +180,7 @@ class PlannedTree(SpecCarrier):
 
     def _key(self) -> tuple[Any, ...]:
         short = {spec: trimmed(spec) for spec in {x.given for x in self.leaves}}
+        # Sorted, as trees of the same paths may be flattened in another order: modules and dicts.
         leaves = sorted(self.leaves, key=lambda leaf: leaf.path)
         rows = [(x.path, x.shape, x.dtype, short[x.given], x.memory) for x in leaves]
         return tuple(axis_sizes(self.mesh).items()), tuple(rows)

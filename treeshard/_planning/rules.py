@@ -88,6 +88,7 @@ def match_partition_rules(
     check_order(rules, tree, "match_partition_rules", call)
     check_tree(tree, "match_partition_rules", call)
     mesh = as_mesh(mesh)
+    # Decisions are records and no errors yet: one error then lists all of them.
     decided = decide(read_rules(rules), tree, mesh, min_size)
     rows = decided.adjusted_rows()
     if strict and (error := rules_error(rows, mesh)):
@@ -172,6 +173,7 @@ def kind_of(action: Any) -> str:
 def check_action(action: Any) -> Any:
     """Returns an action. Raises `ShardingRuleError` if it is none of those that rules have."""
     is_spec = action is None or isinstance(action, PartitionSpec)
+    # A tactic is callable.
     if is_spec or is_logical(action) or callable(action):
         return action
     raise ShardingRuleError(f"the action is {action!r} ({type(action).__name__}). {_ACTIONS}")
@@ -209,6 +211,7 @@ def read_rules(rules: Rules, read_action: Callable[[Any], Any] = check_action) -
         )
     read: ReadRules = []
     bad: list[str] = []
+    # All bad rules are told at once.
     for index, rule in enumerate(rules):
         try:
             read.append(_read_rule(rule, read_action))

@@ -415,6 +415,7 @@ def _shard_one(
     if conflicts := _axis_conflicts(spec, axes, mesh):
         return spec, conflicts
     new[dim] = entry_of(axes)
+    # The dim may not be divisible: unlike `fsdp`, this tactic has no other one to shard.
     return project(with_entries(spec, new), mesh, shape)
 
 
@@ -450,7 +451,8 @@ def _resolve_box(box: NamesInBox, rules: ReadLogicalRules | None, mesh: AnyMesh)
         if rules is None:
             return resolve_names(box.names, mesh)  # raises: no rules are in force
         return resolve_by(rules, box.names, mesh)
-    # As in Flax, a name in any other box is a mesh axis if it has no rule.
+    # As in Flax, a name in any other box is a mesh axis if it has no rule. A `PartitionAxis` raises
+    # for names that it lacks, so it is left out if all names are axes.
     axes = axis_sizes(mesh)
     are_axes = axes.keys() >= set(all_axes(box.names))
     if rules is None or (isinstance(rules, PartitionAxis) and are_axes):
