@@ -19,6 +19,7 @@ from treeshard._core.mesh import axis_sizes
 from treeshard._core.paths import PyTree, leaf_paths, pair
 from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
 from treeshard._core.text import columns, human_bytes
+from treeshard._planning.axis_names import idle_axes
 from treeshard._planning.plan import Plan
 from treeshard._trace.roles import Roles, roles_of
 from treeshard.communication._arguments import Argument
@@ -241,8 +242,7 @@ def _idle_axes(
         return
     used = {*get_names_from_partition_spec(plan), *batch_axes}
     used.update(*filter(None, moved))
-    sizes = axis_sizes(plan.mesh)
-    idle = [axis for axis, size in sizes.items() if size > 1 and axis not in used]
+    idle = idle_axes(plan.mesh, used)
     if not idle:
         return
     yield explain("batch-not-split", batch_axes=batch_axes, axes=idle)
