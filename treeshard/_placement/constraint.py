@@ -56,7 +56,7 @@ from treeshard._core.specs import (
     without_axes,
 )
 from treeshard._placement.shard import shard
-from treeshard._placement.targets import on_meshes
+from treeshard._placement.targets import meshes_of
 from treeshard._planning.logical import resolve_names
 from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import (
@@ -520,9 +520,7 @@ def _constrain_tree(
     where: str, tree: PyTree, shardings: SpecTree, mesh: AnyMesh | None, uneven: Uneven = "warn"
 ) -> Any:
     targets = _targets(tree, shardings, mesh, uneven == "keep")
-    is_missing = (
-        not any(targets) and _misses_a_mesh(tree) and not on_meshes(shardings, mesh, where)[1]
-    )
+    is_missing = not any(targets) and _misses_a_mesh(tree) and not meshes_of(shardings, mesh)
     if is_missing and get_names_from_partition_spec(shardings):
         warn(
             f"{where}: there is no mesh here, so nothing is constrained. Pass the plan or the mesh,"

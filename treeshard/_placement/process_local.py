@@ -39,9 +39,9 @@ from treeshard._placement.moves import as_keys, host_copy, through_host
 from treeshard._placement.shard import Call, place
 from treeshard._placement.targets import (
     UNPLACEABLE,
-    lay_on_devices,
-    on_meshes,
+    meshes_of,
     raise_unmovable,
+    resolve_on_devices,
     unmovable,
 )
 from treeshard.errors import LeafError, SpecError
@@ -119,8 +119,7 @@ def from_process_local(
         return treedef.unflatten(leaves)
     if jax.process_count() == 1:
         return place(tree, specs, mesh, Call(WHERE, through_host))
-    specs, meshes = on_meshes(specs, mesh, WHERE)
-    processes = tuple(participating_processes((), meshes))
+    processes = tuple(participating_processes((), meshes_of(specs, mesh)))
     check_not_broken(WHERE, processes)
     batch = count_batch(processes) if processes else 0  # before anything can fail on one process
     shardings = _joint_shardings(tree, leaves, specs, mesh)
@@ -238,8 +237,8 @@ def _joint_shardings(
 ) -> dict[int, NamedSharding]:
     """The shardings of the joint arrays; raises one error for all leaves that cannot be joined."""
     check_no_refs(tree, WHERE)
-    laid_specs = lay_on_devices(tree, specs, mesh, WHERE)
-    joint = {i: _joint_spec(leaves[i], laid, structs=structs) for i, laid in laid_specs.items()}
+    resolved = resolve_on_devices(tree, specs, mesh, WHERE)
+    joint = {i: _joint_spec(leaves[i], spec, structs=structs) for i, spec in resolved.items()}
     raise_unmovable(tree, {i: x for i, x in joint.items() if isinstance(x, Misfit)}, WHERE)
     return {i: x.sharding for i, x in joint.items() if isinstance(x, ResolvedSpec)}
 
