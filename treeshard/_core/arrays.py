@@ -131,13 +131,13 @@ class StaticSplit:
         return [leaves[i] for i in self.indices] if self.static else leaves
 
     def combine(self, dynamic: Sequence[Any]) -> Any:
-        return self._joined(dynamic, self._template)
+        return self._join(dynamic, self._template)
 
     def without_static(self, dynamic: Sequence[Any], fill: Any = None) -> Any:
         """The tree with these dynamic leaves, and `fill` in place of the static ones."""
-        return self._joined(dynamic, [fill] * len(self._template))
+        return self._join(dynamic, [fill] * len(self._template))
 
-    def _joined(self, dynamic: Sequence[Any], others: list[Any]) -> Any:
+    def _join(self, dynamic: Sequence[Any], others: list[Any]) -> Any:
         if not self.static:
             return self.treedef.unflatten(dynamic)
         leaves = others.copy()

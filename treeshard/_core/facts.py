@@ -108,7 +108,7 @@ class Facts(dict[str, str]):
             hashes[_hash(processes)] = "" if counts - {1} else _hash(leaves)
         return hashes
 
-    def of_groups(self, groups: Container[str]) -> list[Any]:
+    def select_groups(self, groups: Container[str]) -> list[Any]:
         """The facts as JSON has them: what all processes compare, and what groups of them share."""
         shared = [
             (leaf, parts)
@@ -164,7 +164,7 @@ class Differences(NamedTuple):
 
 
 def differences(by_process: Mapping[int, list[Any]]) -> Differences:
-    """Compares what each process has sent of its facts: see `Facts.of_groups`."""
+    """Compares what each process has sent of its facts: see `Facts.select_groups`."""
     facts = _differences_of_all({i: facts for i, (facts, _) in by_process.items()})
     values = _differences_of_some({i: shared for i, (_, shared) in by_process.items()})
     # Arrays of other shapes have other values, which says nothing more.

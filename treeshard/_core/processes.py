@@ -163,7 +163,7 @@ def _differences(
     differing = {group for group, texts in found.items() if len(texts) > 1 or "" in texts}
     if not differing:
         return Differences({}, {})
-    payload = zlib.compress(json.dumps(facts.of_groups(differing)).encode())
+    payload = zlib.compress(json.dumps(facts.select_groups(differing)).encode())
     phase = f"{options.get('phase', '')} differences"
     messages = exchange(what, payload, **{**options, "phase": phase})
     told = (json.loads(zlib.decompress(message)) for message in messages)

@@ -304,7 +304,7 @@ def _gather_manual_axes(
     misfits = {
         i: Misfit(SpecError, why)
         for i, spec in shards.items()
-        if (why := _why_not_gathered(leaves[i], spec, by_hand))
+        if (why := _explain_not_gathered(leaves[i], spec, by_hand))
     }
     raise_misfits(tree, misfits, "unshard", "leaves cannot be gathered:")
     for i, spec in shards.items():
@@ -312,7 +312,7 @@ def _gather_manual_axes(
     return treedef.unflatten(leaves)
 
 
-def _why_not_gathered(x: Any, spec: PartitionSpec, axes: Sequence[str]) -> str:
+def _explain_not_gathered(x: Any, spec: PartitionSpec, axes: Sequence[str]) -> str:
     _, notes = project(spec, None, x.shape)
     return " ".join(note.why for note in notes) or why_not_innermost(spec, axes)
 
@@ -484,14 +484,14 @@ def _report(
         f"{paths[i] or 'the array'}: {why}"
         for i, target in adjusted.items()
         for note in target.adjustments
-        if (why := _why_applied_in_part(note, target, uneven))
+        if (why := _explain_applied_in_part(note, target, uneven))
     ]
     if warnings:
         headline = f"{len(warnings)} constraints were only applied in part:"
         warn(f"{where}: {listed(headline, warnings)}")
 
 
-def _why_applied_in_part(note: Adjustment, target: ResolvedSpec, uneven: Uneven) -> str:
+def _explain_applied_in_part(note: Adjustment, target: ResolvedSpec, uneven: Uneven) -> str:
     """What to warn of, if anything: an axis of another mesh is dropped in silence."""
     if note.kind == "indivisible" and uneven == "warn":
         mesh = describe_mesh(target.mesh)

@@ -88,7 +88,9 @@ def get_partition_spec(tree: PyTree) -> SpecTree:
     if any(spec is None for spec in specs):
         rows = zip(leaf_paths(tree), leaves, specs, strict=True)
         facts = [
-            f"{path or 'the tree'}: {_why_none(leaf)}" for path, leaf, spec in rows if spec is None
+            f"{path or 'the tree'}: {_explain_missing_spec(leaf)}"
+            for path, leaf, spec in rows
+            if spec is None
         ]
         raise SpecError(listed(f"{len(facts)} leaves have no PartitionSpec:", facts))
     return treedef.unflatten(specs)
@@ -118,7 +120,7 @@ def _spec(leaf: Any) -> PartitionSpec | None:
     return PartitionSpec() if on_one_device else None
 
 
-def _why_none(leaf: Any) -> str:
+def _explain_missing_spec(leaf: Any) -> str:
     if isinstance(leaf, Tracer):
         return (
             "it is traced, and on Auto axes the compiler chooses its sharding. Read the inputs or"

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from treeshard._core.jax_private import vmapped_axes
 from treeshard._core.mesh import axes_of_type
 from treeshard._core.specs import all_axes, axes_of, dim_entries
-from treeshard._placement.reduced import not_reduced
+from treeshard._placement.reduced import drop_reduced
 
 
 def lookup(table: Any, ids: Any) -> jax.Array:
@@ -53,7 +53,7 @@ def lookup(table: Any, ids: Any) -> jax.Array:
         rows = PartitionSpec(*split)
         return jax.shard_map(_rows_of, in_specs=(whole, rows), out_specs=rows)(table, ids)
     # The gradient of JAX 0.10 to 0.12 is wrong for a table that is `reduced`.
-    table = not_reduced(table)
+    table = drop_reduced(table)
     used = {*all_axes(split), *vmapped_axes()}
     rest = [None if set(axes_of(e)) & used else e for e in (by_table or [None])[1:]]
     return table.at[ids].get(out_sharding=_sharding([*split, *rest], table, ids))
