@@ -60,6 +60,7 @@ def all_or_none(what: str, **options: Unpack[MeetingOptions]) -> Iterator[list[b
     try:
         told, failures = exchange_outcomes(what, own_error, messages, **options)
     except ProcessError as absent:
+        # The user's own error says more than that the others did not hear of it.
         raise (own_error or absent) from None
     if own_error is not None:
         raise own_error
@@ -82,6 +83,7 @@ def exchange_outcomes(
 
     Returns the message of each process, and the errors, by process.
     """
+    # The first byte says which it is: an error of one process is a message to the others.
     outcome = b"+" + b"".join(messages)
     if error is not None:
         outcome = f"-{type(error).__name__}: {error}".removesuffix(": ").encode()

@@ -398,6 +398,7 @@ def _targets(
     for i, target in enumerate(targets):
         if target is None or target.mesh is None:
             targets[i] = None
+        # Outside of a trace nobody fills in the dims that are `UNCONSTRAINED`.
         elif not tracing or isinstance(leaves[i], jax.ShapeDtypeStruct):
             spec = fill_unconstrained(target.spec, _current_spec(target.mesh, leaves[i]))
             targets[i] = replace(target, spec=spec)
@@ -421,20 +422,27 @@ def _with_uneven_dims(
 
 def _mesh_for(requested: AnyMesh | None, value: Any) -> AnyMesh | None:
     """Returns the mesh that shardings must name here; `None` if there is none, or several
-    conflict."""
+    conflict.
+
+    1. Outside of a mesh: the one that is requested, with Auto axes in a trace.
+    2. Inside of another mesh: the same, if all axes of the context are Auto. Else none.
+    3. In a `shard_map`: the context.
+    4. Inside of the same mesh: the one of the two that knows the devices, and the axis types of the
+       context.
+    """
     context = context_mesh() or _mesh_of_type(value)
     mesh = get_incontext_mesh(raise_error=False) if requested is None else requested
     mesh = context if mesh is None else mesh
     if mesh is None:
         return None
-    if context is None:
+    if context is None:  # 1
         return _on_auto_axes(mesh)
     if not same_axes(mesh, context):
-        # Of another mesh than that of the context, JAX accepts shardings on Auto axes only.
+        # 2: JAX accepts shardings of another mesh than the context's on Auto axes only.
         return _on_auto_axes(mesh) if context.are_all_axes_auto else None
-    if manual_axes():
+    if manual_axes():  # 3
         return context  # JAX compares the axis types too, and Manual is one
-    # Both are the same mesh: the context knows the axis types and, in a trace, the devices.
+    # 4: the context knows the axis types and, in a trace, the devices.
     if isinstance(context, Mesh) and (is_tracing() or not isinstance(mesh, Mesh)):
         return context
     return mesh.update(axis_types=context.axis_types)
@@ -471,7 +479,7 @@ def _report(
     adjusted = {i: t for i, t in enumerate(targets) if t is not None and t.adjustments}
     if not adjusted:
         return
-    kinds = {"rank", "reduced-type"}
+    kinds = {"rank", "reduced-type"}  # which no other spec stands in for
     if uneven in ("error", "keep"):
         kinds.add("indivisible")
     misfits = {i: misfit for i, target in adjusted.items() if (misfit := target.misfit(kinds))}
@@ -520,6 +528,8 @@ def _constrain_tree(
     where: str, tree: PyTree, shardings: SpecTree, mesh: AnyMesh | None, uneven: Uneven = "warn"
 ) -> Any:
     targets = _targets(tree, shardings, mesh, uneven == "keep")
+    # Where neither the call nor the context has a mesh, JAX would raise; a model should run there,
+    # but not in silence if its arrays are on several devices.
     is_missing = not any(targets) and _misses_a_mesh(tree) and not meshes_of(shardings, mesh)
     if is_missing and get_names_from_partition_spec(shardings):
         warn(

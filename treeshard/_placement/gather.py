@@ -157,24 +157,19 @@ def _arrays(named: Iterable[tuple[str, Any]], read: Iterator[Any]) -> Iterator[t
 
 
 class _Call(NamedTuple):
-    """One call of `gather` or `iter_gather`.
+    """One call of `gather` or `iter_gather`."""
 
-    Attributes:
-        where: The function, for messages.
-        processes: Those that hold parts of the leaves, and the receiver; none if this process has
-            all parts, or no part.
-        prefix: The path of the tree in a larger one.
-        leaf_by_leaf: Whether one leaf is in memory at a time. Then the processes wait for each
-            other at each leaf whose data travels.
-    """
-
-    where: str
+    where: str  # the function, for messages
     tree: PyTree
-    leaves: list[Any]
+    leaves: list[Any]  # of the tree
     to: To
+    # Those that hold parts of the leaves, and the receiver; none if this process has all parts, or
+    # no part.
     processes: list[int]
     timeout: float
-    prefix: str = ""
+    prefix: str = ""  # the path of the tree in a larger one
+    # Whether one leaf is in memory at a time. Then the processes wait for each other at each leaf
+    # whose data travels.
     leaf_by_leaf: bool = False
 
 
@@ -194,6 +189,7 @@ def _reader(call: _Call) -> Iterator[Any]:
         return _receive(call.leaves, repeat({}), receives)
     receivers = call.processes if call.to == "all" else [call.to]
     data = list(map(data_of, spread))
+    # Receivers want each array in one piece.
     wanted = [[(r, region_of((slice(None),) * x.ndim, x.shape)) for r in receivers] for x in data]
     delivered = deliver(data, wanted, call.processes, _turns(call, paths))
     return _receive(call.leaves, delivered, me in receivers)
@@ -243,6 +239,7 @@ def _receive(
     leaves: list[Any], delivered: Iterator[dict[Region, np.ndarray]], receives: bool
 ) -> Iterator[Any]:
     for leaf in leaves:
+        # Also where nothing is received: other processes wait for what this one sends.
         regions = next(delivered) if is_spread(leaf) else {}
         if not receives:
             yield jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array(leaf) else leaf
@@ -277,6 +274,7 @@ def _check_memory(call: _Call) -> None:
         return
     if call.to not in ("all", jax.process_index()):
         needed = 0
+    # What this process sends, it reads first.
     needed += max(map(bytes_to_read, arrays), default=0)
 
     def error(fact: str, free: int) -> DoesNotFitError:

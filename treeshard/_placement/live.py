@@ -111,6 +111,7 @@ def _spec(leaf: Any) -> PartitionSpec | None:
     sharding = _named_sharding(leaf)
     if sharding is not None:
         return sharding.spec
+    # Python's numbers have no sharding: in a step, JAX replicates them.
     if isinstance(leaf, bool | int | float | complex):
         return PartitionSpec()
     if isinstance(leaf, Tracer) or not is_array(leaf):

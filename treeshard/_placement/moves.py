@@ -3,6 +3,15 @@
 `jax.device_put` moves any array to any sharding. But where shards differ it copies through the host
 and keeps that copy on the source, it compiles a program for each shape that leaves a single device,
 on CPUs its result may share memory with a numpy array, and it does not move between processes.
+
+`choose_move` looks at where the values are, and where they go:
+
+1. Each process has all values, on the host or on its own devices: it cuts its shards out of them.
+2. They are sharded as they should be: nothing moves. On another mesh, they get its name.
+3. On one device: `shard` copies them through the host, `reshard` to all devices, to split there.
+4. On the devices of the target, in its order: one compiled program for all such leaves.
+5. On other devices of this process: shard by shard, without a full copy.
+6. On other devices of several processes: in packets, see `transport`.
 """
 
 import weakref
@@ -42,10 +51,12 @@ Read = Callable[[str, tuple[slice, ...]], Any]
 
 def choose_move(leaf: Any, target: NamedSharding, from_single_device: Move) -> Move | None:
     """Returns how to move a leaf to its target; `None` if it is already there."""
+    # 1
     if not isinstance(leaf, jax.Array):
         return through_host if target.is_fully_addressable else shard_from_full
     if leaf.is_fully_addressable and not target.is_fully_addressable:
         return shard_from_full
+    # 2
     current = leaf.sharding
     if current.is_equivalent_to(target, leaf.ndim):
         # A compiled step distinguishes meshes, so the same placement on another mesh is still
@@ -56,10 +67,13 @@ def choose_move(leaf: Any, target: NamedSharding, from_single_device: Move) -> M
     if leaf.dtype.name in ("int2", "uint2"):
         # Compiled programs that move these end the process or are wrong (JAX 0.10 to 0.12).
         return through_host if leaf.is_fully_addressable else transfer_across_processes
+    # 3
     if len(current.device_set) == 1 and leaf.is_fully_addressable:
         return _put_by_jax if target.is_fully_replicated else from_single_device
+    # 4
     if isinstance(current, NamedSharding) and _devices(current.mesh) == _devices(target.mesh):
         return _move_compiled
+    # 5, 6
     return _shard_by_shard if leaf.is_fully_addressable else transfer_across_processes
 
 
@@ -92,9 +106,9 @@ def _reassemble(x: jax.Array, target: NamedSharding) -> jax.Array:
     held = {region: before[device] for region, device in device_of.items()}
     shards: list[jax.Array] = []
     for device, region in regions_here(target, x.shape).items():
-        if regions.get(device) == region:
+        if regions.get(device) == region:  # stays
             source: Any = before[device]
-        elif region in held:
+        elif region in held:  # goes from device to device
             source = held[region]
         else:
             source = np.empty(region_shape(region), x.dtype)
@@ -195,6 +209,7 @@ def transfer_across_processes(
     participates = jax.process_index() in among
     received = deliver(data, wanted, among) if participates else repeat(dict[Region, Any]())
     placed = []
+    # A process that takes no part still gets an array, which has no shards here.
     for x, keyless, target, parts in zip(arrays, data, targets, received, strict=participates):
         placed.append(as_keys(jax.block_until_ready(_assemble_parts(keyless, target, parts)), x))
         parts.clear()  # before the next ones arrive
@@ -254,7 +269,9 @@ def assemble(
     Each shard is copied into fresh memory, which JAX may adopt. 64-bit values become 32-bit
     ones unless JAX's x64 mode is on.
     """
-    dtype = device_dtype(np.dtype(dtype))
+    dtype = device_dtype(
+        np.dtype(dtype)
+    )  # as the shards are, which JAX would narrow with a warning
     # Without local devices, JAX would still ask for the value of a replicated array.
     if not target.addressable_devices:
         return jax.make_array_from_single_device_arrays(shape, target, [], dtype=dtype)

@@ -220,6 +220,7 @@ def _joint_array(part: Any, target: NamedSharding) -> jax.Array:
     data = host_copy(part)  # JAX may keep the memory that it is given
     shape = _joint_shape(part.shape, target.mesh, target.spec)
     shape = (*shape, *data.shape[part.ndim :])  # the data of keys have more dims
+    # JAX's function raises on a process that has no device of the mesh.
     if target.addressable_devices:
         joint = jax.make_array_from_process_local_data(target, data, shape)
     else:
@@ -245,6 +246,7 @@ def _joint_shardings(
 
 def _joint_spec(leaf: Any, laid: ResolvedSpec, *, structs: bool) -> ResolvedSpec | Misfit:
     """The spec of the joint array of parts like `leaf`, or why it cannot be had."""
+    # The others would pass shards of the same array, and not parts of a larger one.
     if is_spread(leaf):
         why = "it is already on devices of several processes. `reshard` moves it."
         return Misfit(LeafError, why)

@@ -46,7 +46,7 @@ def lookup(table: Any, ids: Any) -> jax.Array:
         return table[ids]
     if not jnp.ndim(ids):  # one index is a slice to JAX, whose result takes no sharding in a `vmap`
         return lookup(table, jnp.expand_dims(ids, 0))[0]
-    split = by_ids or [None] * jnp.ndim(ids)
+    split = by_ids or [None] * jnp.ndim(ids)  # on a mesh of the table alone
     whole = jax.typeof(table).sharding.spec
     if whole.reduced and not any(by_table or ()) and whole.reduced == {*all_axes(split)}:
         # On each device by itself, so that the gradient waits for its sum.
@@ -92,6 +92,7 @@ def matmul(x: Any, w: Any) -> jax.Array:
     by_x, by_w = _explicit_entries(x), _explicit_entries(w)
     if by_x is None and by_w is None:
         return x @ w
+    # The last dim of `x` and the first of `w` are summed over, whatever splits them.
     rows = (by_x or [None] * jnp.ndim(x))[:-1]
     columns = (by_w or [None, None])[1:]
     return jnp.matmul(x, w, out_sharding=_sharding([*rows, *columns], x, w))

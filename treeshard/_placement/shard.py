@@ -289,6 +289,7 @@ def _check_memory(
 
     JAX gets a copy of each shard. On devices that use host memory it may make another, to keep.
     """
+    # A shard is read once, copied for each device that holds it, and freed before the next leaf.
     meter = Meter()
     for i, target in shardings.items():
         struct = leaves[i]
@@ -349,6 +350,8 @@ def move_leaves(
 
     One process has the leaves `sent`, and sends them to others.
     """
+    # Leaves that move in one way on one mesh do so in one call, and where that compiles a program,
+    # in one program. A progress bar needs a call for each leaf.
     groups: dict[tuple[Any, ...], list[tuple[int, NamedSharding]]] = {}
     for i, target in targets.items():
         move = transfer_across_processes

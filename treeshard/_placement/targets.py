@@ -51,10 +51,12 @@ def targets(
     check_no_refs(tree, where, prefix)
     leaves = tree_leaves(tree)
     resolved = resolve_on_devices(tree, specs, mesh, where, compile_only=accept_structs)
-    misfits = {i: spec.misfit(UNPLACEABLE) for i, spec in resolved.items()}
-    for i in misfits:
-        if not (accept_structs and isinstance(leaves[i], jax.ShapeDtypeStruct)):
-            misfits[i] = unmovable(leaves[i]) or misfits[i]
+    misfits: dict[int, Misfit | None] = {}
+    for i, spec in resolved.items():
+        is_read_later = accept_structs and isinstance(leaves[i], jax.ShapeDtypeStruct)
+        # Why the values of a leaf cannot be had says more than why its spec does not fit.
+        missing = None if is_read_later else unmovable(leaves[i])
+        misfits[i] = missing or spec.misfit(UNPLACEABLE)
     raise_unmovable(tree, misfits, where, prefix)
     return {i: spec.sharding for i, spec in resolved.items()}
 
@@ -73,7 +75,7 @@ def resolve_on_devices(
     """
     if isinstance(specs, SpecCarrier):
         specs.check_before_use()
-        specs, mesh = specs.placements, mesh or specs.mesh
+        specs, mesh = specs.placements, mesh or specs.mesh  # the placements name memories, too
     else:
         specs = _name_single_devices(specs, mesh, where)
 
@@ -160,7 +162,7 @@ def unmovable(leaf: Any) -> Misfit | None:
             "it is a ShapeDtypeStruct, which describes an array but holds no values. Make the"
             " array first. (`Plan.structs` describes how arrays would be sharded.)",
         )
-    if isinstance(leaf, jax.Array):
+    if isinstance(leaf, jax.Array):  # of any dtype
         if not leaf.is_deleted():
             return None
         return Misfit(

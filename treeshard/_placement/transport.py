@@ -46,6 +46,7 @@ def deliver(
     All processes in `among`, ascending, must make the same call, and exhaust the iterator. Of typed
     keys, send the data. `turn` is the context in which the data of an array travels, by its index.
     """
+    # Every process computes the routes of all: nobody has to be told what comes, or when.
     routes = [
         _chunks_of(x.sharding, x.shape, np.dtype(x.dtype).itemsize, tuple(regions))
         for x, regions in zip(arrays, wanted, strict=True)
