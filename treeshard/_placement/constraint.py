@@ -260,15 +260,13 @@ def _specs_here(tree: PyTree, step: PlanInForce | None, axis: Any) -> SpecTree |
     if plan_in_force.value is INITIALISING:
         return None
     mesh = context_mesh()
+    asked = () if axis is None else axis_tuple(axis, "unshard")
+    explicit = () if mesh is None else axes_of_type(mesh, AxisType.Explicit)
     # Types name Explicit axes only. A plan names Auto axes too.
-    if is_all_explicit(mesh):
+    if is_all_explicit(mesh) or (step is None and asked and {*asked} <= {*explicit}):
         return tree_map(_spec_of_type, tree)
     if step is not None:
         return step.specs_of(tree, *_CALL)
-    if mesh is not None and axis is not None:
-        explicit = axes_of_type(mesh, AxisType.Explicit)
-        if {*axis_tuple(axis, "unshard")} <= {*explicit}:
-            return tree_map(_spec_of_type, tree)
     is_missing = _misses_a_mesh(tree) if mesh is None else mesh.size > 1
     if is_missing:
         warn(f"unshard: nothing is gathered: no plan is in force here. Pass it, {_NO_PLAN}.")

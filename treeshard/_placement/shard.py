@@ -2,8 +2,12 @@
 
 `jax.device_put` of a tree does the same, one leaf after another: it raises at the first that does
 not fit, after others have moved, compiles a program for each shape that comes from a single device,
-and cannot tell that processes differ before it hangs. Here all leaves are checked first, and the
-processes agree; then the leaves that move in the same way do so together.
+and cannot tell that processes differ before it hangs. `place` does it in stages:
+
+1. resolve: the target of each leaf, or one error for all that cannot be placed;
+2. agree: several processes compare what each is about to do;
+3. read: what `read=` returns takes the place of structs;
+4. move: the leaves that move in the same way do so together.
 """
 
 import math
