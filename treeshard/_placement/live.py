@@ -52,10 +52,10 @@ def extract_shardings(tree: PyTree, mesh: MeshLike | None = None) -> SpecTree:
     shardings = treedef.unflatten([_named_sharding(leaf) for leaf in leaves])
     if mesh is None:
         return shardings
-    laid = resolve_specs(tree, shardings, as_mesh(mesh, make_mesh))
-    misfits = {i: misfit for i, spec in enumerate(laid) if spec and (misfit := spec.misfit())}
+    resolved = resolve_specs(tree, shardings, as_mesh(mesh, make_mesh))
+    misfits = {i: misfit for i, spec in enumerate(resolved) if spec and (misfit := spec.misfit())}
     raise_misfits(tree, misfits, "extract_shardings")
-    return treedef.unflatten([spec and spec.sharding for spec in laid])
+    return treedef.unflatten([spec and spec.sharding for spec in resolved])
 
 
 def get_partition_spec(tree: PyTree) -> SpecTree:

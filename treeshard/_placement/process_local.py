@@ -244,7 +244,7 @@ def _joint_shardings(
     return {i: x.sharding for i, x in joint.items() if isinstance(x, ResolvedSpec)}
 
 
-def _joint_spec(leaf: Any, laid: ResolvedSpec, *, structs: bool) -> ResolvedSpec | Misfit:
+def _joint_spec(leaf: Any, resolved: ResolvedSpec, *, structs: bool) -> ResolvedSpec | Misfit:
     """The spec of the joint array of parts like `leaf`, or why it cannot be had."""
     # The others would pass shards of the same array, and not parts of a larger one.
     if is_spread(leaf):
@@ -252,20 +252,20 @@ def _joint_spec(leaf: Any, laid: ResolvedSpec, *, structs: bool) -> ResolvedSpec
         return Misfit(LeafError, why)
     # Whether axes divide a dim, the length of the joint array decides.
     misfit = None if structs else unmovable(leaf)
-    misfit = misfit or laid.misfit(UNPLACEABLE - {"indivisible"})
+    misfit = misfit or resolved.misfit(UNPLACEABLE - {"indivisible"})
     if misfit is not None:
         return misfit
     shape = tuple(leaf.shape)
-    joint_shape = _joint_shape(shape, laid.mesh, laid.requested)
+    joint_shape = _joint_shape(shape, resolved.mesh, resolved.requested)
     if None in joint_shape:
         why = (
             f"the processes hold overlapping parts of dim {joint_shape.index(None)}, so it is"
             " undefined which part each of them passes. Order the devices of the mesh so that each"
             " process has parts of its own, or pass the full array on each, to `shard`."
         )
-        return Misfit(SpecError, why, laid.requested_text())
-    spec, adjustments = project(laid.requested, laid.mesh, joint_shape)
-    joint = replace(laid, spec=spec, adjustments=adjustments)
+        return Misfit(SpecError, why, resolved.requested_text())
+    spec, adjustments = project(resolved.requested, resolved.mesh, joint_shape)
+    joint = replace(resolved, spec=spec, adjustments=adjustments)
     misfit = joint.misfit()
     if misfit is None:
         return joint
