@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from treeshard._core.jax_private import spec_entries
 from treeshard._core.mesh import (
@@ -346,6 +346,14 @@ def shard_size(shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh) -> in
     for length, entry in zip(shape, dim_entries(spec, len(shape)), strict=False):
         elements *= -(-length // part_count(axes_of(entry), sizes))
     return elements
+
+
+def items_per_device(shape: tuple[int, ...], sharding: Sharding | None) -> int:
+    """The number of elements of the largest shard of an array with any sharding, or without one."""
+    if isinstance(sharding, NamedSharding):
+        # `shard_shape` of JAX raises where the axes do not divide a dim.
+        return shard_size(shape, sharding.spec, sharding.mesh)
+    return math.prod(shape if sharding is None else sharding.shard_shape(shape))
 
 
 def is_mesh_axes(value: Any) -> bool:
