@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import PartitionSpec
 
-from treeshard._core.jax_private import unreduced_kind
-from treeshard._core.specs import UNCONSTRAINED, is_logical, is_mesh_axes
+from treeshard._core.specs import is_logical, is_mesh_axes
 from treeshard.errors import FormatError, short
 
 N = TypeVar("N", int, str)
@@ -46,29 +45,18 @@ def dtype_name(dtype: Any) -> str:
 
 def parse_spec(text: str) -> PartitionSpec:
     """Parses `P('data', None, ('fsdp', 'tensor'))`."""
-    # JAX prints specs as Python calls, of which this reads what they have: names, tuples, keywords.
-    node = _parse_expression(text)
-    if not isinstance(node, ast.Call) or _name(node.func) not in ("P", "PartitionSpec"):
-        raise FormatError(
-            f"{text!r} is not a spec. Write it as P('data', None, ('fsdp', 'tensor'))."
-        )
-    entries = [
-        UNCONSTRAINED if _name(arg) == "UNCONSTRAINED" else _literal(arg, text) for arg in node.args
-    ]
-    more: dict[str, Any] = {}
-    for word in node.keywords:
-        if word.arg == "unreduced_kind":
-            more |= _unreduced_kind(word.value, text)
-        else:
-            more[str(word.arg)] = _literal(word.value, text)
-    if bad := [entry for entry in entries if not (entry is UNCONSTRAINED or is_mesh_axes(entry))]:
+    match _parse_expression(text):
+        case ast.Call(func=ast.Name(id="P" | "PartitionSpec"), args=args, keywords=[]):
+            entries = [_literal(arg, text) for arg in args]
+        case _:
+            raise FormatError(
+                f"{text!r} is not a spec. Write it as P('data', None, ('fsdp', 'tensor'))."
+            )
+    if bad := [entry for entry in entries if not is_mesh_axes(entry)]:
         raise FormatError(
             f"{text!r} is not a spec: {bad[0]!r} is neither an axis name nor a tuple of them."
         )
-    try:
-        return PartitionSpec(*[tuple(e) if isinstance(e, list) else e for e in entries], **more)
-    except Exception as error:  # whatever JAX rejects
-        raise FormatError(f"{text!r} is not a spec: {error}") from None
+    return PartitionSpec(*[tuple(e) if isinstance(e, list) else e for e in entries])
 
 
 def parse_names(text: str) -> tuple[Any, ...]:
@@ -110,20 +98,6 @@ def _literal(node: ast.expr, text: str) -> Any:
         raise FormatError(f"{text!r}: {part!r} is not a literal.") from None
 
 
-def _unreduced_kind(node: ast.expr, text: str) -> dict[str, Any]:
-    try:
-        return unreduced_kind(_name(node) or "")
-    except KeyError:
-        raise FormatError(
-            f"{text!r} is not a spec: this version of JAX has no unreduced_kind {_name(node)!r}."
-        ) from None
-
-
-def _name(node: ast.expr) -> str | None:
-    """The name of a node, or its last part: `UNCONSTRAINED` of `P.UNCONSTRAINED`."""
-    return node.id if isinstance(node, ast.Name) else getattr(node, "attr", None)
-
-
 _UNITS = {"": 1, "B": 1, "KB": 1000}
 _UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("kMGT", 1)}
 _UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)}
@@ -162,15 +136,6 @@ def _each_key_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
         repeated = Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"the key {repeated!r} is repeated")
     return mapping
-
-
-def typed(value: Any, kind: type, where: str, what: str = "") -> Any:
-    """Returns `value`, or raises `FormatError` if its type is not `kind`; `what` names the type."""
-    if type(value) is not kind:
-        raise FormatError(
-            f"{where} is {value!r} ({type(value).__name__}), not {what or kind.__name__}."
-        )
-    return value
 
 
 # ------------------------------------------------------------------ sizes and tables
