@@ -157,6 +157,7 @@ def _fill_sizes(
     sizes: dict[str, int], between: dict[str, int], devices: int
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Both with the size that is -1 replaced, so that they multiply to the number of devices."""
+    # The size of an axis is the product of its two factors, so both count.
     factors = [*sizes.values(), *between.values()]
     known = math.prod(size for size in factors if size != -1)
     remaining = devices // known if -1 in factors else 1
@@ -195,6 +196,7 @@ def _missing_dcn_axes(sizes: Mapping[str, int], slices: int) -> MeshError:
 
 def _grid_on_one_network(sizes: Mapping[str, int], devices: Sequence[Any]) -> Any:
     names, lengths = tuple(sizes), tuple(sizes.values())
+    # Only TPUs have coordinates.
     if max(lengths) == len(devices) == _CHIPS_OF_4X4 and hasattr(devices[0], "coords"):
         # Along one axis JAX puts the chips of v5e:4x4 into a ring. In the order of their
         # coordinates, gradients can be scattered over one dim of the torus after the other.
@@ -259,6 +261,7 @@ def with_devices(mesh: MeshLike | None, where: str, *, compile_only: bool = Fals
     and it is not to `compile_only`.
     """
     mesh = make_mesh(mesh) if isinstance(mesh, str) else current_or_given(mesh)
+    # A mesh has devices that are attached, or that can only be compiled for, or none.
     if not isinstance(mesh, Mesh):
         what = "an AbstractMesh: it has sizes, but no devices to hold arrays"
         use = "a mesh with devices, as `treeshard.make_mesh` returns"
