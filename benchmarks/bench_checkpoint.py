@@ -221,7 +221,11 @@ def rows(rounds: int) -> list[Row]:
     for name in ("same", "other"):
         layout = f"to {'the same' if name == 'same' else 'another'} layout"
         made += [
-            Row(f"restore {layout}, x Orbax", over(f"restore, {name}", f"orbax, {name}"), "<= 1.05"),
+            Row(
+                f"restore {layout}, x Orbax",
+                over(f"restore, {name}", f"orbax, {name}"),
+                "<= 1.05",
+            ),
             Row(f"restore {layout}, peak of a process, x its shards",
                 peaks[name] / (MIB / 2), "<= 2"),
         ]  # fmt: skip

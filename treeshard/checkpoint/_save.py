@@ -331,9 +331,9 @@ def _stage(path: epath.Path, name: str, timeout: float) -> Iterator[list[bytes]]
         yield messages
     except BaseException as error:
         raised = error
-    lane = f"save {path}"
+    channel = f"save {path}"
     told, failures = exchange_outcomes(
-        f"{lane}: {name}", raised, messages, timeout=timeout, lane=lane
+        f"{channel}: {name}", raised, messages, timeout=timeout, channel=channel
     )
     if raised is not None and not isinstance(raised, Exception):
         raise raised  # a Ctrl-C stays one
