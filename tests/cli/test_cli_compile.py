@@ -109,10 +109,9 @@ def test_the_report_has_plan_communication_and_memory(run) -> None:
 def test_the_exit_code_is_3_for_what_is_not_planned_and_1_for_what_does_not_fit(
     run, monkeypatch
 ) -> None:
-    code, out, _ = run("steps:activations", "--types")
+    code, out, _ = run("steps:activations")
     assert code == 3
     assert "It moves what was not planned: activation" in out
-    assert "values of a step on fsdp=8, in the compiled program" in out.split("\n\n")[3]
     # The memory of CPUs is not known: their steps are compared with that of a device here.
     monkeypatch.setattr("treeshard.programs._memory._capacity", lambda device: 1000)
     code, out, _ = run("steps:activations")
@@ -131,7 +130,7 @@ def test_activations_that_a_plan_cannot_predict_are_counted(run) -> None:
 
 @pytest.mark.filterwarnings("ignore:jit_step")  # of the axis that nothing uses
 def test_json_has_the_same_facts(run) -> None:
-    code, out, _ = run("steps:make", "--mesh", "data=2,fsdp=4", "--types", "--json")
+    code, out, _ = run("steps:make", "--mesh", "data=2,fsdp=4", "--json")
     report = json.loads(out)
     assert code == 3  # the batch is not split over `data`
     assert [one["code"] for one in report["communication"]["unplanned"]] == ["batch-not-split"]
@@ -141,13 +140,6 @@ def test_json_has_the_same_facts(run) -> None:
     assert [axis["size"] for axis in report["plan"]["mesh"]] == [2, 4]
     gathers = [x for x in report["communication"]["rows"] if x["kind"] == "all-gather"]
     assert [x["planned_count"] for x in gathers] == [x["count"] for x in gathers]
-    values = report["types"]
-    # Without `jax.checkpoint` a scan keeps the gathered weights of all layers for the gradients.
-    [kept] = [x for x in values if x["part"] == "forward" and x["name"] == "down"]
-    assert (kept["ops"], kept["shape"]) == (["scan"], [2, 128, 64])
-    [grads] = [x for x in values if x["part"] == "update" and x["name"] == "up"]
-    assert (grads["shape"], grads["spec"]) == ([2, 64, 128], "P(None, None, 'fsdp')")
-    assert (grads["local_shape"], grads["where"]) == ([2, 64, 32], "memory")
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,6 @@ def _parser() -> argparse.ArgumentParser:
     add("function", metavar="MODULE:FUNCTION", help="returns (step, state, batch)")
     add("--topology", metavar="NAME", help="such as v5e-256, v5p:8x8x8 or h100:2x8")
     add("--mesh", metavar="AXES", help='such as "data=4,fsdp=64"; by default fsdp has all devices')
-    add("--types", action="store_true", help="print the values that the step computes, too")
     add("--json", action="store_true", help="print the report as JSON")
 
     what = "list the leaves of a checkpoint or safetensors"

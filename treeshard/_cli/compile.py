@@ -65,7 +65,7 @@ def run_compile(options: argparse.Namespace) -> tuple[str, int]:
     if memory.fits is False:  # what does not fit does not run, whatever it moves
         code = _DOES_NOT_FIT
     to_text = _as_json if options.json else _as_text
-    return to_text(compiled, memory, options.types), code
+    return to_text(compiled, memory), code
 
 
 def _share_freed_memory() -> None:
@@ -94,11 +94,9 @@ def _mesh_for(axes: str | None, topology: str | None) -> jax.sharding.Mesh:
 # ------------------------------------------------------------------ the report
 
 
-def _as_text(compiled: CompiledStep, memory: Memory, with_types: bool) -> str:
+def _as_text(compiled: CompiledStep, memory: Memory) -> str:
     moved = compiled.communication()
     parts = [str(compiled.plan), f"communication:\n{moved}", f"memory:\n{memory}"]
-    if with_types:
-        parts.append(str(compiled.types()))
     verdict = _VERDICTS[memory.fits].format(size=human_bytes(memory.total))
     return "\n\n".join([*parts, f"{verdict} {_what_it_moves(moved)}"])
 
@@ -116,7 +114,7 @@ def _what_it_moves(moved: Any) -> str:
     return "It moves what is planned."
 
 
-def _as_json(compiled: CompiledStep, memory: Memory, with_types: bool) -> str:
+def _as_json(compiled: CompiledStep, memory: Memory) -> str:
     moved = compiled.communication()
     report = {
         "plan": json.loads(compiled.plan.to_json()),
@@ -133,11 +131,6 @@ def _as_json(compiled: CompiledStep, memory: Memory, with_types: bool) -> str:
             "at_peak": [buffer._asdict() for buffer in memory.at_peak],
         },
     }
-    if with_types:
-        report["types"] = [
-            {**value._asdict(), "spec": None if value.spec is None else str(value.spec)}
-            for value in compiled.types()
-        ]
     return json.dumps(report)
 
 

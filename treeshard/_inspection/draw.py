@@ -38,8 +38,7 @@ def draw(x: Any, to: str | Path | None = None) -> None:
     which device holds which part. No values are read.
 
     Args:
-        x: A `Plan`, a live tree, `ShapeDtypeStruct`s with shardings, one array, or the
-            `Types` of a step.
+        x: A `Plan`, a live tree, `ShapeDtypeStruct`s with shardings, or one array.
         to: A file to write instead of printing: `"plan.svg"`. It also has a bar for the bytes on
             each device.
 
@@ -60,10 +59,9 @@ def draw(x: Any, to: str | Path | None = None) -> None:
     Source:
         `jax.debug.visualize_array_sharding`, for trees and for ranks above 2.
     """
-    is_table = hasattr(x, "__rich__")  # such as `Types`
     check_no_refs(x, "draw")
-    leaves = [] if is_table else placed_leaves(x)
-    if not (is_table or leaves):
+    leaves = placed_leaves(x)
+    if not leaves:
         raise LeafError(
             f"draw: there are no arrays in this {type(x).__name__}. Pass a plan, a tree of arrays,"
             " or an array."
@@ -80,15 +78,14 @@ def draw(x: Any, to: str | Path | None = None) -> None:
         raise ImportError(
             "draw needs rich. Install it with `pip install 'treeshard[show]'`."
         ) from error
-    shown = [x if is_table else _tree(leaves)]
+    shown = [_tree(leaves)]
     if is_array(x) or isinstance(x, jax.ShapeDtypeStruct):
         shown += ["", _parts(leaves[0])]
     if path is None:
         # In a notebook, rich displays HTML. Emoji would turn `:key:` in a path into a picture.
         Console(emoji=False).print(Group(*shown))
         return
-    if leaves:
-        shown += ["", _device_chart(leaves)]
+    shown += ["", _device_chart(leaves)]
     path.write_text(as_svg(Group(*shown)), encoding="utf-8")
 
 
