@@ -10,7 +10,7 @@ from typing import Any
 
 
 def report(module: str) -> Any:
-    """A module of the reports, such as `"programs._types"`."""
+    """A module of the reports, such as `"programs._lock"`."""
     return import_module(f"treeshard.{module}")
 
 

@@ -4,7 +4,6 @@ Parsing evaluates nothing but literals.
 """
 
 import ast
-import html
 import json
 import math
 import re
@@ -158,21 +157,6 @@ def columns(rows: Sequence[tuple[str, ...]], right: int = 3) -> str:
         cells[right] = row[right].rjust(widths[right])
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
-
-
-def html_table(rows: Sequence[Sequence[str]], right: int = 3) -> str:
-    """As `columns`, for notebooks; the first row is the head."""
-
-    def line(tag: str, row: Sequence[str]) -> str:
-        sides = ["right" if column == right else "left" for column in range(len(row))]
-        cells = [
-            f'<{tag} style="text-align: {side}">{html.escape(cell)}</{tag}>'
-            for side, cell in zip(sides, row, strict=True)
-        ]
-        return f"<tr>{''.join(cells)}</tr>"
-
-    body = "".join(line("td", row) for row in rows[1:])
-    return f"<table><thead>{line('th', rows[0])}</thead><tbody>{body}</tbody></table>"
 
 
 # ------------------------------------------------------------------ processes

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from treeshard._trace.roles import Roles
     from treeshard.communication._comparison import Comparison
     from treeshard.programs._compiled_step import CompiledStep
-    from treeshard.programs._types import Types
 
 
 class Step:
@@ -315,46 +314,6 @@ class Step:
         """
         _, traced, _ = self._traced(state, batch)
         return self._roles_in(traced.jaxpr)
-
-    def types(self, state: PyTree, batch: PyTree, *, min_size: int | None = None) -> "Types":
-        """The values that the step computes, line by line: how each is split, and its bytes.
-
-        On Explicit axes, and in `shard_map_step`, types tell: nothing is compiled, and what is
-        inside of `jax.sharding.auto_axes` is unknown. On Auto axes the compiler decides how values
-        are split: the step is compiled, and each value is looked up in its program, which also
-        tells whether it is in memory, fused into another op, or not there.
-        `step.compile(...).types()` looks values up on axes of any type.
-
-        Args:
-            state: The state, or `plan.structs`.
-            batch: A batch, or `jax.ShapeDtypeStruct`s of one.
-            min_size: Values with fewer elements are left out; 16,384 by default.
-
-        Returns:
-            `Types`: print it, iterate over its rows, or `treeshard.draw` it.
-
-        Raises:
-            DoesNotFitError: As `compile`, on Auto axes.
-            SpecError, StateError: As when the step is called.
-
-        Examples:
-            >>> mesh = jax.make_mesh((8,), ("fsdp",))
-            >>> plan = ts.plan({"w": jnp.ones((64, 256))}, [("w", P("fsdp"))], mesh, min_size=0)
-            >>> @ts.jit_step(plan=plan, batch=P("fsdp"))
-            ... def step(state, batch):
-            ...     hidden = jnp.tanh(batch @ ts.unshard(state["w"]))
-            ...     return state, jnp.sum(hidden)
-            >>> types = step.types(plan.structs, np.ones((128, 64), "float32"))
-            >>> [(value.ops[-1], value.spec, value.local_shape) for value in types.values[1:]]
-            [('tanh', P('fsdp',), (16, 256))]
-        """
-        _, program, _ = self._traced(state, batch)
-        axes = self._batch_axes()
-        values = report("_trace.lines").traced(program.jaxpr.jaxpr, self.plan, axes)
-        is_open = any(value.open for value in values)
-        if is_open and axes_of_type(self._mesh, AxisType.Auto):
-            return self.compile(state, batch).types(min_size=min_size)
-        return report("programs._types").types_of(values, self.plan, min_size)
 
     def _roles_in(self, jaxpr: ClosedJaxpr) -> "Roles":
         return report("_trace.roles").roles_of(jaxpr.jaxpr, self.plan, self._batch_axes())
