@@ -193,6 +193,7 @@ _DEJAVU_ASPECT = 0.602  # the width of a character of DejaVu Sans Mono, of its h
 def as_svg(shown: str, axes: Iterable[str] = ()) -> str:
     """A text as a picture, with the names of mesh axes in colours."""
     try:
+        from rich.cells import cell_len
         from rich.console import Console
         from rich.terminal_theme import DEFAULT_TERMINAL_THEME
         from rich.text import Text
@@ -204,7 +205,7 @@ def as_svg(shown: str, axes: Iterable[str] = ()) -> str:
     for axis, colour in zip(axes, cycle(_PALETTE)):  # they repeat if there are many axes
         text.highlight_words([repr(axis), f" {axis}="], colour)
     # Without a terminal, rich would break lines after 80 characters.
-    width = max(map(len, shown.splitlines()))
+    width = max(map(cell_len, shown.splitlines()))
     console = Console(width=width, file=io.StringIO(), record=True)
     console.print(text)
     return console.export_svg(
