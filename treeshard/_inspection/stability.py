@@ -20,7 +20,7 @@ from treeshard._core.specs import entries, with_entries
 from treeshard._core.text import fold
 from treeshard._inspection.memory import named_leaves
 from treeshard._planning.plan import Plan
-from treeshard.errors import UnstableStepError, counted, listed
+from treeshard.errors import UnstableStepError, counted, listed, short
 
 
 class LeafDifference(NamedTuple):
@@ -175,7 +175,9 @@ def _diff(a: list[tuple[str, _Facts]], b: list[tuple[str, _Facts]]) -> ShardingD
             differences.append(LeafDifference(path, "leaf", "present", "gone"))
         elif (old.keys() == {"value"}) != (new.keys() == {"value"}):
             # An array and a leaf of another kind have no fact in common.
-            shown = (repr(x["value"]) if "value" in x else "an array" for x in (old, new))
+            shown = (
+                _shown("value", x["value"]) if "value" in x else "an array" for x in (old, new)
+            )
             differences.append(LeafDifference(path, "value", *shown))
         else:
             differences += [
@@ -196,11 +198,8 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _shown(what: str, fact: Any) -> str:
-    if what == "value":
-        return repr(fact)
-    if what == "devices":
-        return ",".join([*map(str, fact[:16]), *(["..."] if len(fact) > 16 else [])])
-    return str(fact)
+    # A mesh may have 65,536 devices, and a value any length.
+    return short(repr(fact) if what == "value" else str(fact))
 
 
 def _facts(leaf: Any) -> _Facts:
@@ -238,7 +237,7 @@ def _facts_of_sharding(sharding: Sharding) -> _Facts:
         facts["mesh"] = describe_mesh(mesh)
         facts["axis types"] = ", ".join(map(str, mesh.axis_types))
         if isinstance(mesh, Mesh):
-            facts["devices"] = tuple(device.id for device in mesh.devices.flat)
+            facts["devices"] = ",".join(str(device.id) for device in mesh.devices.flat)
     if sharding.memory_kind is not None:
         facts["memory kind"] = sharding.memory_kind
     return facts
