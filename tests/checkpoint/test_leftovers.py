@@ -19,15 +19,14 @@ TREE = {"w": np.ones((512, 256), np.float32)}  # 512 KiB
 WRITER = """
 import os, sys, threading, time
 import numpy as np
-from treeshard._disk import files
 from treeshard.checkpoint import Checkpoints, _save, save
-from treeshard.interchange import save_safetensors
+from treeshard.interchange import _files, save_safetensors
 
 def stop(*args, **options):
     os.write(1, b"written\\n")  # at once, as two threads may be here
     time.sleep(600)
 
-_save.merge = files._rename = stop
+_save.merge = _files._put_in_place = stop
 where, tree = sys.argv[1], {"w": np.ones((512, 256), np.float32)}
 Checkpoints(where + "/run").save(7, tree)
 threading.Thread(target=save, args=[where + "/saves/step_7", tree]).start()
@@ -36,7 +35,7 @@ save_safetensors(where + "/tensors/model.safetensors", tree)
 
 
 def test_what_a_writer_left_is_removed_once_it_is_dead(tmp_path: Path) -> None:
-    """On another host of a shared file system it is kept by the same lock."""
+    """By the next save of the same path, or the next run in the same directory."""
     run, saves, tensors = (tmp_path / name for name in ("run", "saves", "tensors"))
     tensors.mkdir()
     (tensors / ".mine.part").write_text("mine")
@@ -50,24 +49,26 @@ def test_what_a_writer_left_is_removed_once_it_is_dead(tmp_path: Path) -> None:
             save(saves / "1", TREE)
             Checkpoints(saves).close()
             save_safetensors(tensors / "1.safetensors", TREE)
+            for path in (saves / "step_7", tensors / "model.safetensors"):
+                with pytest.raises(ts.CheckpointError, match="another run is writing here"):
+                    (save if path.parent == saves else save_safetensors)(path, TREE)
             for file, stat in before.items():
                 now = file.stat()
                 assert (now.st_ino, now.st_size) == (stat.st_ino, stat.st_size), file
         finally:
             writer.kill()
-    assert {".step_7.treeshard-lock", "step_7.orbax-checkpoint-tmp"} <= set(files_in(saves))
     left = f"removed what killed saves had left in {tmp_path}"
-    with pytest.warns(ts.ShardingWarning, match=rf"^save: {left}/run: 7\.orbax\S+-tmp \(51\d"):
-        save(run / "2", TREE)
-    assert files_in(run) == ["1", "2"]
-    says = rf"^Checkpoints: {left}/saves: step_7\.orbax-checkpoint-tmp \(51\d\.\d KiB\)\.$"
+    with pytest.warns(ts.ShardingWarning, match=rf"^Checkpoints: {left}/run: 7\.orbax\S+ \(51\d"):
+        Checkpoints(run).close()
+    assert files_in(run) == ["1"]
+    says = rf"^save: {left}/saves: step_7\.orbax-checkpoint-tmp \(51\d\.\d KiB\)\.$"
     with pytest.warns(ts.ShardingWarning, match=says):
-        Checkpoints(saves).close()
-    assert files_in(saves) == ["1"]
+        save(saves / "step_7", TREE)
+    assert files_in(saves) == ["1", "step_7"]
     says = rf"^save_safetensors: {left}/tensors: \.model\.safetensors\.part \(512\.1 KiB"
     with pytest.warns(ts.ShardingWarning, match=says):
-        save_safetensors(tensors / "2.safetensors", TREE)
-    assert files_in(tensors) == [".mine.part", "1.safetensors", "2.safetensors"]
+        save_safetensors(tensors / "model.safetensors", TREE)
+    assert files_in(tensors) == [".mine.part", "1.safetensors", "model.safetensors"]
 
 
 def test_names_like_those_of_leftovers_are_not_removed(tmp_path: Path) -> None:

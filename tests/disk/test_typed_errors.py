@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
@@ -20,7 +19,7 @@ from treeshard._disk import untrusted
 from treeshard.checkpoint import (
     Checkpoints,
     _array_store,
-    _paths,
+    _checkpoints,
     _restore,
     _save,
     inspect,
@@ -67,8 +66,8 @@ def replace_by(way: str, run: Path) -> None:
 
 
 MOMENTS = {
-    "restore": [(_restore, "seal"), (_array_store.ArrayStore, "read"), (_restore, "registers")],
-    "verify": [(_restore, "seal"), (_array_store.ArrayStore, "open")],
+    "restore": [(_restore, "seal"), (_array_store.ArrayStore, "read"), (_restore, "unpack")],
+    "verify": [(_restore, "seal"), (_array_store.ArrayStore, "read")],
     "inspect": [(_restore, "seal")],
 }
 CASES = [(call, moment) for call, moments in MOMENTS.items() for moment in moments]
@@ -95,7 +94,7 @@ def test_a_checkpoint_that_its_writer_removes_is_not_damaged(
     save(tmp_path / "1", TREE)
     remove_at(moment, way, tmp_path, monkeypatch)
     read = getattr(checkpoint, call)
-    if moment[1] == "registers":  # all arrays are read
+    if moment[1] == "unpack":  # all arrays are read
         assert read(tmp_path / "1")["w"].max() == 1
         return
     with pytest.raises(ts.errors.RemovedError, match=f"{tmp_path}/1 was {way} while it was read"):
@@ -117,13 +116,13 @@ def test_a_step_that_is_removed_while_files_are_counted_is_not_said_to_lack_some
     tmp_path: Path, monkeypatch
 ) -> None:
     save(tmp_path / "1", TREE)
-    real = _paths.lacking_files
+    real = _checkpoints._lacking_files
 
     def remove_first(path: Path) -> list[str]:
         replace_by("removed", tmp_path)
         return real(path)
 
-    monkeypatch.setattr(_paths, "lacking_files", remove_first)
+    monkeypatch.setattr(_checkpoints, "_lacking_files", remove_first)
     with warnings.catch_warnings(action="error"):
         assert Checkpoints(tmp_path, read_only=True).latest == 2
 
@@ -160,12 +159,6 @@ def test_a_dead_disk_is_a_typed_error(name: str, tmp_path: Path, monkeypatch) ->
         with monkeypatch.context() as dead, suppress(ts.TreeShardError):
             dead.setattr(os, name, fail)
             call()
-
-
-def test_axis_types_of_jax_are_an_error(unchecked) -> None:
-    with pytest.raises(ts.MeshError) as told:
-        ts.make_mesh("data=2,fsdp=4", axis_types=AxisType.Explicit)
-    assert str(told.value).endswith("Pass 'auto' or 'explicit', or a dict of these by axis.")
 
 
 def test_empty_arrays_are_gathered_after_they_were_resharded(mesh) -> None:

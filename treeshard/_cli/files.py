@@ -83,8 +83,8 @@ def _verify(tree: StoredTree) -> tuple[str, int]:
         ), 0
     read = tree.damages(show_progress(leaves, "verify", show=wants_bar()))
     damages = [f"  {short(row.path)}: {why}" for row, why in read if why]
+    tree.check()
     if damages:
-        tree.check()  # files that its writer removes look like damages
         return "\n".join([f"{path}: {len(damages):,} of {count} damaged:", *damages]), 1
     return f"{total} All match their checksums.", 0
 
@@ -167,6 +167,7 @@ def _read_values(
             damages[leaf.row.path] = leaf.damage
         else:
             yield name, [Piece(full_region(leaf.array.shape), leaf.array)]
+    tree.check()
     raise_damages(tree.contents.path, damages)
 
 

@@ -12,13 +12,13 @@ import fcntl
 import os
 import platform
 import re
+import shutil
 import stat
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -204,9 +204,9 @@ class Lock:
     `CheckpointError` of a second one.
     """
 
-    def __init__(self, file: Path, what: str, *, to_sweep: bool = False) -> None:
+    def __init__(self, file: Path, what: str) -> None:
         self._file = file
-        self._handle: int | None = _lock(file, what, to_sweep=to_sweep)
+        self._handle: int | None = _lock(file, what)
         _locks.add(self)
 
     @property
@@ -243,17 +243,6 @@ class Lock:
                 os.close(handle)
 
 
-def take_stale_lock(file: Path) -> Lock | None:
-    """Takes the lock that a killed writer has left, so that what else it left may be removed.
-
-    `None` if a living one holds it, on this machine or another, or if that cannot be known.
-    """
-    with suppress(CheckpointError):
-        lock = Lock(file, str(file), to_sweep=True)
-        return lock if lock.is_held else None
-    return None
-
-
 # An `flock` belongs to the open file, which a fork shares, and ends when its last handle is closed.
 _locks: "weakref.WeakSet[Lock]" = weakref.WeakSet()
 os.register_at_fork(after_in_child=lambda: [lock.close_copy() for lock in _locks])
@@ -261,62 +250,59 @@ os.register_at_fork(after_in_child=lambda: [lock.close_copy() for lock in _locks
 
 # Neither follows a link nor waits for the other end of a FIFO.
 _OWN_FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
-_SWEEPS = "removes what a killed one left"
-_TRIES = 3  # before a lock counts as held: a sweep of others has each for a moment
 
 
-def _lock(file: Path, what: str, *, to_sweep: bool) -> int | None:
-    """A handle of the locked file; `None` if the file system has no locks.
-
-    With `to_sweep` the file must exist, and writers wait until the lock is free again.
-    """
+def _lock(file: Path, what: str) -> int | None:
+    """A handle of the locked file; `None` if the file system has no locks."""
     try:
-        return _locked(file, what, to_sweep=to_sweep)
+        handle = None
+        while handle is None:
+            handle = os.open(file, _OWN_FILE | os.O_CREAT, 0o666)
+            with ExitStack() as opened:
+                opened.callback(os.close, handle)
+                if not _take(handle, file, what):
+                    return None
+                if not is_open_as(file, handle):
+                    handle = None  # its holder removed it after we had opened it: lock the new one
+                    continue
+                _name_holder(handle, file)
+                opened.pop_all()
+        return handle
     except OSError as error:
         why = _NOT_OURS.format(file) if os.path.islink(file) else error.strerror
         raise CheckpointError(f"{what}: cannot be written to: {why}.") from None
 
 
-def _locked(file: Path, what: str, *, to_sweep: bool) -> int | None:
-    me = f"process {os.getpid()} on {platform.node()}"
-    tries = 1 if to_sweep else _TRIES
-    while True:
-        handle = os.open(file, _OWN_FILE | (0 if to_sweep else os.O_CREAT), 0o666)
-        with ExitStack() as opened:
-            opened.callback(os.close, handle)
-            if not _is_only_ours(handle):
-                why = _NOT_OURS.format(file)
-                raise CheckpointError(f"{what}: cannot be written to: {why}.")
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                holder = os.read(handle, 200).decode(errors="replace")
-                if to_sweep or not holder.endswith(_SWEEPS):
-                    tries -= 1
-                if not tries:
-                    is_me = holder.startswith(f"{me},")
-                    why = (
-                        _IS_OURS if is_me else _IS_OF_ANOTHER.format(holder or "an unknown process")
-                    )
-                    raise CheckpointError(f"{what}: {why}") from None
-                time.sleep(0.01)
-                continue
-            except OSError as error:
-                if not to_sweep:
-                    warn(_NO_LOCKS.format(what, error.strerror))
-                return None
-            if not is_open_as(file, handle):
-                continue  # its holder removed it after we had opened it: lock the new one
-            since = f"since {datetime.now():%Y-%m-%d %H:%M:%S}"
-            try:
-                os.ftruncate(handle, 0)
-                os.write(handle, f"{me}, {_SWEEPS if to_sweep else since}".encode())
-            except OSError:  # a full disk
-                with suppress(OSError):
-                    file.unlink()
-                raise
-            opened.pop_all()
-            return handle
+def _take(handle: int, file: Path, what: str) -> bool:
+    """Locks an open file; returns `False` if the file system has no locks."""
+    if not _is_only_ours(handle):
+        raise CheckpointError(f"{what}: cannot be written to: {_NOT_OURS.format(file)}.")
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(handle, 200).decode(errors="replace") or "an unknown process"
+        is_me = holder.startswith(f"{_me()},")
+        why = _IS_OURS if is_me else _IS_OF_ANOTHER.format(holder)
+        raise CheckpointError(f"{what}: {why}") from None
+    except OSError as error:
+        warn(_NO_LOCKS.format(what, error.strerror))
+        return False
+    return True
+
+
+def _name_holder(handle: int, file: Path) -> None:
+    """Writes who holds a lock into its file."""
+    try:
+        os.ftruncate(handle, 0)
+        os.write(handle, f"{_me()}, since {datetime.now():%Y-%m-%d %H:%M:%S}".encode())
+    except OSError:  # a full disk
+        with suppress(OSError):
+            file.unlink()
+        raise
+
+
+def _me() -> str:
+    return f"process {os.getpid()} on {platform.node()}"
 
 
 def _is_only_ours(handle: int) -> bool:
@@ -357,149 +343,85 @@ def tell_removed(what: str, directory: PathLike, removed: Mapping[str, int | Non
 
 # ------------------------------------------------------------------ new files
 
-_PART = ".part"
-
 
 @contextmanager
-def atomic_files(
-    name: Path,
-    paths: Sequence[Path],
-    belongs: Callable[[Path, str], bool],
-    keep_earlier: Callable[[], None],
+def new_files(
+    path: Path,
+    names: Sequence[str],
+    put_in_place: Callable[[Path], None],
     what: str,
     timeout: float,
 ) -> Iterator[list[int]]:
-    """Opens files under hidden names beside `paths`, the same files on every process.
+    """Opens files in a hidden directory beside `path`, the same files on every process.
 
-    Once all processes have left the block without an error, the files are renamed to `paths`, in
-    this order, and replace existing ones. After an error on any process they are removed. The last
-    of several is their index: its rename decides which files are read.
+    Once all processes have left the block without an error, the files are on the disk, and process
+    0 puts them in place. After an error on any process they are removed.
 
     Args:
-        name: The path that is locked: one run at a time writes files under it.
-        paths: The files.
-        belongs: Whether a file of this name belongs to a save at a path. At the end, those of
-            earlier saves are removed; at the beginning, those that killed ones left unfinished,
-            also of other paths in this directory.
-        keep_earlier: Called before the first of several files is replaced. It keeps earlier files
-            that the existing index names under other names, and has the index name these.
+        path: The path that is locked: one run at a time writes there.
+        names: The names of the files.
+        put_in_place: Renames the files in the directory that it is given.
         what: The operation, as in `all_or_none`.
         timeout: Seconds to wait for other processes; waits for their writes have no limit.
     """
     first = jax.process_index() == 0
-    hidden = [path.with_name(f".{path.name}{_PART}") for path in paths]
+    hidden = path.with_name(f".{path.name}.part")
+    mark = hidden / "mark"
     files: list[int] = []
     with ExitStack() as held:
         with all_or_none(what, phase="create", timeout=timeout) as marks:
             if first:
-                mark = os.urandom(16)
-                marks.append(mark)
-                lock_file = name.with_name(f".{name.name}{_LOCK}")
-                lock = held.enter_context(Lock(lock_file, f"{what}: {name}"))
-                beside = [path for path in name.parent.iterdir() if path != lock_file]
-                removed = _remove_left(beside, belongs)
-                if lock.is_held:
-                    removed |= _remove_unfinished(beside, partial(belongs, name))
-                tell_removed(what, name.parent, removed)
-                files += [held.enter_context(_created(path, mark)) for path in hidden]
+                lock = path.with_name(f".{path.name}.treeshard-files-lock")
+                held.enter_context(Lock(lock, f"{what}: {path}"))
+                tell_removed(what, path.parent, remove_left(hidden))
+                hidden.mkdir()
+                held.callback(remove_left, hidden)
+                files += [
+                    held.enter_context(_opened(hidden / x, os.O_CREAT | os.O_EXCL)) for x in names
+                ]
+                marks.append(new_mark(mark))  # after the files, which are there once it is seen
         with all_or_none(what, phase="open", timeout=timeout):
             if not first:
-                files += [
-                    held.enter_context(_of_process_0(path, marks[0], timeout)) for path in hidden
-                ]
+                check_mark(mark, marks[0], timeout)
+                files += [held.enter_context(_opened(hidden / x)) for x in names]
         with all_or_none(what, phase="write", timeout=AS_LONG_AS_IT_TAKES):
             yield files
             for file in files:
                 os.fsync(file)
         with all_or_none(what, phase="rename", timeout=AS_LONG_AS_IT_TAKES):
             if first:
-                _rename(name, hidden, paths, keep_earlier)
-                _remove_earlier(name, paths, belongs, what)
-
-
-_LOCK = ".treeshard-files-lock"
-
-
-def _remove_left(beside: Sequence[Path], belongs: Callable[[Path, str], bool]) -> dict[str, int]:
-    """Removes what killed saves at other paths left unfinished; returns the bytes of each file."""
-    removed: dict[str, int] = {}
-    for path in beside:
-        if not (path.name.startswith(".") and path.name.endswith(_LOCK)):
-            continue
-        lock = take_stale_lock(path)
-        if lock is not None:
-            with lock:
-                name = path.with_name(path.name[1:].removesuffix(_LOCK))
-                removed |= _remove_unfinished(beside, partial(belongs, name))
-    return removed
-
-
-def _remove_unfinished(beside: Iterable[Path], belongs: Callable[[str], bool]) -> dict[str, int]:
-    removed: dict[str, int] = {}
-    for path in beside:
-        is_hidden = path.name.startswith(".") and path.name.endswith(_PART)
-        if is_hidden and belongs(path.name[1:].removesuffix(_PART)) and path.is_file():
-            removed[path.name] = path.stat().st_size
-            path.unlink()
-    return removed
+                put_in_place(hidden)
 
 
 @contextmanager
-def _created(path: Path, mark: bytes) -> Iterator[int]:
-    """Creates a file, in place of the leftover of a killed run or of a link."""
-    path.unlink(missing_ok=True)
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        os.pwrite(file, mark, 0)
-        os.fsync(file)
-        yield file
-    finally:
-        os.close(file)
-        with suppress(OSError):
-            path.unlink()
-
-
-@contextmanager
-def _of_process_0(path: Path, mark: bytes, timeout: float) -> Iterator[int]:
-    """Opens the file of process 0, unless another machine has a different one of this name."""
-    check_mark(path, mark, timeout)
-    file = os.open(path, os.O_RDWR)
+def _opened(path: Path, create: int = 0) -> Iterator[int]:
+    file = os.open(path, os.O_RDWR | create, 0o666)
     try:
         yield file
     finally:
         os.close(file)
 
 
-def _rename(
-    name: Path, hidden: Sequence[Path], paths: Sequence[Path], keep_earlier: Callable[[], None]
-) -> None:
-    """Renames the files, in an order that power loss does not change. The last step decides."""
-    directory = name.parent
-    if len(paths) > 1:
-        keep_earlier()
-        flush(directory)
-        for before, after in zip(hidden[:-1], paths[:-1], strict=True):
-            before.replace(after)
-        flush(directory)
-    hidden[-1].replace(paths[-1])
-    if name not in paths and name.exists():
-        flush(directory)
-        name.unlink()  # a file of this name is read in place of the index
+def remove_left(path: Path) -> dict[str, int | None]:
+    """Removes a directory of a save that has ended, or what else has its name.
+
+    Returns its name and bytes, or nothing if there is none, or it cannot be removed.
+    """
+    if not os.path.lexists(path):
+        return {}
+    size = bytes_in(path)
+    with suppress(OSError):
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()  # what a link refers to stays
+        else:
+            shutil.rmtree(path)
+        return {path.name: size}
+    return {}
 
 
-def _remove_earlier(
-    name: Path, paths: Sequence[Path], belongs: Callable[[Path, str], bool], what: str
-) -> None:
-    """Removes the files of earlier saves, once the new ones are durable."""
-    directory = name.parent
-    try:
-        flush(directory)
-        for path in sorted(directory.iterdir()):
-            if path not in paths and belongs(name, path.name):
-                path.unlink()
-        flush(directory)
-    except OSError as error:
-        raise CheckpointError(
-            f"{what}: {name} is saved, but power loss may undo that, or files of an earlier save"
-            f" are still there: {error}. Save again."
-        ) from None
+def bytes_in(path: Path) -> int:
+    """The bytes of a file, or of all files in a directory that may be changing."""
+    with suppress(OSError):
+        files = path.rglob("*") if path.is_dir() else [path]
+        return sum(file.lstat().st_size for file in files if file.is_file())
+    return 0

@@ -156,11 +156,13 @@ def verify(path: PathLike, *, progress: bool = False) -> None:
         ...     verify(f"{folder}/mlp")
     """
     checkpoint = checkpoint_path(path)
-    with reading(checkpoint):
+    with reading(checkpoint) as check:
         table = table_at(checkpoint)
         rows = show_progress(table.leaves, "verify", show=progress)
         read = damages_of(checkpoint, table.files, rows)
-        raise_damages(checkpoint, {row.path: why for row, why in read if why})
+        damages = {row.path: why for row, why in read if why}
+        check()  # what was read may be intact, and that of another checkpoint
+        raise_damages(checkpoint, damages)
 
 
 def __dir__() -> list[str]:

@@ -51,7 +51,6 @@ from treeshard.checkpoint._paths import (
     remove_tree,
     seal,
     steps_in,
-    sweep_left,
     sweep_run,
 )
 from treeshard.checkpoint._preemption import Preemption
@@ -526,10 +525,8 @@ def _lock(directory: epath.Path, held: ExitStack) -> Lock | None:
         tell_removed("Checkpoints", directory, sweep_run(directory))
         return None
     lock = held.enter_context(Lock(lock_in(directory), str(directory)))
-    removed = sweep_left(directory)
-    if lock.is_held:
-        removed |= sweep_run(directory)
-    tell_removed("Checkpoints", directory, removed)
+    if lock.is_held:  # without locks, nobody knows whether what is unfinished is being written
+        tell_removed("Checkpoints", directory, sweep_run(directory))
     return lock
 
 

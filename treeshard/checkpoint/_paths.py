@@ -25,7 +25,7 @@ from treeshard._disk.files import (
     file_facts,
     file_path,
     is_open_as,
-    take_stale_lock,
+    remove_left,
 )
 from treeshard.errors import (
     CheckpointError,
@@ -47,8 +47,7 @@ _STEP = re.compile("0|[1-9][0-9]*")
 _REMOVED = "-removed"  # behind the name of a step that is being removed
 _REPLACED = "-replaced"  # behind the name of a step that another one is about to replace
 _LEFT_STEP = re.compile(rf"(?P<step>[0-9]+){re.escape(TEMPORARY)}")  # with one of these, or not
-# `.step_7.treeshard-lock`, or that of a run: `.treeshard-lock`
-_LOCK_FILE = re.compile(rf"(\.(?P<name>.+))?\.{_LOCK}", re.DOTALL)
+_LOCK_OF_STEP = re.compile(rf"\.(?P<step>[0-9]+)\.{_LOCK}")
 
 
 def checkpoint_path(path: PathLike) -> epath.Path:
@@ -383,10 +382,7 @@ def sweep(path: epath.Path, *, half_removed: bool = False) -> dict[str, int | No
         if left.name.endswith(_REMOVED) and not half_removed:
             continue
         if left.name.startswith(f"{path.name}{TEMPORARY}") and left.is_dir():
-            size = _bytes_in(left)
-            with suppress(OSError):
-                remove_tree(left)
-                removed[left.name] = size
+            removed |= remove_left(Path(left))
     return removed
 
 
@@ -409,25 +405,6 @@ def _is_unfinished(path: epath.Path) -> bool:
     return bool(names) and names <= {MARK, ARRAYS, TABLE}
 
 
-def sweep_left(directory: epath.Path) -> dict[str, int | None]:
-    """Removes what killed saves left in a directory: what a lock that nobody holds belongs to.
-
-    Returns as `sweep`.
-    """
-    removed: dict[str, int | None] = {}
-    if not is_local(directory):
-        return removed
-    for name in _names_in(directory):
-        match = _LOCK_FILE.fullmatch(name)
-        lock = match and take_stale_lock(Path(directory / name))
-        if match is None or lock is None:
-            continue
-        with lock:
-            of_run = match["name"] is None
-            removed |= sweep_run(directory) if of_run else sweep(directory / match["name"])
-    return removed
-
-
 def sweep_run(directory: epath.Path) -> dict[str, int | None]:
     """Removes the unfinished and half-removed steps of a run that was killed. Returns as `sweep`.
 
@@ -437,7 +414,7 @@ def sweep_run(directory: epath.Path) -> dict[str, int | None]:
     for name in _names_in(directory):
         if not is_local(directory) and _STEP.fullmatch(name):
             removed |= sweep(directory / name)
-        match = _LEFT_STEP.match(name)
+        match = _LEFT_STEP.match(name) or _LOCK_OF_STEP.fullmatch(name)
         if match is None:
             continue
         path = directory / match["step"]
@@ -446,13 +423,6 @@ def sweep_run(directory: epath.Path) -> dict[str, int | None]:
             if lock.is_held:
                 removed |= sweep(path, half_removed=True)
     return removed
-
-
-def _bytes_in(directory: epath.Path) -> int:
-    files = Path(directory).rglob("*")
-    with suppress(OSError):
-        return sum(file.lstat().st_size for file in files if file.is_file())
-    return 0
 
 
 def partial_path(path: epath.Path) -> epath.Path:

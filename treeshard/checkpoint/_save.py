@@ -37,6 +37,7 @@ from treeshard._core.threads import Outcome, in_thread, interrupts_deferred
 from treeshard._disk.files import (
     FileFacts,
     Lock,
+    bytes_in,
     check_mark,
     flush,
     flush_tree,
@@ -67,7 +68,6 @@ from treeshard.checkpoint._paths import (
     partial_path,
     put_in_place,
     sweep,
-    sweep_left,
 )
 from treeshard.checkpoint._table import WHERE, LeafTable, pack, to_text
 from treeshard.errors import CheckpointError, LeafError, counted, listed, warn
@@ -103,10 +103,7 @@ class Writing:
         """The bytes of all files so far; 0 in an object store, which shows only complete ones."""
         if not is_local(self._path):
             return 0
-        files = Path(partial_path(self._path)).rglob("*")
-        with suppress(OSError):  # files are renamed and removed meanwhile
-            return sum(file.stat().st_size for file in files if file.is_file())
-        return 0
+        return bytes_in(Path(partial_path(self._path)))
 
 
 def begin(
@@ -225,7 +222,7 @@ def _clean_up(path: epath.Path) -> None:
 def _create(path: epath.Path) -> bytes:
     """Creates the unfinished checkpoint; returns the mark that every process must see in it."""
     partial = partial_path(path)
-    tell_removed(WHERE, path.parent, sweep(path) | sweep_left(path.parent))
+    tell_removed(WHERE, path.parent, sweep(path))
     partial.mkdir()
     (partial / ARRAYS).mkdir()
     return new_mark(partial / MARK)

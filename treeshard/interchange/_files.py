@@ -19,13 +19,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import jax
 
-from treeshard._disk.files import atomic_files, flush
+from treeshard._disk.files import flush, new_files
 from treeshard._disk.untrusted import check_size, open_file, parse, read_file
 from treeshard.errors import CheckpointError, FormatError, listed
 from treeshard.interchange._byte_ranges import Piece, write, write_bytes
@@ -56,13 +56,13 @@ def lay_out_files(
     `most` bytes, unless a single tensor has more. The index comes last.
     """
     groups = _grouped(tensors, most)
-    count = len(groups)
+    total = len(groups)
     paths = [path]
-    if count > 1:
-        names = (f"{path.stem}-{i:05d}-of-{count:05d}{path.suffix}" for i in range(1, count + 1))
+    if total > 1:
+        names = (f"{path.stem}-{i:05d}-of-{total:05d}{path.suffix}" for i in range(1, total + 1))
         paths = [path.with_name(name) for name in names]
     files = [NewFile(x, *lay_out(group, metadata)) for x, group in zip(paths, groups, strict=True)]
-    if count > 1:
+    if total > 1:
         files.append(NewFile(_index_of(path), _index_text(files), []))
     for file in files:
         if os.path.isdir(file.path):  # `Path.is_dir` raises if the name is too long
@@ -108,11 +108,10 @@ def write_files(
 
     `values` are names of tensors, each with the pieces that this process writes.
     """
-    paths = [file.path for file in files]
+    names = [file.path.name for file in files]
+    place = partial(_put_in_place, where, path, files)
     try:
-        with atomic_files(
-            path, paths, _may_have_written, partial(_keep_earlier, paths), where, timeout
-        ) as opened:
+        with new_files(path, names, place, where, timeout) as opened:
             pairs = [*zip(files, opened, strict=True)]
             positions = {x.name: (to, x) for file, to in pairs for x in file.tensors}
             for name, pieces in values:
@@ -128,59 +127,58 @@ def write_files(
         ) from error
 
 
-_EARLIER = ".earlier-"
+def _put_in_place(where: str, path: Path, files: Sequence[NewFile], hidden: Path) -> None:
+    """Renames the files of a save, in an order that power loss does not change.
 
-
-def _may_have_written(path: Path, name: str) -> bool:
-    """Whether a save at `path` may have written a file of this name."""
-    # Another count of files has other names: these are of an earlier save, with other tensors.
-    numbered = rf"{re.escape(path.stem)}-\d{{5}}-of-\d{{5}}{re.escape(path.suffix)}"
-    name = name.removeprefix(_EARLIER)
-    return name in (path.name, _index_of(path).name) or bool(re.fullmatch(numbered, name))
-
-
-def _keep_earlier(paths: Sequence[Path]) -> None:
-    """Keeps the files of an earlier save that others will replace, as `.earlier-model-00001-...`.
-
-    Several files cannot be replaced at once, but their index can: until then, the earlier one names
-    the earlier files, whatever happens.
+    1. Several files get names that no file has, so that the earlier index still names its own.
+    2. One rename decides: of the single file, or of the index. A single file is read in place of an
+       index, so an earlier one is removed then, which decides instead.
+    3. The files of earlier saves go, once the new ones are durable.
     """
-    *replaced, index = paths
+    directory = path.parent
+    *shards, last = files
+    if shards:
+        renamed = _with_free_names(shards)
+        for before, after in zip(shards, renamed, strict=True):
+            (hidden / before.path.name).rename(after.path)
+        if renamed != shards:
+            (hidden / last.path.name).write_bytes(_index_text(renamed))
+            flush(hidden / last.path.name)
+        shards = renamed
+        flush(directory)
+    (hidden / last.path.name).replace(last.path)
+    if shards and path.exists():
+        flush(directory)
+        path.unlink()
+    _remove_earlier(where, path, [file.path for file in (*shards, last)])
+
+
+def _with_free_names(files: list[NewFile]) -> list[NewFile]:
+    """The files under their names if none is taken, or with `-2`, or `-3`, before the suffix."""
+    for number in count(1):
+        tag = f"-{number}" if number > 1 else ""
+        renamed = [x._replace(path=x.path.with_stem(f"{x.path.stem}{tag}")) for x in files]
+        if not any(os.path.lexists(x.path) for x in renamed):
+            return renamed
+    raise AssertionError
+
+
+def _remove_earlier(where: str, path: Path, kept: Sequence[Path]) -> None:
+    """Removes the files of earlier saves at `path`, also of killed ones, from now on."""
+    # Of other counts of files and other numbers of the save, too: these have other tensors.
+    numbered = rf"{re.escape(path.stem)}-\d{{5}}-of-\d{{5}}(-\d+)?{re.escape(path.suffix)}"
     try:
-        raw = parse(read_file(index))
-        holders = raw["weight_map"]
-        names = {path.name for path in replaced} & {*holders.values()}
-    except FileNotFoundError:
-        return
-    except (FormatError, TypeError, KeyError, AttributeError):  # nobody can read it
-        index.unlink()
-        return
-    if not names:
-        return
-    for name in names:
-        earlier = index.with_name(name)
-        kept = index.with_name(_EARLIER + name)
-        kept.unlink(missing_ok=True)  # of a save that was killed, and not in the index
-        try:
-            kept.hardlink_to(earlier)
-        except FileNotFoundError:  # the earlier save has lost it
-            continue
-        except OSError as error:
-            raise OSError(
-                f"{earlier} would be replaced, and hard links cannot be made here, which would keep"
-                f" the earlier files until all are replaced ({error.strerror}). Remove it first, or"
-                " save to another path"
-            ) from None
-    moved = {x: _EARLIER + name if name in names else name for x, name in holders.items()}
-    hidden = index.with_name(f".{_EARLIER}{index.name}.part")
-    hidden.unlink(missing_ok=True)  # a link would be followed
-    try:
-        hidden.write_text(json.dumps({**raw, "weight_map": moved}, indent=2))
-        flush(hidden)
-        flush(index.parent)
-        hidden.replace(index)
-    finally:
-        hidden.unlink(missing_ok=True)
+        flush(path.parent)
+        for file in sorted(path.parent.iterdir()):
+            is_ours = file in (path, _index_of(path)) or re.fullmatch(numbered, file.name)
+            if is_ours and file not in kept:
+                file.unlink()
+        flush(path.parent)
+    except OSError as error:
+        raise CheckpointError(
+            f"{where}: {path} is saved, but power loss may undo that, or files of an earlier save"
+            f" are still there: {error}. Save again."
+        ) from None
 
 
 def _index_of(path: Path) -> Path:
