@@ -145,12 +145,15 @@ def _is_gathered(eqn: Any) -> bool:
     return not kept.issuperset(get_names_from_partition_spec(before))
 
 
-def accumulated_by_waiting(accumulate: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
-    """Sums of gradients and metrics over minibatches, summed over devices after all of them."""
+def accumulate_with_deferred_sum(accumulate: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Sums of gradients and metrics over minibatches, summed over devices after all of them.
+
+    An error of the trace is raised as it is: the user has asked for the deferred sum by name.
+    """
     with summed_later(True):
         traceable = jax.jit(accumulate)
-        traced = right_trace(traceable)  # JAX keeps it for the call, while this is alive
-        if traced is not None:
+        traced = traceable.trace()  # JAX keeps it for the call, while this is alive
+        if not loses_sums(equations(traced.jaxpr.jaxpr)):
             grads, metrics = traceable()
             return jax.tree.map(reduce_unreduced, grads), metrics
-    return accumulate()  # what is done with them in each pass has no type
+    return accumulate()  # JAX has wrong rules for what is done with the gradients in each pass
