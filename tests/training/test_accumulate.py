@@ -101,7 +101,8 @@ def accumulated_on(mesh, loss, axes):
         return accumulate_gradients(grads_of, rows, 2, axis_names=axes)[0]
 
     with jax.set_mesh(mesh):
-        return jax.jit(accumulated)(PARAMS["a"], ts.shard(BATCH["x"], P(("data", "fsdp")), mesh))
+        rows = ts.shard(BATCH["x"], P(("data", "fsdp")), mesh)
+        return jax.jit(accumulated)(ts.shard(PARAMS["a"], P("fsdp"), mesh), rows)
 
 
 def test_an_error_of_the_loss_is_raised_at_its_first_call(mesh) -> None:
@@ -119,8 +120,7 @@ def test_an_error_of_the_loss_is_raised_at_its_first_call(mesh) -> None:
 
 def test_a_loop_that_closes_over_weights_which_shard_map_cannot_differentiate(mesh) -> None:
     def loss(w, rows):
-        w = ts.with_sharding_constraint(w, P("fsdp"))
-        layer = lambda x, _: (jnp.tanh(x @ w @ w.T), None)  # noqa: E731
+        layer = lambda x, _: (jnp.tanh(x @ ts.unshard(w, P("fsdp"), "fsdp") @ w.T), None)  # noqa: E731
         return jnp.mean(jax.lax.scan(layer, rows, None, length=3)[0] ** 2)
 
     expected = jax.grad(loss)(PARAMS["a"], BATCH["x"])
