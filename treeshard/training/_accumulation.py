@@ -116,14 +116,14 @@ def accumulate_gradients(
         SpecError: If arrays of the batch differ in their first dim; lists all of them. If the
             number of rows is not divisible by the number of minibatches, or the rows of a minibatch
             not by the size of the axes; lists all such leaves, and the nearest sizes that are.
-            If `num_minibatches` is less than 1.
+            If `num_minibatches` is less than 1. Inside `shard_map`, if gradients are not of this
+            device's rows alone: JAX has summed them along `axis_names`, or each device has its
+            shard of them. Lists all of them.
         LeafError: If metrics that are not in `Metrics` or in a pair are integers, booleans or
-            keys, which have no mean. Lists all of them.
-        SpecError: Inside `shard_map`, if gradients are not of this device's rows alone: JAX has
-            summed them along `axis_names`, or each device has its shard of them. Lists all of them.
+            keys, which have no mean; lists all of them. If a leaf of the batch is a mutable
+            reference (`jax.Ref`).
         UnknownAxisError: If the mesh lacks one of `axis_names`.
         NoMeshError: If `axis_names` is given, no mesh is in force, and the batch is not sharded.
-        LeafError: Also if a leaf of the batch is a mutable reference (`jax.Ref`).
 
     Source:
         The function of this name in the UvA deep-learning tutorials.

@@ -110,9 +110,9 @@ def value_and_grad(
         differentiate = jax.value_and_grad(run, has_aux=True)
         with nullcontext() if mesh is None else sharding_type_errors(mesh):
             if rows:
-                from treeshard.training._waiting import by_waiting
+                from treeshard.training._waiting import grads_with_deferred_sum
 
-                value, aux, grads = by_waiting(
+                value, aux, grads = grads_with_deferred_sum(
                     differentiate, arrays, split.dynamic(leaf_paths(params)), rows
                 )
             else:

@@ -21,7 +21,7 @@ from treeshard._placement.reduced import loses_sums, reduce_unreduced, waiting_o
 from treeshard.training._pitfalls import equations
 
 
-def by_waiting(
+def grads_with_deferred_sum(
     differentiate: Callable[..., Any],
     arrays: list[Any],
     paths: Sequence[str],
@@ -53,7 +53,9 @@ def by_waiting(
         # What was traced before an error is dropped with this `jit`. It is not inlined: JAX would
         # give all its equations the line of this call.
         traceable = jax.jit(run)
-        traced = right_trace(traceable, typed)  # JAX keeps it for the call, while this is alive
+        traced = trace_if_supported(
+            traceable, typed
+        )  # JAX keeps it for the call, while this is alive
         return None if traced is None else traceable(typed)
 
     can_wait = {i for i, x in enumerate(arrays) if x.ndim > 1 and _not_splitting(rows, x)}
@@ -72,7 +74,7 @@ def _not_splitting(rows: Sequence[str], x: Any) -> list[str]:
     return [axis for axis in rows if axis not in split]
 
 
-def right_trace(traceable: Any, *arguments: Any) -> jax.stages.Traced | None:
+def trace_if_supported(traceable: Any, *arguments: Any) -> jax.stages.Traced | None:
     """Traces a function of values that are `reduced`; `None` if JAX has no rules for its types.
 
     The caller then computes the same without such types. If the function itself is wrong, that
