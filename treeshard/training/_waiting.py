@@ -53,9 +53,8 @@ def grads_with_deferred_sum(
         # What was traced before an error is dropped with this `jit`. It is not inlined: JAX would
         # give all its equations the line of this call.
         traceable = jax.jit(run)
-        traced = trace_if_supported(
-            traceable, typed
-        )  # JAX keeps it for the call, while this is alive
+        # JAX keeps the trace for the call, while this is alive.
+        traced = trace_if_supported(traceable, typed)
         return None if traced is None else traceable(typed)
 
     can_wait = {i for i, x in enumerate(arrays) if x.ndim > 1 and _not_splitting(rows, x)}
