@@ -13,7 +13,6 @@ from operator import or_
 from typing import Any, NoReturn
 
 from treeshard._core.text import LONGEST_EXPRESSION
-from treeshard._planning.adapters import follow
 from treeshard._planning.tactics import Tactic, fsdp, logical_partitioning, replicate, shard_dim
 from treeshard.errors import ShardingRuleError, TreeShardError, did_you_mean, short
 
@@ -21,7 +20,6 @@ MakeTactic = Callable[..., Tactic]
 
 # The names mean the same in a text as in Python.
 TACTICS: Mapping[str, MakeTactic] = {
-    "follow": follow,
     "fsdp": fsdp,
     "logical_partitioning": logical_partitioning,
     "replicate": replicate,

@@ -9,6 +9,7 @@ import numpy as np
 
 from treeshard._core.arguments import check_no_refs
 from treeshard._core.arrays import data_of, is_raw_key
+from treeshard._core.jaxprs import equations
 from treeshard._core.mesh import MeshLike
 from treeshard._core.paths import PyTree
 from treeshard._core.processes import all_or_none, participating_processes, show_progress, wants_bar
@@ -41,7 +42,6 @@ from treeshard.testing._noise import (
 from treeshard.testing._own_rows import OwnRows
 from treeshard.testing._report import UNCHECKED, Finding, Problem, Report, percent
 from treeshard.testing._widening import Widening
-from treeshard.training._pitfalls import equations
 from treeshard.training._step import Step
 
 # ------------------------------------------------------------------ words

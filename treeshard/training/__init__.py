@@ -34,7 +34,6 @@ from treeshard.training._metrics import Metrics, print_metrics
 from treeshard.training._step import Step, StepFn
 
 if TYPE_CHECKING:
-    from treeshard.training._layers import scan_layers
     from treeshard.training._matrices import by_matrix
 
 __all__ = [
@@ -45,7 +44,6 @@ __all__ = [
     "init_sharded",
     "jit_step",
     "print_metrics",
-    "scan_layers",
     "shard_map_step",
     "value_and_grad",
 ]
@@ -324,15 +322,11 @@ def _make_step(
 
 
 def __getattr__(name: str) -> Any:
-    # Few training loops need these.
+    # Few training loops need it.
     if name == "by_matrix":
         from treeshard.training._matrices import by_matrix
 
         return by_matrix
-    if name == "scan_layers":
-        from treeshard.training._layers import scan_layers
-
-        return scan_layers
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -4,7 +4,7 @@ JAX donates an array's buffers, and ends the process if a call on several device
 twice, or one that is deleted. A `device_put` to one device has no effect in a program for several.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -172,13 +172,3 @@ def _buffers(x: Any) -> list[Any]:
         ] or [id(x)]
     except jax.errors.JaxRuntimeError:  # a platform that does not tell addresses
         return [id(x)]
-
-
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """The equations of a traced program, and of all programs in them."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        # `jaxpr` of a jit or a scan, the tuple `branches` of a cond, `call_jaxpr` of a custom_vjp
-        for inner in jax.tree.leaves(list(eqn.params.values())):
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
