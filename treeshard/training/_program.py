@@ -87,9 +87,9 @@ class Program:
 
     def _traced(self, state: "_Named", data: list[Any]) -> jax.stages.Traced:
         if self._in_force.waits:
-            from treeshard.training._waiting import right_trace
+            from treeshard.training._waiting import trace_if_supported
 
-            traced = right_trace(self.run, state, data)
+            traced = trace_if_supported(self.run, state, data)
             if traced is not None:
                 return traced
             self._in_force = replace(self._in_force, waits=False)

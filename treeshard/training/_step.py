@@ -80,6 +80,30 @@ class Step:
         self._looks_first = self._mesh.size > 1 or self._has_types
 
     def __call__(self, state: PyTree, batch: PyTree, *others: Any) -> tuple[PyTree, Any]:
+        self._validate(others)
+        leaves, treedef = tree_flatten(state)
+        data, data_def = tree_flatten(batch)
+        program = self._program(leaves, treedef, data, data_def)
+        arrays = program.state.dynamic(leaves)
+        if is_tracing():  # in a jit of the user's, which neither places nor donates
+            data = program.batch.dynamic(data)
+            program.trace(arrays, data)
+            new, aux = program(arrays, data)
+            return program.state.combine(new), aux
+        arrays, data, entry = self._place(program, arrays, data, data_def)
+        with exclusive(self._processes), jax.set_mesh(self._mesh):
+            new, aux = self._run(program, arrays, data)
+            self._record(program, new, aux, entry)
+        return program.state.combine(new), aux
+
+    def on(self, plan: Plan, batch: SpecTree) -> "Step":
+        """Returns the same step for another plan of its state, and other specs of its batch."""
+        return Step(self._fn, plan, batch, donate=self._donate, per_device=self.is_by_hand)
+
+    # -------------------------------------------------------------- a call
+
+    def _validate(self, others: tuple[Any, ...]) -> None:
+        """Raises if the step cannot be called so, or here, or any more."""
         if others:
             raise ArgumentError(
                 f"{self._name}: the step takes (state, batch), and was called with"
@@ -89,16 +113,13 @@ class Step:
             )
         if not self._is_attached:
             with_devices(self._mesh, self._name)  # raises
-        leaves, treedef = tree_flatten(state)
-        data, data_def = tree_flatten(batch)
         check_not_broken(self._name, self._processes)
-        program = self._program(leaves, treedef, data, data_def)
-        arrays = program.state.dynamic(leaves)
-        if is_tracing():  # in a jit of the user's, which neither places nor donates
-            data = program.batch.dynamic(data)
-            program.trace(arrays, data)
-            new, aux = program(arrays, data)
-            return program.state.combine(new), aux
+
+    def _place(
+        self, program: Program, arrays: list[Any], data: list[Any], data_def: Any
+    ) -> tuple[list[Any], list[Any], str]:
+        """The arrays of the state and of the batch as the program takes them, and what the
+        processes compare of the batch at their next exchange."""
         data, entry = self._batches.place(data, data_def)
         data = program.batch.dynamic(data)
         if self._looks_first or not program.is_traced:
@@ -108,22 +129,17 @@ class Step:
             )
             types = not (program.is_traced and are_placed)
             arrays = self._ready(program, arrays, data, types=types)
-        with exclusive(self._processes), jax.set_mesh(self._mesh):
-            new, aux = self._run(program, arrays, data)
-            if self._processes:
-                call = count_step(self._processes)
-                set_origin(new, self._processes, call, [leaf.path for leaf in program.leaves])
-                set_origin(tree_leaves(aux), self._processes, f"{call}, aux,")
-                record_step(self._processes, f"{self._called(program)}, {entry}")
+        return arrays, data, entry
+
+    def _record(self, program: Program, new: list[Any], aux: Any, entry: str) -> None:
+        """Notes what the step has returned: for the other processes, and for its next call."""
+        if self._processes:
+            call = count_step(self._processes)
+            set_origin(new, self._processes, call, [leaf.path for leaf in program.leaves])
+            set_origin(tree_leaves(aux), self._processes, f"{call}, aux,")
+            record_step(self._processes, f"{self._called(program)}, {entry}")
         if self._donate and self._looks_first:
             mark_as_separate(new)
-        return program.state.combine(new), aux
-
-    def on(self, plan: Plan, batch: SpecTree) -> "Step":
-        """Returns the same step for another plan of its state, and other specs of its batch."""
-        return Step(self._fn, plan, batch, donate=self._donate, per_device=self.is_by_hand)
-
-    # -------------------------------------------------------------- a call
 
     def _called(self, program: Program) -> str:
         """Names a program to other processes, which have called theirs in the same order."""

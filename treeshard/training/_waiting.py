@@ -20,7 +20,7 @@ from treeshard._core.spec_trees import get_names_from_partition_spec
 from treeshard._placement.reduced import loses_sums, reduce_unreduced, waiting_over
 
 
-def by_waiting(
+def grads_with_deferred_sum(
     differentiate: Callable[..., Any],
     arrays: list[Any],
     paths: Sequence[str],
@@ -52,7 +52,8 @@ def by_waiting(
         # What was traced before an error is dropped with this `jit`. It is not inlined: JAX would
         # give all its equations the line of this call.
         traceable = jax.jit(run)
-        traced = right_trace(traceable, typed)  # JAX keeps it for the call, while this is alive
+        # JAX keeps the trace for the call, while this is alive.
+        traced = trace_if_supported(traceable, typed)
         return None if traced is None else traceable(typed)
 
     can_wait = {i for i, x in enumerate(arrays) if x.ndim > 1 and _not_splitting(rows, x)}
@@ -71,7 +72,7 @@ def _not_splitting(rows: Sequence[str], x: Any) -> list[str]:
     return [axis for axis in rows if axis not in split]
 
 
-def right_trace(traceable: Any, *arguments: Any) -> jax.stages.Traced | None:
+def trace_if_supported(traceable: Any, *arguments: Any) -> jax.stages.Traced | None:
     """Traces a function of values that are `reduced`; `None` if JAX has no rules for its types.
 
     The caller then computes the same without such types. If the function itself is wrong, that
@@ -141,12 +142,15 @@ def _is_gathered(eqn: Any) -> bool:
     return not kept.issuperset(get_names_from_partition_spec(before))
 
 
-def accumulated_by_waiting(accumulate: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
-    """Sums of gradients and metrics over minibatches, summed over devices after all of them."""
+def accumulate_with_deferred_sum(accumulate: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Sums of gradients and metrics over minibatches, summed over devices after all of them.
+
+    An error of the trace is raised as it is: the user has asked for the deferred sum by name.
+    """
     with summed_later(True):
         traceable = jax.jit(accumulate)
-        traced = right_trace(traceable)  # JAX keeps it for the call, while this is alive
-        if traced is not None:
+        traced = traceable.trace()  # JAX keeps it for the call, while this is alive
+        if not loses_sums(equations(traced.jaxpr.jaxpr)):
             grads, metrics = traceable()
             return jax.tree.map(reduce_unreduced, grads), metrics
-    return accumulate()  # what is done with them in each pass has no type
+    return accumulate()  # JAX has wrong rules for what is done with the gradients in each pass
