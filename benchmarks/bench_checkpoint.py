@@ -11,7 +11,6 @@ import os
 import shutil
 import tempfile
 import time
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ import treeshard as ts
 from benchmarks._harness import Figure, Row, options, peak_of, report, shuffled
 from benchmarks._processes import as_one_of_two, as_two
 from treeshard._core.processes import exchange
-from treeshard.checkpoint import _checksums, restore, save
+from treeshard.checkpoint import restore, save
 
 LEAVES, MIB = 32, 512
 MANY = (4_000, 20_000)
@@ -96,7 +95,6 @@ def savings(where: Path, tree: Any) -> dict[str, Callable[[], Any]]:
     return {
         "raw": lambda: raw(where / "raw", tree),
         "orbax": lambda: save_by_orbax(where / "orbax", tree),
-        "save plain": lambda: save(where / "plain", tree, fingerprints=False),
         "save unflushed": lambda: unflushed(where / "unflushed", tree),
         "save": lambda: save(where / "ours", tree),
     }
@@ -105,9 +103,7 @@ def savings(where: Path, tree: Any) -> dict[str, Callable[[], Any]]:
 def restorings(where: Path, like: Any, name: str) -> dict[str, Callable[[], Any]]:
     return {
         f"orbax, {name}": lambda: load_by_orbax(where / "orbax", like),
-        f"restore plain, {name}": lambda: restore(where / "ours", like, verify=False),
         f"restore, {name}": lambda: restore(where / "ours", like),
-        f"restore by zlib, {name}": lambda: by_zlib(lambda: restore(where / "ours", like)),
     }
 
 
@@ -115,18 +111,9 @@ def unflushed(path: Path, tree: Any) -> None:
     """A save that power loss may damage."""
     os.fsync, fsync = lambda handle: None, os.fsync
     try:
-        save(path, tree, fingerprints=False)
+        save(path, tree)
     finally:
         os.fsync = fsync
-
-
-def by_zlib(call: Callable[[], Any]) -> Any:
-    """As where isal does not come built."""
-    _checksums.crc32, crc32 = zlib.crc32, _checksums.crc32
-    try:
-        return call()
-    finally:
-        _checksums.crc32 = crc32
 
 
 # ------------------------------------------------------------------ what each process does
@@ -153,8 +140,7 @@ def interleaved(calls: dict[str, Callable[[], Any]], rounds: int, before: Any) -
 
 def timed(where: Path, rounds: int) -> Samples:
     tree = placed_tree()
-    written = {"raw": "raw", "orbax": "orbax", "save plain": "plain", "save": "ours"}
-    written["save unflushed"] = "unflushed"
+    written = {"raw": "raw", "orbax": "orbax", "save unflushed": "unflushed", "save": "ours"}
     found = interleaved(savings(where, tree), rounds, lambda name: remove(where / written[name]))
     for name, other in (("same", False), ("other", True)):
         calls = restorings(where, described(other), name)
@@ -223,32 +209,23 @@ def rows(rounds: int) -> list[Row]:
 
     made = [
         Row(
-            "save without fingerprints, x Orbax",
-            over("save plain", "orbax"),
-            "<= 1.1",
-            {
-                "x raw write and fsync": over("save plain", "raw"),
-                "without flushing": over("save unflushed", "orbax"),
-            },
-        ),
-        Row(
             "save, x Orbax",
             over("save", "orbax"),
             "<= 1.2",
-            {"x raw write and fsync": over("save", "raw")},
+            {
+                "x raw write and fsync": over("save", "raw"),
+                "without flushing": over("save unflushed", "orbax"),
+            },
         ),
     ]
-    for name, by_zlib_alone in (("same", "<= 1.35"), ("other", "<= 1.7")):
+    for name in ("same", "other"):
         layout = f"to {'the same' if name == 'same' else 'another'} layout"
-        floor = f"orbax, {name}"
         made += [
-            Row(f"restore {layout}, verify=False, x Orbax",
-                over(f"restore plain, {name}", floor), "<= 1.05"),
-            Row(f"restore {layout}, x Orbax", over(f"restore, {name}", floor), "<= 1.3"),
-            Row(f"restore {layout}, x verify=False",
-                over(f"restore, {name}", f"restore plain, {name}")),
-            Row(f"restore {layout}, by zlib alone, x Orbax",
-                over(f"restore by zlib, {name}", floor), by_zlib_alone),
+            Row(
+                f"restore {layout}, x Orbax",
+                over(f"restore, {name}", f"orbax, {name}"),
+                "<= 1.05",
+            ),
             Row(f"restore {layout}, peak of a process, x its shards",
                 peaks[name] / (MIB / 2), "<= 2"),
         ]  # fmt: skip
@@ -274,7 +251,7 @@ def main() -> None:
         as_one_of_two(chosen.port, chosen.index, lambda: case(chosen.directory, chosen.rounds))
         return
     title = f"{MIB} MiB as a checkpoint, 2 processes x 4 devices"
-    report(title, rows(min(chosen.rounds, 16)), ("jax", "numpy", "orbax-checkpoint", "isal"))
+    report(title, rows(min(chosen.rounds, 16)), ("jax", "numpy", "orbax-checkpoint"))
 
 
 if __name__ == "__main__":

@@ -5,15 +5,13 @@
     python examples/compile_llama.py --size 1b --topology h100:8 --batch 32
 
 It needs the compiler of these devices (`pip install 'treeshard[tpu]'` or `'treeshard[cuda]'`) and
-neither the devices nor memory for the model: there are only shapes. The same from the command line:
-
-    treeshard compile examples.compile_llama:llama_8b --topology v5e-256
+neither the devices nor memory for the model: there are only shapes. `MALLOC_ARENA_MAX=1` in the
+environment lets the threads of the compiler share the memory that they freed.
 """
 
 import argparse
 import sys
 import time
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -141,8 +139,7 @@ def make_llama(
     tokens=4096,
     prefetch=False,
 ):
-    """A training step on `mesh`, and shapes of its state and batch: what `treeshard compile`
-    takes.
+    """A training step on `mesh`, and shapes of its state and batch, for `step.compile`.
 
     Args:
         mesh: Axes `fsdp`, and perhaps `data` and `tensor`.
@@ -202,12 +199,6 @@ def make_llama(
     if global_batch is None:
         global_batch = accumulate * mesh.size // mesh.shape.get("tensor", 1)
     return step, plan.structs, jax.ShapeDtypeStruct((global_batch, tokens + 1), "int32")
-
-
-# For `treeshard compile examples.compile_llama:llama_8b`, which passes the mesh.
-llama_1b, llama_3b, llama_8b, llama_70b, llama_405b = (
-    partial(make_llama, size=size) for size in SIZES
-)
 
 
 # ------------------------------------------------------------------ the report

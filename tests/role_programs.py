@@ -405,5 +405,5 @@ def made(name: str, kind: str = "auto", topology: str | None = None) -> Program:
     """A program on the mesh that it is for."""
     axes = ("data", "expert") if name.startswith("experts") else ("data", "fsdp")
     sizes = dict(zip(axes, (2, 4), strict=True))
-    mesh = ts.make_mesh(sizes, topology=topology, axis_types=dict.fromkeys(axes, kind))
+    mesh = ts.make_mesh(sizes, topology=topology, axis_types=kind)
     return PROGRAMS[name](mesh)

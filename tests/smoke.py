@@ -55,7 +55,7 @@ np.testing.assert_array_equal(ts.gather(placed)["w"], tree["w"])
 
 # the command line -------------------------------------------------------------------------
 
-Path("shapes.json").write_text('{"w": [[1024, 1024], "float32"]}')
+Path("shapes.json").write_text('{"w": {"shape": [1024, 1024], "dtype": "float32"}}')
 Path("rules.toml").write_text("[[rules]]\npattern = 'w'\naction = \"P('fsdp')\"\n")
 command = ["plan", "--shapes=shapes.json", "--rules=rules.toml", "--mesh=fsdp=8"]
 done = subprocess.run(

@@ -3,9 +3,9 @@
     python -m tools.draw_pictures           # as `make docs`
     python -m tools.draw_pictures --loss    # also the loss, after a short run
 
-Writes to docs/pictures: the plan as it prints, the sharding of the state with the bytes of each
-device (`ts.draw`), the communication of a step as planned and as compiled (`step.communication`),
-and the model of the quick start. These are the same files on every machine. The loss next to that
+Writes to docs/pictures: the plan as it prints, the sharding of the state (`ts.draw`), the
+communication of a step as planned and as compiled (`step.communication`), and the model of the
+quick start. These are the same files on every machine. The loss next to that
 of one device is not: processors round differently, and the text is the standard library's source.
 So it is drawn only on request.
 """

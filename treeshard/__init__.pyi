@@ -37,8 +37,6 @@ from ._inspection.draw import draw as draw
 from ._placement.constraint import unshard as unshard
 from ._placement.gather import gather as gather
 from ._placement.gather import iter_gather as iter_gather
-from ._placement.padding import pad_leaves as pad_leaves
-from ._placement.padding import unpad_leaves as unpad_leaves
 from ._placement.process_local import from_process_local as from_process_local
 from ._placement.products import lookup as lookup
 from ._placement.products import matmul as matmul
@@ -50,8 +48,8 @@ from ._planning.logical import logical_axis_rules as logical_axis_rules
 from ._planning.matching import PlannedLeaf as PlannedLeaf
 from ._planning.plan import Plan as Plan
 from ._planning.plan import plan as plan
-from ._planning.plan_report import LeafChange as LeafChange
-from ._planning.plan_report import PlanDiff as PlanDiff
+from ._planning.plan_diff import LeafChange as LeafChange
+from ._planning.plan_diff import PlanDiff as PlanDiff
 from ._planning.tactics import Tactic as Tactic
 from ._planning.tactics import fsdp as fsdp
 from ._planning.tactics import logical_partitioning as logical_partitioning

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -108,25 +109,23 @@ TREE = {f"w{i}": np.ones((64, 64), np.float32) for i in range(40)}
 
 
 def test_progress_is_shown_on_request_and_needs_tqdm(tmp_path, capfd, monkeypatch) -> None:
-    def shown() -> list[str]:
-        return capfd.readouterr().err.splitlines()
+    def shown() -> str:
+        return capfd.readouterr().err
 
     with Checkpoints(tmp_path / "run", progress=True) as run:
         run.save(1, TREE)
         run.wait()
-        bar = shown()
-        assert (len(bar), bar[0], bar[-1]) == (10, "save: 10%, 10/100 %", "save: 100%, 100/100 %")
+        assert re.search(r"save: 100%.* 100/100 ", shown())
         run.restore_latest()
-        bar = shown()
-        assert (len(bar), bar[-1]) == (10, "restore: 100%, 40/40 leaf")
+        assert re.search(r"restore: 100%.* 40/40 ", shown())
         run.restore(1, progress=False)
     save(tmp_path / "1", TREE)
     restore(tmp_path / "1")
-    assert shown() == []
+    assert shown() == ""
     save(tmp_path / "2", TREE | {"large": np.ones((1024, 1024), np.float32)}, progress=True)
-    assert shown()[-1] == "save: 100%, 100/100 %"
+    assert re.search(r"save: 100%.* 100/100 ", shown())
     restore(tmp_path / "2", progress=True)
-    assert shown()[-1] == "restore: 100%, 41/41 leaf"
+    assert re.search(r"restore: 100%.* 41/41 ", shown())
     monkeypatch.setitem(sys.modules, "tqdm", None)
     for name, needs_tqdm in {
         "save": lambda: save(tmp_path / "3", TREE, progress=True),
@@ -208,7 +207,7 @@ def run_python(code: str, directory: Path) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("during", ["checksums", "merge"])
+@pytest.mark.parametrize("during", ["copies", "merge"])
 def test_ctrl_c_during_a_save_leaves_no_half_checkpoint(during, tmp_path, monkeypatch) -> None:
     real = getattr(_save, during)
 
@@ -232,7 +231,7 @@ def test_ctrl_c_during_a_save_leaves_no_half_checkpoint(during, tmp_path, monkey
 
 def test_a_failure_while_the_arrays_are_written_leaves_no_files(tmp_path, monkeypatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(_save, "checksums", Mock(side_effect=KeyboardInterrupt))
+        patch.setattr(_save, "copies", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             save(tmp_path / "x", BIG)
     assert files_in(tmp_path) == []

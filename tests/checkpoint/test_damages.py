@@ -131,11 +131,13 @@ def judged(error: ts.CheckpointError, path: Path) -> str:
         return "the table of leaves"
     assert isinstance(error, ts.DamagedError), text
     facts = text.removeprefix(f"{path}: ").splitlines()
+    assert "copy this one again" in facts.pop(), text
     facts = [fact.strip() for fact in (facts[1:] if len(facts) > 1 else facts)]
     assert facts, text
     assert all(fact.split(":")[0] in state(0) for fact in facts), text
+    assert all("state/" in fact or "not in the array store" in fact for fact in facts), text
     cannot = any("it cannot be read" in fact for fact in facts)
-    return "leaves that cannot be read" if cannot else "leaves with other bytes"
+    return "leaves that cannot be read" if cannot else "leaves in other files"
 
 
 def test_no_damage_is_silent(saved, mesh, tmp_path: Path, capfd, caplog, record_property) -> None:

@@ -65,11 +65,6 @@ def test_replicas_that_differ_are_told_and_the_first_is_saved(way, mesh, tmp_pat
     assert bits(restore(tmp_path / "x")["layers"]["1"]) == value(0).tobytes()
 
 
-def test_without_fingerprints_the_first_replica_is_saved(mesh, tmp_path: Path) -> None:
-    save(tmp_path / "x", {"w": placed(P(), lambda i: HOST + i, mesh)}, fingerprints=False)
-    assert (restore(tmp_path / "x")["w"] == HOST).all()
-
-
 def test_a_run_goes_on_after_the_error(mesh, tmp_path: Path) -> None:
     with Checkpoints(tmp_path / "run") as run:
         run.save(1, {"w": jnp.asarray(HOST)})

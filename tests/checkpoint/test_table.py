@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from treeshard.checkpoint._array_store import store_key
-from treeshard.checkpoint._checksums import checksums
 from treeshard.checkpoint._table import from_text, pack, to_text
 
 
@@ -39,17 +38,21 @@ def values_crc(text: str) -> int:
 def test_the_text_of_a_table(fsdp_mesh) -> None:
     w = jax.device_put(np.arange(8, dtype=np.uint8), NamedSharding(fsdp_mesh, P("fsdp")))
     table, _ = pack({"w": w, "step": 3, "none": None})
-    text = to_text(table.with_checksums({"w": crc32(bytes(range(8)))}))
+    text = to_text(table._replace(files={"d/1": [8, 7], "_METADATA": [3, 5]}))
     assert text == (
         "{\n"
-        '"treeshard_leaves": 3,\n'
+        '"treeshard_leaves": 4,\n'
         '"meshes": [[["fsdp", 8]]],\n'
         '"leaves": [\n'
-        '  {"path": "none", "kind": "none", "crc": 0},\n'
-        '  {"path": "step", "kind": "int", "value": "3", "crc": 1842515611},\n'
+        '  {"path": "none", "kind": "none"},\n'
+        '  {"path": "step", "kind": "int", "value": "3"},\n'
         '  {"path": "w", "kind": "array", "shape": [8], "dtype": "uint8",'
-        ' "spec": "P(\'fsdp\',)", "stored": "uint8", "chunk": [8], "crc": 2292869279}\n'
+        ' "spec": "P(\'fsdp\',)", "stored": "uint8", "chunk": [8]}\n'
         "],\n"
+        '"files": {\n'
+        '  "_METADATA": [3, 5],\n'
+        '  "d/1": [8, 7]\n'
+        "},\n"
         f'"crc": {values_crc(text)}\n'
         "}\n"
     )
@@ -58,9 +61,8 @@ def test_the_text_of_a_table(fsdp_mesh) -> None:
 
 def a_table(mesh: jax.sharding.Mesh) -> str:
     w = jax.device_put(np.arange(32.0).reshape(8, 4), NamedSharding(mesh, P(None, "fsdp")))
-    table, arrays = pack({"key": jax.random.key(0), "step": 3, "text": "hello", "w": w})
-    found = checksums(list(arrays.values()), "save").crcs
-    return to_text(table.with_checksums(dict(zip(arrays, found, strict=True))))
+    table, _ = pack({"key": jax.random.key(0), "step": 3, "text": "hello", "w": w})
+    return to_text(table)
 
 
 def with_checksum(raw: Any) -> str:
@@ -74,8 +76,9 @@ KEY, STEP, TEXT, W = range(4)
 @pytest.mark.parametrize(
     ("row", "change", "message"),
     [
-        (None, {"treeshard_leaves": 2}, "The table of leaves is of version 2, and this treeshard"),
+        (None, {"treeshard_leaves": 3}, "The table of leaves is of version 3, and this treeshard"),
         (None, {"meshes": [3]}, "The table of leaves is not one of treeshard's: "),
+        (None, {"files": [3]}, "The table of leaves is not one of treeshard's: "),
         (W, {"unknown": 3}, "leaves[3]: its fields are path, kind, shape, dtype, spec, stored, "),
         (W, {"dtype": "flaot32"}, "leaves[3]: 'flaot32' is not a dtype."),
         (KEY, {"impl": "mine"}, "leaves[0]: this JAX has no PRNG implementation 'mine'."),

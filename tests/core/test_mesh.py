@@ -29,8 +29,10 @@ def test_make_mesh_has_the_sizes_and_all_devices(axes, shape) -> None:
 def test_make_mesh_sets_axis_types() -> None:
     explicit = ts.make_mesh("a=2,b=4", axis_types="explicit")
     assert explicit.axis_types == (AxisType.Explicit,) * 2
-    mixed = ts.make_mesh("a=2,b=4", axis_types={"b": "explicit"})
-    assert mixed.axis_types == (AxisType.Auto, AxisType.Explicit)
+    kinds = (AxisType.Auto, AxisType.Explicit)
+    assert ts.make_mesh("a=2,b=4", axis_types=["auto", "explicit"]).axis_types == kinds
+    assert ts.make_mesh((2, 4), ("a", "b"), kinds) == jax.make_mesh((2, 4), ("a", "b"), kinds)
+    assert ts.make_mesh("a=2,b=4", axis_types=AxisType.Explicit) == explicit
 
 
 @pytest.mark.parametrize(
@@ -38,12 +40,19 @@ def test_make_mesh_sets_axis_types() -> None:
     [
         ("data", {}, "cannot read 'data'"),
         ("a=2,a=4", {}, "the axis 'a' is repeated"),
-        ("data=2,fsdp=3", {}, "data=2, fsdp=3 multiplies to 6, which is not the number of devices"),
-        ("data=3,fsdp=-1", {}, "multiplies to 3, which does not divide the number of devices, 8"),
-        ("a=-1,b=-1", {}, "only one size may be -1.*Give a or b a number"),
+        (
+            "data=2,fsdp=3",
+            {},
+            "data=2, fsdp=3: the sizes must multiply to the number of devices, 8",
+        ),
+        ("data=3,fsdp=-1", {}, "data=3, fsdp=-1: the sizes must multiply to the number of devices"),
+        ("a=-1,b=-1", {}, "only one may be -1"),
         ({"a": 0}, {}, "the size of 'a' must be a positive number, or -1"),
         ("data=1,fsdp=4", {"dcn_axes": "data=2"}, "dcn_axes data=2 does not match how"),
-        ("fsdp=8", {"axis_types": {"fsdp": "manual"}}, "'manual' is neither 'auto' nor"),
+        ("data=1,fsdp=4", {"dcn_axes": "data=3"}, "data=1, fsdp=4, dcn_axes data=3: the sizes"),
+        ("fsdp=8", {"axis_types": "manual"}, "axis_types is 'manual'. Pass 'auto' or 'explicit'"),
+        ("fsdp=8", {"axis_types": [AxisType.Manual]}, "axis_types is .*one for each of fsdp"),
+        ("a=2,b=4", {"axis_types": ["auto"]}, "axis_types is .*one for each of a, b"),
     ],
     ids=str,
 )
@@ -56,8 +65,6 @@ def test_make_mesh_rejects(axes, more, message) -> None:
 def test_make_mesh_rejects_unknown_axes_in_its_options() -> None:
     with pytest.raises(ts.UnknownAxisError, match="no axis 'fdsp'.*Did you mean 'fsdp'"):
         ts.make_mesh("fsdp=8", dcn_axes={"fdsp": 2})
-    with pytest.raises(ts.UnknownAxisError, match="no axis 'data'. It has fsdp=8"):
-        ts.make_mesh("fsdp=8", axis_types={"data": "auto"})
 
 
 def test_simulate_devices_rejects_a_late_call() -> None:
@@ -179,7 +186,9 @@ def test_devices_are_needed_where_arrays_are_placed(mesh) -> None:
     says = r"shard: the mesh \(data=2, fsdp=4\) is an AbstractMesh"
     with pytest.raises(ts.MeshError, match=says):
         ts.shard(X, P("fsdp"), mesh.abstract_mesh)
-    with pytest.raises(ts.MeshError, match="fsdp=4 multiplies to 4, which is not the number of"):
+    with pytest.raises(
+        ts.MeshError, match="fsdp=4: the sizes must multiply to the number of devices, 8"
+    ):
         ts.shard(X, P("fsdp"), "fsdp=4")
 
 

@@ -57,30 +57,44 @@ def test_without_the_service_the_error_names_the_fix() -> None:
         _client()
 
 
-def test_batches_of_another_thread_count_since_no_third_one_came() -> None:
-    """Tasks of a pool go to other threads on each process."""
-    sequence = meetings._Sequence((0, 1), "")
-    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
-        histories = [
-            thread.submit(sequence.batches_of_thread).result() for thread in (one, one, other, one)
-        ]
-    assert histories[0] is histories[1]
-    assert len({id(history) for history in histories}) == 3
-    assert sequence.batches_of_thread() not in histories
+def test_each_thread_has_batches_of_its_own() -> None:
+    """Loaders make them in advance, and are at another one on each process."""
+    channel = meetings._Channel((0, 1), "")
+    channel.batches.add("batch 1")
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(channel.batches.entries).result() == {}
+        pool.submit(channel.batches.add, "batch 2").result()
+        assert pool.submit(channel.batches.entries).result() == {"0": "batch 2"}
+    assert channel.batches.entries() == {"0": "batch 1"}
 
 
-def test_batches_that_count_from_other_moments_are_not_compared() -> None:
-    call = meetings._Call("gather", "", "", 3, 1, "steps", "step 1", "form", "", "")
-    later = call._replace(since="step 2", batches=2, made="other form")
-    for other, differs in [(later, False), (later._replace(since="step 1"), True)]:
-        assert meetings._differ(meetings._comparable({0: call, 1: other})) is differs
-    other = later._replace(history="other steps")
-    assert meetings._differ(meetings._comparable({0: call, 1: other}))
+@pytest.mark.parametrize(
+    ("own", "other", "first"),
+    [
+        (["a", "b"], ["a", "c"], "b on process 0; c on process 1"),
+        (["a"], ["a", "b"], "nothing on process 0; b on process 1"),
+        (["a"] * 600, [*["a"] * 599, "b"], "a on process 0; b on process 1"),
+        # The first process no longer has its entries from before the last 500.
+        (["a"] * 600, ["b"] * 50, "a on process 0; nothing on process 1"),
+        ([*["b"] * 50, *["a"] * 550], ["a"] * 600, ""),
+        ([], [], ""),
+    ],
+)
+def test_the_first_difference_of_two_histories_is_named(
+    own: list[str], other: list[str], first: str
+) -> None:
+    histories = meetings._History(), meetings._History()
+    for history, entries in zip(histories, (own, other), strict=True):
+        for entry in entries:
+            history.add(entry)
+    assert (histories[0].hash != histories[1].hash) == (own != other)
+    found = meetings._first_other({i: [x.entries()] for i, x in enumerate(histories)})
+    assert found == (first and f" The first: {first}.")
 
 
 def test_a_lost_process_is_told_by_the_time_waited() -> None:
     error = RuntimeError("INTERNAL: Barrier failed because: Task 1 heartbeat timeout.\nmore")
-    assert _absent("gather", [1], 7.4, error, lost=True) == (
+    assert _absent(meetings._Call("gather"), [1], 7.4, 60.0, error) == (
         "gather: process 1 of 1 ended or cannot be reached, as was noticed after 7 s of waiting"
         " (INTERNAL: Barrier failed because: Task 1 heartbeat timeout.). Nothing was done. See the"
         " log of the missing process."
@@ -91,9 +105,7 @@ def test_a_lost_process_is_told_by_the_time_waited() -> None:
 
 GONE = jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect to all addresses\nmore")
 CALLS = (
-    "key_value_set",
     "key_value_set_bytes",
-    "key_value_dir_get",
     "key_value_dir_get_bytes",
     "wait_at_barrier",
     "key_value_delete",
@@ -106,9 +118,6 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Mock:
     said: dict[str, bytes] = {}
     client = Mock()
     client.key_value_set_bytes.side_effect = lambda key, value, **_: said.update({key: value})
-    client.key_value_dir_get.return_value = [
-        (f"treeshard-version/{i}", ts.__version__) for i in (0, 1)
-    ]
     client.key_value_dir_get_bytes.side_effect = lambda start: [
         (f"{start}{i}", value)
         for key, value in said.items()
@@ -116,8 +125,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Mock:
         for i in (0, 1)
     ]
     monkeypatch.setattr(meetings, "coordination_client", lambda: client)
-    monkeypatch.setattr(meetings, "_sequences", {})
-    monkeypatch.setattr(meetings, "_broken", [])
+    monkeypatch.setattr(meetings, "_process", meetings._Process())
     return client
 
 
@@ -126,9 +134,8 @@ def test_a_service_that_is_gone_is_a_typed_error(call: str, client: Mock) -> Non
     """Whichever of its calls fails first; and as with any failed meeting, later ones raise."""
     if call == "key_value_delete":  # of the message of the meeting before
         exchange("begin", b"", among=[0, 1])
-    for later in CALLS[CALLS.index(call) :]:
+    for later in (*CALLS[CALLS.index(call) :], "key_value_set", "key_value_try_get"):
         getattr(client, later).side_effect = GONE
-    client.key_value_try_get.side_effect = GONE
     with pytest.raises(ts.ProcessError) as told:
         exchange("save", b"", among=[0, 1])
     assert "UNAVAILABLE: failed to connect to all addresses)" in str(told.value)
@@ -136,25 +143,15 @@ def test_a_service_that_is_gone_is_a_typed_error(call: str, client: Mock) -> Non
         exchange("gather", b"", among=[0, 1])
 
 
-def test_the_form_of_a_batch_that_cannot_be_told_is_a_typed_error(client: Mock) -> None:
-    client.key_value_set.side_effect = GONE
-    with pytest.raises(ts.ProcessError) as told:
-        meetings.tell_batch([0, 1], 3, "x: float32[4]")
-    assert str(told.value) == (
-        "from_process_local: the coordination service of JAX, which is in process 0, cannot be"
-        " reached (UNAVAILABLE: failed to connect to all addresses). Nothing was done. See the log"
-        " of process 0."
-    )
-
-
 # ------------------------------------------------------------------ the end of the process
 
 ENDS = """
 import atexit, sys
 from treeshard._core import meetings
-meetings._broken.append("save, train.py:3")
+meetings._process.broken = "save, train.py:3"
 atexit.register(print, "the user's own function")
 print("unflushed", end=" ")
+print("unflushed", end=" ", file=sys.stderr)
 {}
 """
 

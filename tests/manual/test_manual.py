@@ -355,7 +355,7 @@ def test_what_cannot_be_sharded_stays_with_one_warning() -> None:
         "shard_params: these leaves stay as they are:\n"
         "  done: it is sharded as P('fsdp', None) already.\n"
         "  full: no free dim of shape (16,) is divisible by 4.\n"
-        "  odd: no free dim of shape (3, 5) is divisible by 4. `pad=True` would pad it."
+        "  odd: no free dim of shape (3, 5) is divisible by 4."
     ]
 
 

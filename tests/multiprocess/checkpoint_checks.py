@@ -6,7 +6,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
-from zlib import crc32
 
 import jax
 import jax.numpy as jnp
@@ -59,8 +58,6 @@ def check_a_saved_state_is_restored_by_all_and_by_one(context: Context) -> None:
     if context.index == 1:
         host = host_state(7)
         of = {leaf.path: leaf for leaf in inspect(path).leaves}
-        for name in ("w", "half", "own"):
-            assert of[name].crc == crc32(host[name].tobytes())
         assert of["half"].spec == "P(None, 'fsdp')"
         verify(path)
         assert restore(path)["half"].tobytes() == host["half"].tobytes()
@@ -204,7 +201,7 @@ def check_damage_is_an_error_on_all(context: Context) -> None:
         shutil.copytree(context.directory / "fsdp", path)
         flip_in(path, host_state(7)["w"].tobytes()[:64])
     exchange("damaged", b"")
-    with pytest.raises(ts.DamagedError, match=f"{path}: w: its bytes have the CRC-32"):
+    with pytest.raises(ts.DamagedError, match="  w: it cannot be read: chunk w/c/0/0 in state/"):
         restore(path, state)
 
 

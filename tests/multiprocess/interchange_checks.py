@@ -74,7 +74,7 @@ def file_of(context: Context) -> Path:
 
 
 def meet(context: Context, what: str) -> None:
-    exchange(f"test {what}", b"", timeout=30, lane="of the test")
+    exchange(f"test {what}", b"", timeout=30, channel="of the test")
 
 
 def package_bytes(context: Context, tree: dict[str, np.ndarray]) -> bytes:

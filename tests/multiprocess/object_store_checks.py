@@ -28,7 +28,7 @@ def check_a_run_keeps_its_last_steps(context: Context) -> None:
         for step in range(1, 5):
             checkpoints.save(step, state_at(step))
             checkpoints.wait()
-            exchange("removed", b"", lane="of the test")  # process 0 removes the earlier steps
+            exchange("removed", b"", channel="of the test")  # process 0 removes the earlier steps
             assert reader.steps() == checkpoints.steps() == tuple(range(max(1, step - 1), step + 1))
         step, state = checkpoints.restore_latest(like(), rules=RULES, mesh=AXES) or (0, {})
         assert step == 4

@@ -61,7 +61,7 @@ def _is_same(x: Any, whole: Any) -> bool:
 
 def left_in(directory: Path) -> list[str]:
     """The names that this process sees in a directory, while all wait."""
-    exchange(f"look into {directory}", b"", lane="of the test")
+    exchange(f"look into {directory}", b"", channel="of the test")
     names = sorted(path.name for path in directory.iterdir())
-    exchange(f"looked into {directory}", b"", lane="of the test")
+    exchange(f"looked into {directory}", b"", channel="of the test")
     return names

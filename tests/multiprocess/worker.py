@@ -6,6 +6,7 @@ python -m tests.multiprocess.worker MODULE[,MODULE] PORT INDEX COUNT DEVICES DIR
 import importlib
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -60,10 +61,15 @@ def arriving_last(context: Context, last: int, what: str) -> Iterator[None]:
 def start_again(check: str = "") -> None:
     """Forgets all meetings and failures, as a run that starts again. All processes call it."""
     # This module is imported twice, so the count is kept in the name.
-    name, _, number = meetings._NAMES.rstrip("/").partition(" ")
-    meetings._NAMES = f"treeshard-after-{check} 0/" if check else f"{name} {int(number) + 1}/"
-    meetings._sequences.clear()
-    meetings._broken.clear()
+    name, _, number = meetings._process.names.rstrip("/").partition(" ")
+    meetings._process.start_again(
+        f"treeshard-after-{check} 0/" if check else f"{name} {int(number) + 1}/"
+    )
+
+
+def without_lines(text: str) -> str:
+    """A message without the lines of the calls that it names."""
+    return re.sub(r", tests/multiprocess/\w+\.py:\d+ \([^()]*\)", "", text)
 
 
 def error_of(call: Callable[[], Any], kind: type[Exception] = ts.ProcessError) -> str:

@@ -27,7 +27,7 @@ SQUARE = np.arange(64, dtype=np.float32).reshape(8, 8)
 AXIS_TYPES = {
     "auto": "auto",
     "explicit": "explicit",
-    "mixed": {"data": "explicit", "fsdp": "auto"},
+    "mixed": ["explicit", "auto"],
 }
 
 
@@ -157,7 +157,7 @@ def test_it_constrains_and_changes_no_value_in(case: str, context: str, kind: st
 @pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize("execute", [jax.jit, lambda f: f], ids=["jit", "at-once"])
 def test_under_vmap_two_explicit_axes_and_one_auto_axis_stay(execute: Any):
-    kinds = {"data": "explicit", "tensor": "explicit", "fsdp": "auto"}
+    kinds = ["explicit", "explicit", "auto"]
     mesh = ts.make_mesh("data=2,tensor=2,fsdp=2", axis_types=kinds)
     cube = np.arange(512, dtype=np.float32).reshape(8, 8, 8)
     x = jax.device_put(cube, NamedSharding(mesh, P("data")))

@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from tests.multiprocess import (
-    checksum_checks,
     disagreeing_checks,
     equal_values_checks,
     interchange_checks,
@@ -31,7 +30,6 @@ FOUR = [
     *ON_LINUX,
     moving_checks,
     restoring_checks,
-    checksum_checks,
     interchange_checks,
     equal_values_checks,
 ]

@@ -21,7 +21,7 @@ TREE = {"a": {"w": W}, "b": W + 1}
 
 MESHES = {
     "auto": ts.make_mesh("data=2,fsdp=4"),
-    "mixed": ts.make_mesh("data=2,fsdp=4", axis_types={"data": "explicit", "fsdp": "auto"}),
+    "mixed": ts.make_mesh("data=2,fsdp=4", axis_types=["explicit", "auto"]),
     "explicit": ts.make_mesh("data=2,fsdp=4", axis_types="explicit"),
 }
 EXPLICIT = MESHES["explicit"]

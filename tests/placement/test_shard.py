@@ -267,8 +267,8 @@ def test_a_mesh_without_devices_is_an_error() -> None:
             ts.shard(arange(8), spec, mesh)
         assert str(caught.value) == (
             "shard: the mesh (fsdp=8) is an AbstractMesh: it has sizes, but no devices to hold"
-            " arrays. Pass a mesh with devices, as `treeshard.make_mesh` returns; a plan is made"
-            " again for it by `plan.on(mesh)`."
+            " arrays. Pass a mesh with devices, as `treeshard.make_mesh` returns; `plan.on(mesh)`"
+            " makes a plan again for it."
         )
 
 

@@ -131,13 +131,3 @@ def test_each_path_has_its_own_spec(mesh: Mesh) -> None:
     assert again["a"] is placed["a"]
     assert_same(ts.gather(again), {"a": x, "b": x})
     assert_same(dict(ts.iter_gather(again)), {"a": x, "b": x})
-
-
-def test_one_object_at_two_paths_is_padded_as_two(mesh: Mesh) -> None:
-    x = np.ones((30, WIDTH), "float32")
-    plan = ts.plan({"a": x, "b": x}, [(".*", P("fsdp"))], mesh, min_size=0).padded()
-    for source in (x, jnp.asarray(x)):
-        padded = ts.pad_leaves({"a": source, "b": source}, plan)
-        assert padded["a"] is not padded["b"]
-        assert padded["a"].shape == padded["b"].shape == (32, WIDTH)
-        assert_same(ts.gather(ts.unpad_leaves(padded, plan)), {"a": x, "b": x})

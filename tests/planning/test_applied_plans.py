@@ -95,9 +95,6 @@ APPLY: dict[str, Callable[[ts.Plan, Path], Any]] = {
     ),
     "follow, then shard": lambda plan, _: ts.shard({"ema": TREE}, plan.follow({"ema": TREE})),
     "on another mesh, then shard": lambda plan, _: ts.shard(TREE, plan.on(MESH)),
-    "read from JSON, then shard": lambda plan, _: ts.shard(
-        TREE, ts.Plan.from_json(plan.to_json(), like=TREE), MESH
-    ),
 }
 
 

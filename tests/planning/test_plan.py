@@ -298,17 +298,6 @@ def test_a_diff_lists_new_removed_and_resharded_leaves() -> None:
     ]
 
 
-# ------------------------------------------------------------------ tables
-
-
-def test_html() -> None:
-    page = planned({"a<b": struct(8)}, [("", P("fsdp"))])._repr_html_()
-    assert '<td style="text-align: left">a&lt;b</td>' in page
-    assert '<td style="text-align: right">8 B</td>' in page
-    assert page.count("<tr>") == 2
-    assert "8 B on the fullest of 8 devices" in page
-
-
 def test_a_mesh_as_text_needs_no_devices_and_means_them_where_there_are_as_many() -> None:
     tree = {"w": struct(8, 64)}
     rules = [("w", ts.fsdp("fsdp", min_size=0))]
@@ -320,25 +309,6 @@ def test_a_mesh_as_text_needs_no_devices_and_means_them_where_there_are_as_many(
     for make in (lambda text: ts.plan(tree, rules, text), decided.on):
         with pytest.raises(ts.MeshError, match="fsdp"):
             make("fsdp")
-
-
-def test_a_plan_that_follows_another_is_padded_with_it() -> None:
-    optimizer = optax.adafactor(0.1, min_dim_size_to_factor=2)
-    params = {"w": struct(21, 16), "b": struct(6)}
-    decided = planned(params, [("w", P("fsdp")), ("b", None)])
-    state = jax.eval_shape(optimizer.init, params)
-    padded = decided.padded()
-    of_padded = padded.follow(jax.eval_shape(optimizer.init, padded.structs))
-    assert decided.follow(state).padded() == of_padded
-    rows = by_path(of_padded)["0/v_row/w"], by_path(of_padded)["0/v_col/w"]
-    assert [(x.shape, x.unpadded, x.given) for x in rows] == [
-        ((16,), None, P()),
-        ((24,), (21,), P("fsdp")),
-    ]
-    assert of_padded.unpadded() == padded.unpadded().follow(state)
-    for axes in ("fsdp=5", "fsdp=1"):  # padded anew for another mesh
-        other = padded.on(axes)
-        assert of_padded.on(axes) == other.follow(jax.eval_shape(optimizer.init, other.structs))
 
 
 # ------------------------------------------------------------------ subtrees

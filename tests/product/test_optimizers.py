@@ -126,13 +126,13 @@ def test_the_state_follows_steps_as_on_one_device_and_is_restored(name: str, tmp
         assert not ts.testing.diff_shardings(restored, like)
 
 
-def test_a_memory_of_updates_is_planned_with_padding_and_says_why() -> None:
-    state = {"params": {"w": jnp.ones((6, 8))}, "opt_state": None}
+def test_a_memory_of_updates_is_split_as_its_parameter_and_says_why() -> None:
+    state = {"params": {"w": jnp.ones((8, 6))}, "opt_state": None}
     state["opt_state"] = optax.lbfgs(memory_size=4).init(state["params"])
     plan = ts.plan(state, [("w$", P("expert")), (".*", None)], "data=2,expert=4", min_size=0)
-    padded = {leaf.path: (leaf.shape, leaf.given) for leaf in plan.padded().leaves}
-    assert padded["params/w"] == ((8, 8), P("expert"))
-    assert padded["opt_state/0/diff_params_memory/w"] == ((4, 8, 8), P(None, "expert"))
+    given = {leaf.path: leaf.given for leaf in plan.leaves}
+    assert given["params/w"] == P("expert")
+    assert given["opt_state/0/diff_params_memory/w"] == P(None, "expert")
     text = str(ts.plan(state["params"], [("w", None)], "data=8").follow(state["opt_state"]))
     (line,) = [line for line in text.splitlines() if "weights_memory" in line]
     assert line.endswith("no counterpart")

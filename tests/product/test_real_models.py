@@ -102,4 +102,3 @@ def test_clipped_masked_and_accumulated_adamw_of_a_transformer() -> None:
     by_rules.check()
     assert found_in(by_rules) == expected
     assert plan.follow(state) == by_rules
-    assert ts.Plan.from_json(by_rules.to_json(), like=state) == by_rules

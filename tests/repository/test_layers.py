@@ -31,7 +31,6 @@ OWNERS: Mapping[str, str] = {
     "chex": "testing",
     "equinox": "training",
     "etils": "checkpoint",
-    "isal": "checkpoint",
     "jax._src": "_core.jax_private",
     "lazy_loader": "__init__",
     "safetensors": "interchange",
@@ -41,7 +40,6 @@ OWNERS: Mapping[str, str] = {
 LAZY: Mapping[str, set[str]] = {
     "treeshard.__init__": {"*"},  # the names of the surface
     "treeshard._cli": {"*"},  # each command
-    "treeshard._cli.compile": {"?"},  # the user's modules
     "treeshard._cli.stored_trees": {"checkpoint"},  # needs TensorStore
     "treeshard._core.make_mesh": {"_core"},  # absent devices, and what several processes need
     "treeshard._core.meetings": {"_core"},  # what only several processes need

@@ -38,6 +38,15 @@ def test_a_workflow_calls_targets_of_the_makefile(name: str) -> None:
     assert called <= targets
 
 
+def test_hooks_before_a_commit_are_those_of_make_lint() -> None:
+    lint = re.findall(
+        r"^\t\$\(BIN\)/(ruff.*|basedpyright.*)$", (ROOT / "Makefile").read_text(), re.M
+    )
+    [repo] = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    commands = [hook["entry"].removeprefix(".venv/bin/") for hook in repo["hooks"]]
+    assert commands == [command.removesuffix(" .") for command in lint]
+
+
 def test_every_supported_python_and_line_of_jax_is_tested() -> None:
     classified = re.findall(r"Python :: (3\.\d+)", " ".join(PROJECT["classifiers"]))
     assert {one["python"] for one in MATRIX} == {*classified}

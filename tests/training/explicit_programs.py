@@ -154,7 +154,7 @@ def mesh_of(strategy: str, kind: str, topology: str | None = None) -> Mesh:
     axes = STRATEGIES[strategy]
     names = [axis.split("=")[0] for axis in axes.split(",")]
     explicit = {"auto": [], "explicit": names, "first": names[:1], "last": names[-1:]}[kind]
-    kinds = {name: "explicit" if name in explicit else "auto" for name in names}
+    kinds = ["explicit" if name in explicit else "auto" for name in names]
     return ts.make_mesh(axes, axis_types=kinds, topology=topology)
 
 

@@ -1,7 +1,7 @@
 """The command line: its arguments and exit codes.
 
 Each command loads its own module, by name: importing those of all commands, and with them what
-reads checkpoints and compiles, would take longer than most commands run.
+reads checkpoints, would take longer than most commands run.
 """
 
 import argparse
@@ -57,7 +57,7 @@ _PLAN = """\
   treeshard plan --shapes run --rules rules.toml --mesh data=2,fsdp=64 --memory 80GB
 
 shapes, as JSON, or as a checkpoint or safetensors (only the header is read):
-  {"layers/0/attn/q": {"shape": [1024, 1024], "dtype": "bfloat16"}, "norm": [[1024], "float32"]}
+  {"layers/0/attn/q": {"shape": [1024, 1024], "dtype": "bfloat16"}}
 
 rules, as TOML; the first pattern that matches decides:
   min_size = 16384                    # leaves with fewer elements stay replicated
@@ -74,24 +74,6 @@ rules, as TOML; the first pattern that matches decides:
   batch = ["data", "fsdp"]            # mesh axes of a logical name
 
 exit code: 0, or 1 if the plan has errors or exceeds --memory, or 2 if the input is invalid
-"""
-_COMPILE = """\
-FUNCTION gets the mesh, and returns (step, state, batch): a step of jit_step or shard_map_step, and
-its state and batch, as arrays or as jax.ShapeDtypeStructs. In train.py:
-  def make_step(mesh):
-      plan = ts.plan(jax.eval_shape(init), rules, mesh)
-      step = ts.jit_step(train_step, plan, batch=P("fsdp"))
-      return step, plan.structs, jax.ShapeDtypeStruct((256, 4096), "int32")
-
-  treeshard compile train:make_step --topology v5e-256 --mesh data=4,fsdp=64
-  treeshard compile train:make_step --topology h100:2x8
-  treeshard compile train:make_step            # for 8 simulated CPUs
-
-Prints the plan, what the program moves, and the memory that it needs.
-
-exit code: 0 if it fits and moves what is planned, 1 if it does not fit, 3 if it fits and moves
-other than planned, or 2 if the input is invalid. If the memory of a device is not known, as of
-simulated CPUs, the code is as if it fits
 """
 _PATH = """\
 PATH is a checkpoint, a directory of checkpoints by step (reads the latest, or --step), a
@@ -149,13 +131,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--mesh", required=True, metavar="AXES", help='such as "data=8,fsdp=64,tensor=8"')
     add("--memory", metavar="BYTES", help="of a device, such as 80GB: say whether the plan fits")
     add("--json", action="store_true", help="print the plan and its findings as JSON")
-
-    what = "compile a step for devices that may be absent: does it fit, and what does it move"
-    add = command("compile", "compile:run_compile", what, _COMPILE)
-    add("function", metavar="MODULE:FUNCTION", help="returns (step, state, batch)")
-    add("--topology", metavar="NAME", help="such as v5e-256, v5p:8x8x8 or h100:2x8")
-    add("--mesh", metavar="AXES", help='such as "data=4,fsdp=64"; by default fsdp has all devices')
-    add("--json", action="store_true", help="print the report as JSON")
 
     what = "list the leaves of a checkpoint or safetensors"
     add = command("inspect", "files:run_inspect", what, _INSPECT)

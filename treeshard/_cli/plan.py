@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -26,7 +26,7 @@ from treeshard._core.text import (
 )
 from treeshard._disk.untrusted import parse, read_file
 from treeshard._planning.logical import logical_axis_rules
-from treeshard._planning.plan import plan
+from treeshard._planning.plan import Plan, plan
 from treeshard.compat._strategies import parse_strategy
 from treeshard.errors import FormatError, TreeShardError, did_you_mean, listed
 
@@ -35,61 +35,60 @@ def run_plan(options: argparse.Namespace) -> tuple[str, int]:
     """Prints how a tree is sharded. Returns 1 if the plan has errors or does not fit."""
     memory = None if options.memory is None else parse_bytes(options.memory)
     shapes = _read_shapes(options.shapes)
-    rules, min_size, logical = _read_rules(options.rules)
-    with nullcontext() if logical is None else logical_axis_rules(logical):
-        decided = plan(shapes, rules, abstract_mesh(options.mesh), min_size=min_size)
-    needed = decided.bytes_per_device()
-    fits = memory is None or needed <= memory
+    rules = _read_rules(options.rules)
+    with nullcontext() if rules.logical is None else logical_axis_rules(rules.logical):
+        decided = plan(shapes, rules.rules, abstract_mesh(options.mesh), min_size=rules.min_size)
+    fits = memory is None or decided.bytes_per_device() <= memory
     has_errors = any(finding.severity == "error" for finding in decided.findings)
-    code = int(has_errors or not fits)
-    if options.json:
-        report: dict[str, Any] = {
-            "plan": json.loads(decided.to_json()),
-            "findings": [finding._asdict() for finding in decided.findings],
-            "bytes_per_device": needed,
-        }
-        if memory is not None:
-            report |= {"memory": memory, "fits": fits}
-        return json.dumps(report), code
+    to_text = _to_json if options.json else _to_text
+    return to_text(decided, memory), int(has_errors or not fits)
+
+
+def _to_text(decided: Plan, memory: int | None) -> str:
     parts = [str(decided)]
     if decided.findings:
         parts.append("\n".join(map(str, decided.findings)))
     if memory is not None:
-        verb = "It fits" if fits else "It does NOT fit"
+        needed = decided.bytes_per_device()
+        verb = "It fits" if needed <= memory else "It does NOT fit"
         parts.append(f"{verb}: {human_bytes(needed)} of {human_bytes(memory)} on a device.")
-    return "\n\n".join(parts), code
+    return "\n\n".join(parts)
+
+
+def _to_json(decided: Plan, memory: int | None) -> str:
+    needed = decided.bytes_per_device()
+    report: dict[str, Any] = {
+        "plan": json.loads(decided.to_json()),
+        "findings": [finding._asdict() for finding in decided.findings],
+        "bytes_per_device": needed,
+    }
+    if memory is not None:
+        report |= {"memory": memory, "fits": needed <= memory}
+    return json.dumps(report)
 
 
 # ------------------------------------------------------------------ shapes
 
 
-_SHAPES = (
-    'Write an object of path: {"shape": [8, 4], "dtype": "float32"}, or of path:'
-    ' [[8, 4], "float32"].'
-)
+_SHAPES = 'Write an object of path: {"shape": [8, 4], "dtype": "float32"}.'
 
 
 def _read_shapes(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
-    """Reads the shapes of a tree from JSON, safetensors or a checkpoint.
-
-    The headers of safetensors are enough: a download that was cut short has them.
-    """
+    """Reads the shapes of a tree from JSON, safetensors or a checkpoint."""
     if path.is_dir() or path.name.endswith((".safetensors", ".safetensors.index.json")):
+        # Headers are enough: a download that was cut short has them.
         contents = use_stored(str(path), None, lambda tree: tree.contents, shapes_only=True)
         arrays = [leaf for leaf in contents.leaves if leaf.dtype]
         return {x.path: jax.ShapeDtypeStruct(x.shape, parse_dtype(x.dtype)) for x in arrays}
-    data = read_file(path, pipes=True)
     try:
-        raw = parse(data)
+        entries = typed(parse(read_file(path, pipes=True)), dict, "the file", "an object")
     except FormatError as error:
-        raise FormatError(f"{path} is {error}") from None
-    if not isinstance(raw, dict):
-        raise FormatError(f"{path} is {type(raw).__name__}, not an object. {_SHAPES}")
+        raise FormatError(f"{path}: {error} {_SHAPES}") from None
     structs: dict[str, jax.ShapeDtypeStruct] = {}
     bad: list[str] = []
-    for name, value in raw.items():
+    for name, entry in entries.items():
         try:
-            structs[name] = _struct(value)
+            structs[name] = _struct(entry)
         except FormatError as error:
             bad.append(f"{name}: {error}")
     if bad:
@@ -97,22 +96,14 @@ def _read_shapes(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
     return structs
 
 
-def _struct(value: Any) -> jax.ShapeDtypeStruct:
-    if isinstance(value, list) and len(value) == 2:  # [[8, 4], "float32"]
-        shape, dtype = value
-    elif isinstance(value, dict) and value.keys() >= {"shape", "dtype"}:
-        shape, dtype = value["shape"], value["dtype"]
-        extra = value.keys() - {"shape", "dtype"}
-        if extra:
-            raise FormatError(f"unknown key {min(extra)!r}. {_SHAPES}")
-    else:
-        raise FormatError(f"{value!r} has no shape and dtype. {_SHAPES}")
+def _struct(entry: Any) -> jax.ShapeDtypeStruct:
+    if not isinstance(entry, dict) or entry.keys() != {"shape", "dtype"}:
+        raise FormatError(f"{entry!r} is not a shape and a dtype. {_SHAPES}")
+    shape, dtype = entry["shape"], entry["dtype"]
     # Python's booleans are integers, and JSON has `true`.
     if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
         raise FormatError(f"the shape is {shape!r}, not a list of lengths.")
-    if not isinstance(dtype, str):
-        raise FormatError(f"{dtype!r} is not a dtype.")
-    return jax.ShapeDtypeStruct(shape, parse_dtype(dtype))
+    return jax.ShapeDtypeStruct(shape, parse_dtype(typed(dtype, str, "the dtype", "a name")))
 
 
 # ------------------------------------------------------------------ rules
@@ -122,43 +113,44 @@ def _struct(value: Any) -> jax.ShapeDtypeStruct:
 _LONGEST_RULES = 2**20
 
 
-def _read_rules(
-    path: Path,
-) -> tuple[list[tuple[str, Any]], int | None, list[tuple[str, Any]] | None]:
-    """Reads rules, `min_size` and logical names from a TOML file; `None` for what it lacks."""
+class _Rules(NamedTuple):
+    """What a file of rules has."""
+
+    rules: list[tuple[str, Any]]  # patterns and actions, as `ts.plan` takes them
+    min_size: int | None  # elements; `None` for the default of `ts.plan`
+    logical: list[tuple[str, Any]] | None  # names and mesh axes; `None` if there are no names
+
+
+def _read_rules(path: Path) -> _Rules:
     try:
         raw = tomllib.loads(read_file(path, _LONGEST_RULES, pipes=True).decode())
     except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError
         raise FormatError(f"{path}: {error}") from None
     try:
-        _known(raw, ("rules", "min_size", "logical"), "the file")
+        _check_keys(raw, ("rules", "min_size", "logical"), "the file")
         rules = typed(raw.get("rules", []), list, "rules", "[[rules]] tables")
         min_size = raw.get("min_size")
         if min_size is not None:
             typed(min_size, int, "min_size", "a number of elements")
         logical = raw.get("logical")
         if logical is not None:
-            typed(logical, dict, "logical", "a table of mesh axes by name")
-            logical = list(logical.items())
-        return [_rule(x, f"rules[{i}]") for i, x in enumerate(rules)], min_size, logical
+            logical = list(typed(logical, dict, "logical", "a table of axes by name").items())
+        return _Rules([_rule(x, f"rules[{i}]") for i, x in enumerate(rules)], min_size, logical)
     except TreeShardError as error:
         raise FormatError(f"{path}: {error}") from None
 
 
-def _rule(raw: Any, key: str) -> tuple[str, Any]:
-    typed(raw, dict, key, "a table")
-    _known(raw, ("pattern", "action"), key)
-    for name in ("pattern", "action"):
-        if name not in raw:
-            raise FormatError(f"{key} lacks {name!r}. Every rule needs a pattern and an action.")
-        typed(raw[name], str, f"{key}.{name}", "a string")
+def _rule(raw: Any, where: str) -> tuple[str, Any]:
+    _check_keys(typed(raw, dict, where, "a table"), ("pattern", "action"), where)
+    pattern = typed(raw.get("pattern"), str, f"{where}.pattern", "a string")
+    action = typed(raw.get("action"), str, f"{where}.action", "a string")
     try:
-        return raw["pattern"], _action(raw["action"].strip())
+        return pattern, _parse_action(action.strip())
     except TreeShardError as error:
-        raise FormatError(f"{key}.action: {error}") from None
+        raise FormatError(f"{where}.action: {error}") from None
 
 
-def _action(text: str) -> Any:
+def _parse_action(text: str) -> Any:
     if text == "None":
         return None
     if text.startswith(("P(", "PartitionSpec(")):  # P('fsdp', None)
@@ -168,7 +160,7 @@ def _action(text: str) -> Any:
     return parse_strategy(text)  # shard_dim('tensor', -1) | fsdp('fsdp')
 
 
-def _known(raw: Mapping[str, Any], known: Sequence[str], key: str) -> None:
+def _check_keys(raw: Mapping[str, Any], known: Sequence[str], where: str) -> None:
     for name in raw.keys() - set(known):
         hint = did_you_mean(name, known) or f" The keys are {', '.join(known)}."
-        raise FormatError(f"{key} has an unknown key {name!r}.{hint}")
+        raise FormatError(f"{where} has an unknown key {name!r}.{hint}")

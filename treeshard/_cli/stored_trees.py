@@ -107,8 +107,8 @@ def _open_checkpoint(path: str, step: int | None) -> Iterator[StoredTree]:
     with _paths.reading(directory, listed=step in steps) as check:
         table = _restore.table_at(directory)
         contents = Contents(str(directory), table.leaves, table.meshes)
-        read = partial(_restore.read_each, directory)
-        damages = partial(_restore.damages_of, directory)
+        read = partial(_restore.read_each, directory, table.files)
+        damages = partial(_restore.damages_of, directory, table.files)
         yield StoredTree("checkpoint", contents, read, damages, steps, check)
 
 

@@ -1,7 +1,7 @@
 """Makes meshes of real, simulated and absent devices.
 
-`jax.make_mesh` arranges the devices of one fast network. It takes no size of -1, knows no slices,
-raises where axes must share a dim of a torus, and makes all axes Explicit.
+`jax.make_mesh` arranges the devices of one fast network. This adds what it lacks: axes as text, a
+size of -1, several slices, axes that share a dim of a torus, and devices that are not attached.
 """
 
 import math
@@ -26,23 +26,28 @@ from treeshard._core.mesh import (
 )
 from treeshard.errors import MeshError, NoDevicesError, warn
 
-AxisTypeName = Literal["auto", "explicit"]
+AxisTypeLike = AxisType | Literal["auto", "explicit"]
 
-_OF_4X4 = 16
-
+_AXIS_TYPES: Mapping[Any, AxisType] = {
+    "auto": AxisType.Auto,
+    "explicit": AxisType.Explicit,
+    AxisType.Auto: AxisType.Auto,
+    AxisType.Explicit: AxisType.Explicit,
+}
+_CHIPS_OF_4X4 = 16
 _SIMULATED = "--xla_force_host_platform_device_count"
 
 
 def make_mesh(
     axes: Mapping[str, int] | str | Sequence[int],
     names: Sequence[str] | None = None,
+    axis_types: AxisTypeLike | Sequence[AxisTypeLike] = "auto",
     *,
     devices: Sequence[Any] | None = None,
     topology: str | None = None,
     dcn_axes: Mapping[str, int] | str | None = None,
-    axis_types: AxisTypeName | Mapping[str, AxisTypeName] = "auto",
 ) -> Mesh:
-    """Makes a mesh, with its axes assigned to devices by how these are connected.
+    """Like `jax.make_mesh`, but also takes axes as text, and devices that are not attached.
 
     Examples:
         >>> dict(make_mesh("data=2,fsdp=-1").shape)  # on 8 devices
@@ -51,10 +56,13 @@ def make_mesh(
         True
 
     Args:
-        axes: Axis names and sizes, outermost first: `{"data": 2, "fsdp": -1}` or
-            `"data=2,fsdp=-1"`; or sizes alone, with `names`. One size may be -1: it takes the
-            remaining devices.
+        axes: Axis names and sizes, outermost first: `"data=2,fsdp=-1"` or
+            `{"data": 2, "fsdp": -1}`; or sizes alone, with `names`. One size may be -1: it takes
+            the remaining devices.
         names: Axis names, where `axes` has sizes alone, as in `jax.make_mesh`.
+        axis_types: `"auto"` (the compiler's partitioner decides what no spec says) or `"explicit"`
+            (shardings are part of types), or a `jax.sharding.AxisType`. One for all axes, or one
+            for each.
         devices: The devices to use; all of `jax.devices()` by default.
         topology: Devices that are not attached, for planning and compiling: `"v5e:16x16"` or
             `"v5e-256"`, `"v6e:16x16*2"` for two slices, `"h100:2x8"` for two nodes of eight
@@ -63,48 +71,52 @@ def make_mesh(
         dcn_axes: The factor of each axis that runs over the slow network between
             slices (or processes), in the same notation. The size of an axis in the mesh
             is then the product of its two factors: `axes="data=1,fsdp=4"` with
-            `dcn_axes="data=2"` makes `data=2, fsdp=4` of 8 devices. Without it, devices of
-            several slices are split along the one axis whose size the number of slices divides.
-        axis_types: `"auto"` (the compiler's partitioner decides what no spec says) or
-            `"explicit"` (shardings are part of types), for all axes or per axis name.
+            `dcn_axes="data=2"` makes `data=2, fsdp=4` of 8 devices. Devices of several slices
+            need it.
 
     Returns:
         A `jax.sharding.Mesh` with every axis type set.
 
     Raises:
-        MeshError: If `axes` cannot be parsed, has no name for each size, has two sizes of -1, or
-            does not multiply to the number of devices; if `dcn_axes` does not match the slices; if
-            `topology` names a slice that does not exist, or is given beside `devices`.
+        MeshError: If `axes` cannot be parsed, or does not multiply to the number of devices; if
+            there is not one name and one type for each axis; if `dcn_axes` does not match the
+            slices, or is missing; if `topology` names a slice that does not exist, or is passed
+            with `devices`.
         ImportError: If the compiler for `topology` is not installed.
-        UnknownAxisError: If `dcn_axes` or `axis_types` names an axis not in `axes`.
+        UnknownAxisError: If `dcn_axes` names an axis that is not in `axes`.
 
     Warns:
         ShardingWarning: If axes share a dim of the torus between TPUs, for which JAX has no mesh
-            (except of v5e), or if one axis is split over slices without `dcn_axes`.
+            (except of v5e).
 
     Source:
         `jax.make_mesh` and `jax.experimental.mesh_utils`; the notation of EasyLM's
         mesh strings.
     """
-    sizes = parse_axes(_named(axes, names))
-    slow = {} if dcn_axes is None else parse_axes(dcn_axes)
-    check_axes(list(slow), sizes, "make_mesh")
+    sizes = parse_axes(_named_sizes(axes, names))
+    between = {} if dcn_axes is None else parse_axes(dcn_axes)
+    check_axes(list(between), sizes, "make_mesh")
     types = _axis_types(axis_types, sizes)
     devices = _devices(devices, topology)
-    sizes, slow = _fill(sizes, slow, len(devices))
+    sizes, between = _fill_sizes(sizes, between, len(devices))
+    # GPUs and CPUs have no slices: between their processes is a slow network only if asked for.
     slices = len({getattr(device, "slice_index", 0) for device in devices})
-    if dcn_axes is None and slices > 1:
-        sizes, slow = _split_over_slices(sizes, slices)
-    if not slow:
-        return _on_one_network(sizes, types, devices)
-    # Without slices, as on GPUs, the slow network is between processes.
-    return _on_two_networks(sizes, slow, types, devices, process_is_granule=slices == 1)
+    if slices > 1 and not between:
+        raise _missing_dcn_axes(sizes, slices)
+    if between:
+        grid = _grid_on_two_networks(sizes, between, devices, process_is_granule=slices == 1)
+    else:
+        grid = _grid_on_one_network(sizes, devices)
+    return Mesh(grid, tuple(sizes), axis_types=types)
 
 
-def _named(
+# ------------------------------------------------------------------ arguments
+
+
+def _named_sizes(
     axes: Mapping[str, int] | str | Sequence[int], names: Sequence[str] | None
 ) -> Mapping[str, int] | str:
-    """Axes with their names, which may be given beside the sizes."""
+    """Axes with their names, which may be passed beside the sizes."""
     has_names = isinstance(axes, Mapping | str)
     if has_names and names is None:
         return axes
@@ -117,21 +129,17 @@ def _named(
 
 
 def _axis_types(
-    axis_types: AxisTypeName | Mapping[str, AxisTypeName], sizes: Mapping[str, int]
+    axis_types: AxisTypeLike | Sequence[AxisTypeLike], sizes: Mapping[str, int]
 ) -> tuple[AxisType, ...]:
-    if not isinstance(axis_types, str | Mapping):
+    is_one = isinstance(axis_types, str | AxisType)
+    of_each = [axis_types] * len(sizes) if is_one else axis_types
+    types = [_AXIS_TYPES[kind] for kind in of_each if kind in _AXIS_TYPES]
+    if not len(types) == len(of_each) == len(sizes):
         raise MeshError(
-            f"axis_types is {axis_types!r}. Pass 'auto' or 'explicit', or a dict of these by axis."
+            f"make_mesh: axis_types is {axis_types!r}. Pass 'auto' or 'explicit' (or"
+            f" `jax.sharding.AxisType`s), for all axes or one for each of {', '.join(sizes)}."
         )
-    names = dict.fromkeys(sizes, axis_types) if isinstance(axis_types, str) else axis_types
-    check_axes(list(names), sizes, "make_mesh")
-    for name in names.values():
-        if name not in _AXIS_TYPES:
-            raise MeshError(f"axis_types: {name!r} is neither 'auto' nor 'explicit'.")
-    return tuple(_AXIS_TYPES[names.get(axis, "auto")] for axis in sizes)
-
-
-_AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+    return tuple(types)
 
 
 def _devices(devices: Sequence[Any] | None, topology: str | None) -> list[Any]:
@@ -145,54 +153,88 @@ def _devices(devices: Sequence[Any] | None, topology: str | None) -> list[Any]:
     return topology_devices(topology)
 
 
-def _on_one_network(
-    sizes: Mapping[str, int], types: tuple[AxisType, ...], devices: Sequence[Any]
-) -> Mesh:
+def _fill_sizes(
+    sizes: dict[str, int], between: dict[str, int], devices: int
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Both with the size that is -1 replaced, so that they multiply to the number of devices."""
+    factors = [*sizes.values(), *between.values()]
+    known = math.prod(size for size in factors if size != -1)
+    remaining = devices // known if -1 in factors else 1
+    if factors.count(-1) > 1 or known * remaining != devices:
+        text = describe_sizes(sizes) + (f", dcn_axes {describe_sizes(between)}" if between else "")
+        raise MeshError(
+            f"make_mesh: {text}: the sizes must multiply to the number of devices, {devices}, and"
+            " only one may be -1. Change a size, pass `devices=`, or simulate devices with"
+            " `treeshard.simulate_devices`."
+        )
+    filled = [
+        {name: remaining if size == -1 else size for name, size in part.items()}
+        for part in (sizes, between)
+    ]
+    return filled[0], filled[1]
+
+
+def _missing_dcn_axes(sizes: Mapping[str, int], slices: int) -> MeshError:
+    """The error for several slices without `dcn_axes`, with the line to write."""
+    name = next((name for name, size in sizes.items() if size % slices == 0), None)
+    way_out = f"No size can be divided by {slices}: change one."
+    if name is not None:
+        within = describe_sizes({**sizes, name: sizes[name] // slices}).replace(" ", "")
+        way_out = (
+            "Say which axis crosses it, and give sizes within a slice:"
+            f' `make_mesh("{within}", dcn_axes="{name}={slices}")`.'
+        )
+    return MeshError(
+        f"make_mesh: {describe_sizes(sizes)}: the devices are in {slices} slices with a slow"
+        f" network between them. {way_out}"
+    )
+
+
+# ------------------------------------------------------------------ the order of devices
+
+
+def _grid_on_one_network(sizes: Mapping[str, int], devices: Sequence[Any]) -> Any:
     names, lengths = tuple(sizes), tuple(sizes.values())
-    if max(lengths) == len(devices) == _OF_4X4 and hasattr(devices[0], "coords"):
+    if max(lengths) == len(devices) == _CHIPS_OF_4X4 and hasattr(devices[0], "coords"):
         # Along one axis JAX puts the chips of v5e:4x4 into a ring. In the order of their
         # coordinates, gradients can be scattered over one dim of the torus after the other.
-        devices = sorted(devices, key=lambda device: tuple(device.coords))
-        return Mesh(np.array(devices).reshape(lengths), names, axis_types=types)
+        ordered = sorted(devices, key=lambda device: tuple(device.coords))
+        return np.array(ordered).reshape(lengths)
     try:
-        return jax.make_mesh(lengths, names, types, devices=devices)
+        return jax.make_mesh(lengths, names, devices=devices).devices
     except NotImplementedError:  # as where axes have to share a dim of the torus
         from jax.experimental import mesh_utils  # slow to import, and few meshes need it
 
-        grid = _arranged(partial(mesh_utils.create_device_mesh, lengths, devices), sizes)
-        return Mesh(grid, names, axis_types=types)
+        return _arrange(partial(mesh_utils.create_device_mesh, lengths, devices), sizes)
 
 
-def _on_two_networks(
+def _grid_on_two_networks(
     sizes: Mapping[str, int],
-    slow: Mapping[str, int],
-    types: tuple[AxisType, ...],
+    between: Mapping[str, int],
     devices: Sequence[Any],
     *,
     process_is_granule: bool,
-) -> Mesh:
+) -> Any:
     from jax.experimental import mesh_utils  # slow to import, and few meshes need it
 
-    between = [slow.get(name, 1) for name in sizes]
     make = partial(
         mesh_utils.create_hybrid_device_mesh,
         list(sizes.values()),
-        between,
+        [between.get(name, 1) for name in sizes],
         devices,
         process_is_granule=process_is_granule,
     )
     try:
-        grid = _arranged(make, sizes)
+        return _arrange(make, sizes)
     except ValueError as error:
         raise MeshError(
-            f"dcn_axes {describe_sizes(slow)} does not match how the devices are connected:"
-            f" {error}. Their product must be the number of slices, or of processes where"
-            " there are no slices."
+            f"make_mesh: dcn_axes {describe_sizes(between)} does not match how the devices are"
+            f" connected: {error}. Their product must be the number of slices, or of processes"
+            " where there are no slices."
         ) from error
-    return Mesh(grid, tuple(sizes), axis_types=types)
 
 
-def _arranged(make: Callable[..., Any], sizes: Mapping[str, int]) -> Any:
+def _arrange(make: Callable[..., Any], sizes: Mapping[str, int]) -> Any:
     """The devices as `make` arranges them; if it cannot give each axis whole dims of the torus,
     with axes that share one."""
     try:
@@ -207,6 +249,9 @@ def _arranged(make: Callable[..., Any], sizes: Mapping[str, int]) -> Any:
     return grid
 
 
+# ------------------------------------------------------------------ devices
+
+
 def with_devices(mesh: MeshLike | None, where: str, *, compile_only: bool = False) -> Mesh:
     """Returns a mesh that arrays can be placed on; by default the mesh in force.
 
@@ -214,19 +259,18 @@ def with_devices(mesh: MeshLike | None, where: str, *, compile_only: bool = Fals
     and it is not to `compile_only`.
     """
     mesh = make_mesh(mesh) if isinstance(mesh, str) else current_or_given(mesh)
-    if isinstance(mesh, Mesh):
-        device = mesh.devices.flat[0]
-        if compile_only or is_attached(device):
-            return mesh
-        raise NoDevicesError(
-            f"{where}: this mesh ({describe_mesh(mesh)}) is of devices that are not attached"
-            f" ({device.device_kind}): it can plan and compile. Pass a mesh of attached devices;"
-            " a plan is made again for it by `plan.on(mesh)`."
-        )
+    if not isinstance(mesh, Mesh):
+        what = "an AbstractMesh: it has sizes, but no devices to hold arrays"
+        use = "a mesh with devices, as `treeshard.make_mesh` returns"
+    elif compile_only or is_attached(mesh.devices.flat[0]):
+        return mesh
+    else:
+        kind = mesh.devices.flat[0].device_kind
+        what = f"of devices that are not attached ({kind}): it can plan and compile"
+        use = "a mesh of attached devices"
     raise NoDevicesError(
-        f"{where}: the mesh ({describe_mesh(mesh)}) is an AbstractMesh: it has sizes, but no"
-        " devices to hold arrays. Pass a mesh with devices, as `treeshard.make_mesh` returns; a"
-        " plan is made again for it by `plan.on(mesh)`."
+        f"{where}: the mesh ({describe_mesh(mesh)}) is {what}. Pass {use}; `plan.on(mesh)` makes a"
+        " plan again for it."
     )
 
 
@@ -263,62 +307,8 @@ def simulate_devices(n: int) -> None:
             f" {len(jax.devices('cpu'))} CPU device(s), and cannot change their number. Call it"
             " right after the imports, before any code lists devices or makes an array."
         )
+    # JAX raises if both the flag and the option are set.
     flags = os.environ.get("XLA_FLAGS", "")
     if _SIMULATED in flags:
         os.environ["XLA_FLAGS"] = re.sub(rf"{_SIMULATED}=\S*\s*", "", flags).strip()
     jax.config.update("jax_num_cpu_devices", n)
-
-
-def _split_over_slices(sizes: dict[str, int], slices: int) -> tuple[dict[str, int], dict[str, int]]:
-    """The factors within a slice and between slices, if only one axis can take the slices."""
-    able = [name for name, size in sizes.items() if size % slices == 0]
-    if len(able) != 1:
-        which = f"several axes can be split over them: {', '.join(able)}"
-        if not able:
-            which = "no axis can be split over them"
-        name = next(iter(able or sizes))
-        within = describe_sizes({**sizes, name: max(1, sizes[name] // slices)}).replace(" ", "")
-        raise MeshError(
-            f"{describe_sizes(sizes)}: the devices are in {slices} slices with a slow network"
-            f" between them, and {which}. Say which axis runs over the slow network,"
-            f' and give sizes within a slice: make_mesh("{within}", dcn_axes="{name}={slices}").'
-        )
-    [name] = able
-    warn(
-        f"make_mesh: {name!r} runs over the slow network between {slices} slices, since only its"
-        f' size can be split over them. Pass dcn_axes="{name}={slices}", and its size within a'
-        " slice in `axes`, to say so yourself."
-    )
-    return {**sizes, name: sizes[name] // slices}, {name: slices}
-
-
-def _fill(
-    sizes: dict[str, int], slow: dict[str, int], devices: int
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Both with the size that is -1 replaced, so that they multiply to the number of devices."""
-    both = {**{f"{name} (dcn)": size for name, size in slow.items()}, **sizes}
-    text = describe_sizes(both)
-    unknown = [name for name, size in both.items() if size == -1]
-    if len(unknown) > 1:
-        raise MeshError(
-            f"{text}: only one size may be -1, since it takes all remaining devices."
-            f" Give {' or '.join(unknown)} a number."
-        )
-    known = math.prod(size for size in both.values() if size != -1)
-    remaining = devices // known if unknown else 1
-    if known * remaining != devices:
-        problem, way_out = _WRONG_PRODUCT[bool(unknown)]
-        raise MeshError(
-            f"{text} multiplies to {known}, which {problem} the number of devices, {devices}."
-            f" Change a size,{way_out} pass `devices=`, or simulate more with"
-            " `treeshard.simulate_devices`."
-        )
-
-    def filled(factors: dict[str, int]) -> dict[str, int]:
-        return {name: remaining if size == -1 else size for name, size in factors.items()}
-
-    return filled(sizes), filled(slow)
-
-
-# By whether a size is -1.
-_WRONG_PRODUCT = {True: ("does not divide", ""), False: ("is not", " let one be -1,")}

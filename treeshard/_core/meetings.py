@@ -4,30 +4,18 @@ Messages go through the coordination service of JAX's own runtime, so no device 
 nothing is compiled. `jax.experimental.multihost_utils` does the same by a program on all devices:
 if one process does not start it, the others wait forever, and nobody says for whom.
 
-The meetings of the same processes are numbered, and each process says there which call it makes, in
-which thread, and how many steps it has started. If these differ, a process skipped a call, or two
-threads of one process call at once: then all processes raise, before any data moves.
+1. The meetings of the same processes are numbered. At each, a process says which call it makes, in
+   which thread, and, as a hash, which steps and batches it has made since the start. If any of
+   these differ, a process skipped a call, or two threads of one process call at once: then all
+   processes raise, before any data moves.
+2. There is no repair after that, nor after a call that some processes left, for lack of time or for
+   a Ctrl-C: as a broken `threading.Barrier`, every later call raises, and names the first failure.
+   What goes on is a call on which all had agreed before, such as a save in the background.
+3. When such a process ends, it does not wait for the others, which may wait for it.
 
-There is no repair after that, nor after a call that some processes left, for lack of time or for a
-Ctrl-C: as a broken `threading.Barrier`, every later call raises, and names the first failure.
-What goes on is a call on which all had agreed before, such as a save in the background. When such a
-process ends, it does not wait for the others, which may wait for it.
-
-At each meeting the processes also say how many steps and batches of treeshard they have made, by
-which programs and of which shapes (as a hash of all of them), and at which lines of the user's code
-they are. So a process that skips one of several calls that look the same is noticed if its arrays
-are treeshard's, which are known by the call and the path that made them; or if a step or a batch
-was made since.
-Arrays of programs of `jax.jit` are not known. If no values can be compared either, calls at
-different lines are a warning, and an error once all make one of these calls together, or had done
-so before. What is not noticed then: a call that is skipped in a loop around it, if all else in the
-loop is JAX's.
-
-Steps count in whichever thread they are called. Batches count in the thread that comes to the
-meeting: others may make them in advance, and are at another batch on each process. A thread besides
-the main one may belong to a pool, whose tasks go to other threads on each process. So its batches
-count from the moment since which no other such thread has done anything, and are compared if that
-moment was the same on all processes.
+A process that skips one of two calls that look the same, with neither a step nor a batch of
+treeshard between them, is not noticed here, but by its arrays: `set_origin` notes which call of
+treeshard made them, and `Facts` compares small values of the arrays that JAX made.
 """
 
 import atexit
@@ -39,12 +27,12 @@ import sysconfig
 import threading
 import time
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from itertools import count, islice
+from itertools import count
 from traceback import walk_stack
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 from jax.core import Tracer
@@ -52,12 +40,22 @@ from jax.core import Tracer
 from treeshard._core.jax_private import coordination_client
 from treeshard._core.text import in_groups
 from treeshard._core.threads import HeldInterrupts, end_process, wait_in_thread
-from treeshard.errors import HIDDEN, ProcessError, counted
+from treeshard.errors import ProcessError, own_lines
 
 # Seconds to wait for other processes, by default.
 TIMEOUT = 60.0
 # For waits while others do work of unknown length. If one of them dies, JAX itself ends the rest.
 AS_LONG_AS_IT_TAKES = 7 * 86400.0
+
+
+class MeetingOptions(TypedDict, total=False):
+    """The keyword arguments of `exchange`, for the functions that pass them on to it."""
+
+    phase: str
+    among: Sequence[int] | None
+    timeout: float
+    moves: bool
+    channel: str
 
 
 def indices(among: Sequence[int] | None) -> list[int]:
@@ -69,13 +67,13 @@ def indices(among: Sequence[int] | None) -> list[int]:
 
 def exchange(
     what: str,
-    mine: bytes,
+    payload: bytes,
     *,
     phase: str = "",
     among: Sequence[int] | None = None,
     timeout: float = TIMEOUT,
     moves: bool = True,
-    lane: str = "",
+    channel: str = "",
 ) -> list[bytes]:
     """Sends a message to every participating process; returns those of all, in order of their
     indices.
@@ -85,7 +83,7 @@ def exchange(
 
     Args:
         what: The operation, such as `"save /runs/7/step_100"`; the same on every process.
-        mine: The message of this process.
+        payload: The message of this process.
         phase: What the operation does now, such as `"read"`, if it is not its first meeting: so
             that a process that left the operation, and began it again, does not meet with others
             that are in the middle of it.
@@ -94,29 +92,32 @@ def exchange(
         timeout: Seconds to wait for the other processes.
         moves: Whether data travels after this meeting. Then all threads and all started steps
             must be in one order. Other calls of threads in the background meet on their own.
-        lane: Names a sequence of meetings of its own.
+        channel: Names a sequence of meetings of its own.
     """
     participants = indices(among)
     if participants == [jax.process_index()]:
-        return [mine]
+        return [payload]
     if timeout < AS_LONG_AS_IT_TAKES:  # others wait for what goes on, and would never end
         check_not_broken(what, participants)
     if not (moves or is_main_thread()):
-        lane = lane or "background"
-    return _sequence(participants, lane).meet(what, phase, mine, timeout, moves=moves)
+        channel = channel or "background"
+    return _channel(participants, channel).meet(what, phase, payload, timeout, moves=moves)
 
 
-def exclusive(among: Sequence[int]) -> AbstractContextManager[Any]:
+def exclusive(among: Sequence[int], channel: str = "") -> AbstractContextManager[Any]:
     """For the whole of a call that moves data: the calls of other threads wait until it ends."""
-    return _sequence(among).lock if among else nullcontext()
+    return _channel(among, channel).lock if among else nullcontext()
+
+
+# ------------------------------------------------------------------ a call that failed
 
 
 def check_not_broken(what: str, among: Sequence[int]) -> None:
-    """Raises if a call of this process has timed out, or was another one than that of others."""
-    if _broken and among:
+    """Raises if a call of this process has failed, or was another one than that of others."""
+    if _process.broken and among:
         raise ProcessError(
-            f"{what}: nothing was done. The processes are out of step since {_broken[0]}; start the"
-            " run again, from its last checkpoint."
+            f"{what}: nothing was done. The processes are out of step since {_process.broken};"
+            " start the run again, from its last checkpoint."
         )
 
 
@@ -125,18 +126,15 @@ def mark_broken(what: str, among: Sequence[int] | None) -> None:
 
     `what` is the call of the last meeting of this thread.
     """
-    if _broken:
+    if _process.broken:
         return
-    _broken.append(_with_line(what, _last.place))
+    _process.broken = _thread.call._replace(what=what).with_line()
     # The first process to say so decides what all of them name. Without the service: this one.
-    key = _OUT_OF_STEP + "-".join(map(str, indices(among)))
+    key = f"{_process.names}{_BROKEN}{'-'.join(map(str, indices(among)))}"
     with suppress(jax.errors.JaxRuntimeError, ProcessError):
-        _client().key_value_set(_NAMES + key, _broken[0])
+        _client().key_value_set(key, _process.broken)
     with suppress(jax.errors.JaxRuntimeError, ProcessError):
-        _broken[0] = _client().key_value_try_get(_NAMES + key)
-
-
-# ------------------------------------------------------------------ leaving a call
+        _process.broken = _client().key_value_try_get(key)
 
 
 @contextmanager
@@ -148,31 +146,31 @@ def breaking_if_left() -> Iterator[None]:
     Whatever else leaves the call and is not an `Exception` makes the break final, since the next
     call of this process would meet with the middle of this one.
     """
-    met, outer = _last.count, _last.interrupts
-    interrupts = _last.interrupts = outer or HeldInterrupts()
+    met, outer = _thread.meetings, _thread.interrupts
+    interrupts = _thread.interrupts = outer or HeldInterrupts()
     try:
         yield
-    except Exception:  # of all processes, or told at a meeting
-        raise
     except BaseException as error:
-        if _last.count > met and error is not _last.told:
-            _last.sequence.leave(error)
+        # An `Exception` is raised by all processes, or was told to them at a meeting.
+        is_told = isinstance(error, Exception) or error is _thread.told
+        if _thread.meetings > met and not is_told:
+            _thread.channel.leave(error)
         raise
     finally:  # what has waited until here leaves a call that is over
-        _last.interrupts = outer
+        _thread.interrupts = outer
         if outer is None:
             interrupts.close()
 
 
 def release_interrupts() -> None:
     """Raises a Ctrl-C that has waited: from here on the others are told of it."""
-    if _last.interrupts is not None:
-        _last.interrupts.release()
+    if _thread.interrupts is not None:
+        _thread.interrupts.release()
 
 
 def set_told(error: BaseException | None) -> None:
     """Notes the error of this process that the last meeting of this thread told the others."""
-    _last.told = error
+    _thread.told = error
 
 
 # ------------------------------------------------------------------ the end of the process
@@ -181,40 +179,41 @@ _SECONDS_TO_END = 5.0  # that process 0 gives the others
 
 
 @atexit.register
-def _end_if_out_of_step() -> None:
+def _end_if_broken() -> None:
     """Ends a process that is out of step, or hears that others are, with status 1.
 
     At exit JAX waits five minutes for the other processes, which may be in a step that waits for
     this one.
     """
-    since = _broken or _broken_of_others()
+    since = _process.broken or _broken_of_others()
     if since:
-        print(_AT_EXIT.format(since=since[0]), file=sys.stderr, flush=True)
+        print(_AT_EXIT.format(since=since), file=sys.stderr)
         with suppress(jax.errors.JaxRuntimeError, ProcessError):
             _let_others_end()
         end_process()
 
 
-def _broken_of_others() -> list[str]:
-    """The calls that failed on other processes with which this one had a meeting."""
-    participants = {"-".join(map(str, among)) for *among, _ in _sequences}
+def _broken_of_others() -> str:
+    """The call that failed on other processes with which this one had a meeting."""
+    participants = {"-".join(map(str, channel.participants)) for channel in _process.all_channels()}
     if not participants:
-        return []
+        return ""
     with suppress(jax.errors.JaxRuntimeError, ProcessError):
-        keys = _client().key_value_dir_get(_NAMES + _OUT_OF_STEP)
-        return [call for key, call in keys if key.rpartition("/")[2] in participants]
-    return []
+        for key, call in _client().key_value_dir_get(_process.names + _BROKEN):
+            if key.rpartition("/")[2] in participants:
+                return call
+    return ""
 
 
 def _let_others_end() -> None:
     """Waits on process 0, which has the service: without it JAX aborts the others, which could not
     say why they end."""
-    client, me = _client(), jax.process_index()
-    client.key_value_set(f"{_NAMES}ends/{me}", "")
+    client, me, ends = _client(), jax.process_index(), f"{_process.names}ends/"
+    client.key_value_set(f"{ends}{me}", "")
     if me != 0:
         return
     until = time.monotonic() + _SECONDS_TO_END
-    while len(client.key_value_dir_get(f"{_NAMES}ends/")) < jax.process_count():
+    while len(client.key_value_dir_get(ends)) < jax.process_count():
         if time.monotonic() > until:
             return
         time.sleep(0.05)
@@ -226,56 +225,53 @@ def _let_others_end() -> None:
 
 def count_step(among: Sequence[int]) -> str:
     """Counts a program that these processes have started without a meeting, and names it."""
-    sequence = _sequence(among)
-    sequence.steps += 1
-    return f"step {sequence.steps}"
+    return f"step {_channel(among).count('step')}"
 
 
 def count_program(among: Sequence[int]) -> int:
     """Counts a program that these processes call for the first time; returns its number."""
-    sequence = _sequence(among)
-    sequence.programs += 1
-    return sequence.programs
+    return _channel(among).count("program")
 
 
 def count_batch(among: Sequence[int]) -> int:
     """Counts a batch that these processes made without a meeting; returns its number."""
-    sequence = _sequence(among)
-    batches = sequence.batches_of_thread()  # before this one
-    batches.count += 1
-    sequence.all_batches += 1
-    return sequence.all_batches
+    return _channel(among).count("batch")
 
 
-def note_batch(among: Sequence[int], entry: str) -> None:
-    """Adds a batch to the history of this thread, which processes compare at its later meetings."""
-    _sequence(among).batches_of_thread().note(entry)
+def record_step(among: Sequence[int], entry: str) -> None:
+    """Adds a step, and what it was given, to what processes compare at each later meeting.
+
+    Whichever thread calls it: steps wait for each other in collectives, so their order must be one.
+    """
+    _channel(among).steps.add(entry)
 
 
-def note_step(among: Sequence[int], entry: str) -> None:
-    """Adds a step, and what it was given, to what processes compare at each later meeting."""
-    sequence = _sequence(among)
-    sequence.batches_of_thread()
-    sequence.history.note(entry)
+def record_batch(among: Sequence[int], entry: str) -> None:
+    """Adds a batch to what processes compare at each later meeting of this thread.
+
+    At those of other threads it may not have been made yet, if a thread makes batches in advance.
+    Whichever thread made it, it is compared when a step receives it.
+    """
+    _channel(among).batches.add(entry)
 
 
-def tell_batch(among: Sequence[int], number: int, form: str) -> None:
-    """Tells the others the form of a batch, if it is another one than before, for their errors."""
-    sequence = _sequence(among)
-    if sequence.batch is None or sequence.batch[1] != form:
-        sequence.batch = number, form
-        key = sequence.key(f"batch/{jax.process_index()}")
-        with _typed_errors("from_process_local"):
-            _client().key_value_set(key, json.dumps(sequence.batch), allow_overwrite=True)
+def agreed_forms(among: Sequence[int]) -> dict[Any, str]:
+    """The forms of trees that these processes have compared, by a key of the caller's.
+
+    They grow with the shapes of batches, and for each of these JAX keeps a compiled program.
+    """
+    return _channel(among).agreed_forms
 
 
 def is_main_thread() -> bool:
-    """Whether this is the thread that also makes its first batches in the order of all calls."""
+    """Whether this is the thread whose calls are in the same order on all processes."""
     return threading.current_thread() is threading.main_thread()
 
 
-# Set on global arrays: the participants, the call that made them, and the leaf that they were.
-_ORIGIN = "_treeshard_made_in"
+# Notes are attributes of the arrays, and go with them. Arrays have no hash, so that a weak
+# dictionary cannot have them as keys. JAX makes new arrays from them without these attributes.
+_ORIGIN = "_treeshard_made_in"  # the participants, the call that made an array, and as which leaf
+_CHECKSUM = "_treeshard_checksum"  # of a small array that every process has passed in full
 
 
 def set_origin(
@@ -295,9 +291,6 @@ def origin(x: Any, among: Sequence[int]) -> str:
     return f"{call} as leaf {name}" if participants == tuple(among) else ""
 
 
-_CHECKSUM = "_treeshard_checksum"  # set on small arrays that every process has passed in full
-
-
 def set_checksum(x: jax.Array, text: str) -> None:
     """Notes on an array the checksum of its values, which steps then need not read again."""
     setattr(x, _CHECKSUM, text)
@@ -308,176 +301,105 @@ def known_checksum(x: Any) -> str:
     return getattr(x, _CHECKSUM, "")
 
 
-# ------------------------------------------------------------------ the last meeting
-
-
-class _Last(threading.local):
-    """The last meeting of this thread.
-
-    Attributes:
-        count: How many meetings this thread has come to.
-        told: The error of this process that it told the others at the last one.
-        interrupts: Those of the call that this thread makes.
-        place: The place of this process.
-        places: Those of all of them, if data moved after it.
-    """
-
-    count = 0
-    told: BaseException | None = None
-    interrupts: HeldInterrupts | None = None
-    sequence: "_Sequence"
-    call: "_Call"
-    meeting: str
-    place: str
-    places: Mapping[int, str]
-
-
-_last = _Last()
-
-
 def last_meeting() -> str:
     """Names the last meeting of this thread."""
-    return _last.meeting
-
-
-def lines_differ(what: str, among: Sequence[int] | None) -> str:
-    """The lines at which the processes made the last call, if they are new ones and differ.
-
-    Raises if these lines say that a process skipped a call.
-    """
-    places = frozenset(_last.places.values())
-    sequence = _sequence(indices(among))
-    try:
-        sequence.check_places(what, _last.places)
-    except ProcessError:
-        mark_broken(what, among)
-        raise
-    if len(places) < 2 or "" in places or places in sequence.apart:
-        return ""
-    sequence.apart.add(places)
-    return in_groups(_last.places)
+    return _thread.last_meeting
 
 
 # ------------------------------------------------------------------ a meeting
 
 
 class _Call(NamedTuple):
-    """What a process says at a meeting: all but the place must be the same on all.
+    """What a process says at a meeting. All but the line must be the same on all processes."""
 
-    Attributes:
-        history: A hash of all steps so far.
-        since: From when on the batches of this thread count.
-        made: A hash of the forms of these batches.
-        left: The type of what made the process leave, and not come to meetings any more.
-    """
+    what: str  # the operation
+    phase: str = ""  # what it does now
+    thread: str = ""  # the name of the thread that makes the call
+    history: str = ""  # a hash of the steps and batches so far
+    left: str = ""  # the type of what made the process leave, and not come to meetings any more
+    line: str = ""  # of the user's code: `train.py:41 (main)`
 
-    what: str
-    phase: str
-    thread: str
-    steps: int
-    batches: int
-    history: str
-    since: str
-    made: str
-    left: str
-    place: str
+    def with_line(self) -> str:
+        """`save, train.py:12 (main)`"""
+        return ", ".join(filter(None, (self.what, self.line)))
 
 
 class _History:
-    """What a thread or a process has done, in order.
+    """What a process has done in order, without a meeting: a hash of it, and its end in words."""
 
-    Attributes:
-        thread, since: Whose it is, and from when on; see `_Sequence.batches_of_thread`.
-    """
+    def __init__(self) -> None:
+        self.hash = ""
+        self.count = 0
+        self._latest = deque[str](maxlen=500)  # only to name the first difference
 
-    def __init__(self, thread: threading.Thread | None = None, since: str = "") -> None:
-        self.thread, self.since = thread, since
-        self.count, self.hash, self.noted = 0, "", deque[str](maxlen=500)
-
-    def note(self, entry: str) -> None:
+    def add(self, entry: str) -> None:
         self.hash = _hash(self.hash + entry)
-        self.noted.append(entry)
+        self.count += 1
+        self._latest.append(entry)
+
+    def entries(self) -> dict[str, str]:
+        """The last entries, by their numbers; as texts, which are the keys of JSON."""
+        first = self.count - len(self._latest)
+        return {str(number): entry for number, entry in enumerate(self._latest, first)}
 
 
-_NAMES = "treeshard/"  # of all keys of meetings in the service
-_OUT_OF_STEP = "out-of-step/"  # and of those that say that a call has failed
+class _HistoryOfThread(threading.local, _History):
+    """A history of each thread. It goes with the thread, of which there may be one for a batch."""
 
 
-class _Sequence:
-    """The meetings of some processes, and what this one has done between them.
+_BROKEN = "out-of-step/"  # in the keys of the service that say that a call has failed
 
-    Attributes:
-        lock: Of the thread whose turn it is.
-        programs: How many steps with a program of their own this process has called.
-        steps, all_batches: How many this process has made without a meeting, in any thread.
-        history: The steps.
-        batch: The number and form of the last batch that had another form than the one before.
-        apart: Places at which the processes were in one meeting, and were allowed to be.
-    """
 
-    def __init__(self, participants: tuple[int, ...], lane: str) -> None:
-        self._participants, self._lane = participants, lane
-        self._name = _NAMES + "-".join(map(str, participants))
-        if lane:
-            self._name += "." + _hash(lane)
-        self.lock = threading.RLock()
-        self.number = self.programs = self.steps = self.all_batches = 0
+class _Channel:
+    """A sequence of meetings of some processes, and what this one has done between them."""
+
+    def __init__(self, participants: tuple[int, ...], name: str) -> None:
+        self.participants = participants
+        self.lock = threading.RLock()  # of the thread whose turn it is
+        self.steps, self.batches = _History(), _HistoryOfThread()
+        self.agreed_forms: dict[Any, str] = {}  # see the function of this name
+        self._counts = Counter[str]()  # of steps, batches and programs, in all threads
+        self._name = name
+        self._key = _process.names + "-".join(map(str, participants))
+        if name:
+            self._key += "." + _hash(name)
+        self._number = 0  # of the next meeting
         self._is_over = False  # a meeting has failed, and so will all later ones
-        self.history, self._of_main, self._of_another = _History(), _History(), _History()
-        self.batch: tuple[int, str] | None = None
-        self._place = ""  # of the last call that the user's code made
-        self._have_one_version = False
-        self._common: set[str] = set()  # places of calls that all processes have made together
-        self.apart: set[frozenset[str]] = set()
+        self._line = ""  # of the last call that the user's code made
 
-    def key(self, of: str) -> str:
-        """A key in the service."""
-        return f"{self._name}-{of}"
-
-    def batches_of_thread(self) -> _History:
-        """The batches of this thread; called whenever it makes one, a step or a meeting."""
-        if is_main_thread():
-            return self._of_main
-        thread = threading.current_thread()
-        if self._of_another.thread is not thread:
-            since = f"step {self.steps}, batch {self.all_batches}, meeting {self.number}"
-            self._of_another = _History(thread, since)
-        return self._of_another
+    def count(self, kind: str) -> int:
+        self._counts[kind] += 1
+        return self._counts[kind]
 
     def meet(
-        self, what: str, phase: str, mine: bytes, timeout: float, *, moves: bool
+        self, what: str, phase: str, payload: bytes, timeout: float, *, moves: bool
     ) -> list[bytes]:
-        self._client = _client()
-        thread = "" if self._lane else threading.current_thread().name
+        thread = "" if self._name else threading.current_thread().name
         # A thread in the background goes on with a call that the user's code has made.
-        self._place = _user_place() or self._place
-        _last.place, _last.places = self._place, {}
+        self._line = _user_line() or self._line
         with self.lock:
             if self._is_over:
-                check_not_broken(what, self._participants)
-            made = self.batches_of_thread()
-            done = (self.steps, made.count, self.history.hash, made.since, made.hash)
-            done = done if moves else (0, 0, "", "", "")
-            call = _Call(what, phase, thread, *done, "", self._place)
-            _last.count, _last.sequence, _last.call = _last.count + 1, self, call
+                check_not_broken(what, self.participants)
+            history = self.steps.hash + self.batches.hash if moves else ""
+            call = _Call(what, phase, thread, history, line=self._line)
+            _thread.meetings, _thread.channel, _thread.call = _thread.meetings + 1, self, call
             try:
                 release_interrupts()
                 with _typed_errors(what):
-                    messages = self._attend(call, mine, timeout)
-                    calls = _comparable({i: call for i, (call, _) in messages.items()})
+                    messages = self._attend(call, payload, timeout)
+                    calls = {i: call for i, (call, _) in messages.items()}
                     if _differ(calls):
-                        other = self._first_other(calls, timeout)
-                        raise ProcessError(_different(what, calls) + other)
-                if moves:
-                    _last.places = {i: call.place for i, call in calls.items()}
+                        raise ProcessError(_different(what, calls))
+                    if len({call.history for call in calls.values()}) > 1:
+                        raise ProcessError(self._first_difference(call, timeout))
             except ProcessError:  # of all processes that come to this meeting
                 self._is_over = True
-                mark_broken(what, self._participants)
+                mark_broken(what, self.participants)
                 raise
-            except BaseException as error:
+            except BaseException as error:  # such as a Ctrl-C
                 self.leave(error)
                 raise
-        return [messages[i][1] for i in self._participants]
+        return [messages[i][1] for i in self.participants]
 
     def leave(self, error: BaseException) -> None:
         """Tells the others that this process will come to no meeting any more, because of an error.
@@ -485,50 +407,50 @@ class _Sequence:
         They may be at the last meeting of this process or on their way to the next one.
         """
         self._is_over = True
-        mark_broken(_last.call.what, self._participants)
-        me = jax.process_index()
-        call = _last.call._replace(left=type(error).__name__)
-        others = [i for i in self._participants if i != me]
-        for number in (self.number - 1, self.number):
+        mark_broken(_thread.call.what, self.participants)
+        call = _thread.call._replace(left=type(error).__name__)
+        others = [i for i in self.participants if i != jax.process_index()]
+        for number in (self._number - 1, self._number):
             with suppress(jax.errors.JaxRuntimeError):
-                self._say(number, call, b"")
+                self._send(number, call, b"")
             # The service fails a barrier, on all processes and at once, that one of them calls with
             # other participants. (If this process is waiting at it, this call fails alone, and the
             # others read the message above.)
             with suppress(jax.errors.JaxRuntimeError):
-                self._client.wait_at_barrier(f"{self._name}/{number}", 1, others)
+                _client().wait_at_barrier(f"{self._key}/{number}", 1, others)
 
-    def _attend(self, call: _Call, mine: bytes, timeout: float) -> dict[int, tuple[_Call, bytes]]:
+    def _attend(
+        self, call: _Call, payload: bytes, timeout: float
+    ) -> dict[int, tuple[_Call, bytes]]:
         """The calls and messages of one meeting, by process."""
-        number, self.number = self.number, self.number + 1
-        me = jax.process_index()
-        self._say(number, call, mine)
+        number, self._number = self._number, self._number + 1
+        self._send(number, call, payload)
         began = time.monotonic()
         try:
-            self._check_versions(call.what, began + timeout)
-            left = began + timeout - time.monotonic()
             # The service decides once how a barrier ends. A process that comes to one that has
             # failed gets the same error at once, so all processes count the same meetings.
-            self._wait(number, left)
-            messages = self._messages(number)
+            self._wait(number, timeout)
+            messages = self._messages(number, call.what)
         except jax.errors.JaxRuntimeError as error:
-            calls = _comparable({i: made for i, (made, _) in self._messages(number).items()})
+            calls = {i: there for i, (there, _) in self._messages(number, call.what).items()}
+            if _differ(calls):
+                raise ProcessError(_different(call.what, calls)) from None
+            absent = [i for i in self.participants if i not in calls]
             waited = time.monotonic() - began
-            raise ProcessError(self._failure(call, calls, error, waited, timeout)) from None
-        _last.meeting = f"meeting {number}{self._lane and f' ({self._lane})'}"
+            raise ProcessError(_absent(call, absent, waited, timeout, error)) from None
+        _thread.last_meeting = f"meeting {number}{self._name and f' ({self._name})'}"
         # The service keeps values until they are deleted. All have come to this meeting, so they
         # have read the messages of the one before.
         if number:
-            self._client.key_value_delete(f"{self._name}/{number - 1}/{me}")
+            _client().key_value_delete(f"{self._key}/{number - 1}/{jax.process_index()}")
         return messages
 
     def _wait(self, number: int, seconds: float) -> None:
-        interrupts = _last.interrupts
+        client, interrupts = _client(), _thread.interrupts
+        milliseconds = max(1, round(1000 * seconds))
 
         def wait() -> None:
-            self._client.wait_at_barrier(
-                f"{self._name}/{number}", max(1, round(1000 * seconds)), self._participants
-            )
+            client.wait_at_barrier(f"{self._key}/{number}", milliseconds, list(self.participants))
             if interrupts is not None:  # the others go on with the call
                 interrupts.hold()
 
@@ -536,128 +458,94 @@ class _Sequence:
             interrupts.install()
         wait_in_thread(wait)
 
-    def _say(self, number: int, call: _Call, message: bytes) -> None:
-        self._client.key_value_set_bytes(
-            f"{self._name}/{number}/{jax.process_index()}",
-            json.dumps(call).encode() + b"\n" + message,
+    def _send(self, number: int, call: _Call, payload: bytes) -> None:
+        # Other versions of treeshard must be able to read the version: it stays the last of a list.
+        header = json.dumps([*call, sys.modules["treeshard"].__version__])
+        _client().key_value_set_bytes(
+            f"{self._key}/{number}/{jax.process_index()}",
+            header.encode() + b"\n" + payload,
             allow_overwrite=True,  # by `leave`
         )
 
-    def _messages(self, number: int) -> dict[int, tuple[_Call, bytes]]:
-        messages = {}
-        for key, value in self._client.key_value_dir_get_bytes(f"{self._name}/{number}/"):
-            call, _, message = value.partition(b"\n")
-            messages[_process_of(key)] = _Call(*json.loads(call)), message
-        return messages
+    def _messages(self, number: int, what: str) -> dict[int, tuple[_Call, bytes]]:
+        """The messages that have come to a meeting, by process."""
+        headers: dict[int, list[str]] = {}
+        payloads: dict[int, bytes] = {}
+        for key, value in _client().key_value_dir_get_bytes(f"{self._key}/{number}/"):
+            header, _, payload = value.partition(b"\n")
+            process = int(key.rpartition("/")[2])
+            headers[process], payloads[process] = json.loads(header), payload
+        versions = {i: header[-1] for i, header in headers.items()}
+        if len(set(versions.values())) > 1:
+            raise ProcessError(
+                f"{what}: the processes have different versions of treeshard:"
+                f" {in_groups(versions)}. Nothing was done. Install one version on all of them."
+            )
+        return {i: (_Call(*header[:-1]), payloads[i]) for i, header in headers.items()}
 
-    def _check_versions(self, what: str, until: float) -> None:
-        """Raises, at the first meeting, if the processes have other versions of treeshard.
+    def _first_difference(self, call: _Call, timeout: float) -> str:
+        """Names the first step, or the first batch, in which processes differ that make one call.
 
-        Meetings of other versions may have other names, so that the processes would wait for each
-        other. How versions are told here must therefore never change.
+        They exchange what they have done in another meeting, to which all of them come.
         """
-        if self._have_one_version:
-            return
-        # `treeshard-version/3` is `0.4.0`
-        own = sys.modules["treeshard"].__version__
-        key = f"treeshard-version/{jax.process_index()}"
-        self._client.key_value_set(key, own, allow_overwrite=True)
-        pause, longest = 0.005, max(0.2, len(self._participants) / 500)
-        while time.monotonic() < until:
-            pairs = self._client.key_value_dir_get("treeshard-version/")
-            versions = {_process_of(key): version for key, version in pairs}
-            told = {i: versions[i] for i in self._participants if i in versions}
-            if len(set(told.values())) > 1:
-                raise ProcessError(
-                    f"{what}: the processes have different versions of treeshard:"
-                    f" {in_groups(told)}. Nothing was done. Install one version on all of them."
-                )
-            if len(told) == len(self._participants):
-                self._have_one_version = True
-                return
-            time.sleep(pause)
-            pause = min(2 * pause, longest)
-
-    def check_places(self, what: str, places: Mapping[int, str]) -> None:
-        """Raises if the processes are at other lines, each of which all had made together before.
-
-        Other lines alone are no mistake: `if process_index() == 0:` has one in each branch.
-        """
-        here = frozenset(places.values())
-        if len(here) == 1 and here <= frozenset().union(*self.apart):
-            raise ProcessError(_AT_ONE_LINE.format(what=what, line=places[self._participants[0]]))
-        if len(here) == 1:
-            self._common |= here
-        elif here <= self._common:
-            raise ProcessError(_AT_OTHER_LINES.format(what=what, lines=in_groups(places)))
-
-    # -------------------------------------------------------------- for errors
-
-    def _first_other(self, calls: Mapping[int, _Call], timeout: float) -> str:
-        """Names the first batch of another form, or the first other step, if the processes differ
-        in nothing else."""
-        if not _differ_in_history_alone(calls):
-            return ""
-        call = calls[self._participants[0]]._replace(
-            what="comparing batches", history="", since="", made="", place=""
-        )
-        batches_differ = len({call.made for call in calls.values()}) > 1
-        history = self.batches_of_thread() if batches_differ else self.history
-        mine = zlib.compress(json.dumps(list(history.noted)).encode())
-        messages = self._attend(call, mine, timeout)
-        noted = {i: json.loads(zlib.decompress(text)) for i, (_, text) in messages.items()}
-        for entry in zip(*noted.values(), strict=False):
-            if len(set(entry)) > 1:
-                return f" The first: {in_groups(dict(zip(noted, entry, strict=True)))}."
-        return ""
-
-    def _failure(
-        self,
-        call: _Call,
-        calls: Mapping[int, _Call],
-        error: Exception,
-        waited: float,
-        timeout: float,
-    ) -> str:
-        """Why not all processes came to a meeting; `calls` has those that did."""
-        if _differ(calls):
-            return _different(call.what, calls)
-        absent = [i for i in self._participants if i not in calls]
-        # The status of a barrier whose time is over; any other is of a process or service lost.
-        lost = "DEADLINE_EXCEEDED" not in str(error)
-        text = _absent(call.what, absent, waited if lost else timeout, error, lost=lost)
-        if absent and call.place:
-            text += f" This process called it at {call.place}."
-        return text if lost else text + self._other_batches(absent)
-
-    def _other_batches(self, absent: Sequence[int]) -> str:
-        """Names the last batch of this process and of absent ones, if they differ."""
-        told = _sequence(self._participants)
-        if told.batch is None:
-            return ""
-        number, form = told.batch
-        others: list[str] = []
-        for key, text in self._client.key_value_dir_get(told.key("batch/")):
-            since, other = json.loads(text)
-            if _process_of(key) in absent and other != form:
-                others.append(f" on process {_process_of(key)}, {other} since batch {since}")
-        return f" Batch {number} here is {form};{';'.join(others[:4])}." if others else ""
+        entries = json.dumps([self.steps.entries(), self.batches.entries()])
+        asking = call._replace(what="comparing steps and batches", history="")
+        messages = self._attend(asking, zlib.compress(entries.encode()), timeout)
+        by_process = {i: json.loads(zlib.decompress(text)) for i, (_, text) in messages.items()}
+        return f"{call.what}: {_OTHER_HISTORY}{_first_other(by_process)} {_THE_SAME_CALLS}"
 
 
-_sequences: dict[Any, _Sequence] = {}
-_broken: list[str] = []  # the first call that failed, if there is one
+# ------------------------------------------------------------------ the process, and its threads
+
+
+class _Process:
+    """This process among the others, and what it remembers from call to call.
+
+    It has to be a global: the calls of a program share nothing else, and a later one, of whichever
+    function, must know that an earlier one has failed.
+    """
+
+    def __init__(self, names: str = "treeshard/") -> None:
+        self.start_again(names)
+
+    def start_again(self, names: str = "treeshard/") -> None:
+        """Forgets all meetings and failures."""
+        self.names = names  # what all keys in the service begin with
+        self.broken = ""  # the first call that failed, if there is one
+        self._channels: dict[tuple[tuple[int, ...], str], _Channel] = {}
+
+    def channel(self, among: Sequence[int], name: str) -> _Channel:
+        key = tuple(among), name
+        known = self._channels.get(key)  # of two threads that come first, both get the same
+        return known or self._channels.setdefault(key, _Channel(*key))
+
+    def all_channels(self) -> list[_Channel]:
+        return list(self._channels.values())
+
+
+class _Thread(threading.local):
+    """The last meeting of this thread."""
+
+    meetings = 0  # how many this thread has come to
+    told: BaseException | None = None  # the error that this process told the others there
+    interrupts: HeldInterrupts | None = None  # of the call that this thread makes
+    channel: _Channel  # of the meeting
+    call = _Call("")  # what this process said there
+    last_meeting: str  # its name, for the user
+
+
+_process = _Process()
+_thread = _Thread()
 # A forked process is not one of the processes that meet.
-os.register_at_fork(after_in_child=_sequences.clear)
-os.register_at_fork(after_in_child=_broken.clear)
+os.register_at_fork(after_in_child=_process.start_again)
 
 
-def _sequence(among: Sequence[int], lane: str = "") -> _Sequence:
-    key = (*among, lane)
-    known = _sequences.get(key)  # of two threads that come first, both get the same
-    return known or _sequences.setdefault(key, _Sequence(key[:-1], lane))
+def _channel(among: Sequence[int], name: str = "") -> _Channel:
+    return _process.channel(among, name)
 
 
 def _client() -> Any:
+    """The client of the coordination service, which is all that meetings talk to."""
     client = coordination_client()
     if client is None:
         raise ProcessError(
@@ -675,68 +563,56 @@ def _typed_errors(what: str) -> Iterator[None]:
         raise ProcessError(_UNREACHABLE.format(what=what, error=_reason(error))) from None
 
 
-def _process_of(key: str) -> int:
-    return int(key.rpartition("/")[2])
-
-
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-# ------------------------------------------------------------------ lines of the user's code
-
 _STANDARD = tuple(os.path.join(sysconfig.get_path(x), "") for x in ("stdlib", "platstdlib"))
-_NOT_OF_USER = ("<frozen", *HIDDEN, *_STANDARD)
-_SHOWN = 3  # lines of one place, from the innermost
 
 
-def _user_place() -> str:
-    """The lines of the user's code that led here: `train.py:41 (log) < train.py:60 (main)`.
+def _user_line() -> str:
+    """The innermost line of the user's code that led here: `train.py:41 (log)`.
 
-    Empty if there are none, as in a thread of treeshard.
+    Empty if there is none, as in a thread of treeshard.
     """
-    return " < ".join(islice(_user_lines(), _SHOWN))
-
-
-def _user_lines() -> Iterator[str]:
     for frame, number in walk_stack(sys._getframe()):
         file, name = frame.f_code.co_filename, frame.f_code.co_name
-        if "/site-packages/" in file or file.startswith(_NOT_OF_USER):
+        if file.startswith(_STANDARD) or not own_lines([file]):
             continue
         with suppress(OSError):  # the current directory was removed
             file = file.removeprefix(os.path.join(os.getcwd(), ""))
-        yield f"{file}:{number}" if name == "<module>" else f"{file}:{number} ({name})"
-
-
-def _first_line(place: str) -> str:
-    return place.partition(" < ")[0]
-
-
-def _with_line(what: str, place: str) -> str:
-    """`save, train.py:12 (main)`"""
-    return ", ".join(filter(None, (what, _first_line(place))))
+        return f"{file}:{number}" if name == "<module>" else f"{file}:{number} ({name})"
+    return ""
 
 
 # ------------------------------------------------------------------ messages
 
 
-def _absent(what: str, absent: Sequence[int], after: float, error: Exception, *, lost: bool) -> str:
+def _absent(
+    call: _Call, absent: Sequence[int], waited: float, timeout: float, error: Exception
+) -> str:
+    """Why not all processes came to a meeting, although those that came make the same call."""
+    # The status of a barrier whose time is over; any other is of a process or service lost.
+    is_lost = "DEADLINE_EXCEEDED" not in str(error)
     reason = _reason(error)
     if not absent:  # all arrived, one of them too late; or the service itself is gone
+        after = waited if is_lost else timeout
         return (
-            f"{what}: a process arrived more than {after:g} s after another, or was lost"
+            f"{call.what}: a process arrived more than {after:g} s after another, or was lost"
             f" ({reason}). Nothing was done. See the logs of the other processes."
         )
     names = ", ".join(map(str, absent))
     who = f"{'process' if len(absent) == 1 else 'processes'} {names} of {jax.process_count()}"
-    if lost:
+    here = f" This process called it at {call.line}." if call.line else ""
+    if is_lost:
         return (
-            f"{what}: {who} ended or cannot be reached, as was noticed after {after:.0f} s of"
-            f" waiting ({reason}). Nothing was done. See the log of the missing process."
+            f"{call.what}: {who} ended or cannot be reached, as was noticed after {waited:.0f} s of"
+            f" waiting ({reason}). Nothing was done. See the log of the missing process.{here}"
         )
     return (
-        f"{what}: {who} did not arrive within {after:g} s. Nothing was done. Every process must"
-        " make this call. See the log of the missing process, or wait longer with `timeout=`."
+        f"{call.what}: {who} did not arrive within {timeout:g} s. Nothing was done. Every process"
+        " must make this call. See the log of the missing process, or wait longer with"
+        f" `timeout=`.{here}"
     )
 
 
@@ -752,81 +628,55 @@ _AT_EXIT = (
     "treeshard: the processes are out of step since {since}. This one ends with status 1 now, and"
     " does not wait for the others. Start the run again, from its last checkpoint."
 )
-_SKIPPED_A_CALL = "A process skipped a call, or made one more."
 _THE_SAME_CALLS = "All of them must make the same calls in the same order."
-_AT_ONE_LINE = (
-    "{what}: all processes make this call at {line}, and nothing was done. Before, some of them had"
-    f" made it at another line while others made it here. {_SKIPPED_A_CALL} {_THE_SAME_CALLS}"
+_OTHER_HISTORY = (
+    "before this call the processes have called different steps, or made batches of different"
+    " shapes or small values, and nothing was done."
 )
-_AT_OTHER_LINES = (
-    "{what}: the processes make this call at other lines, and nothing was done: {lines}. Before,"
-    " all of them had made it at one line together, and then at the other."
-    f" {_SKIPPED_A_CALL} {_THE_SAME_CALLS}"
-)
-
-
-def _comparable(calls: Mapping[int, _Call]) -> dict[int, _Call]:
-    """The calls, without the batches of their threads if these do not count from one moment on."""
-    if len({call.since for call in calls.values()}) == 1:
-        return dict(calls)
-    return {i: call._replace(batches=0, since="", made="") for i, call in calls.items()}
 
 
 def _differ(calls: Mapping[int, _Call]) -> bool:
-    return len({call._replace(place="") for call in calls.values()}) > 1
-
-
-def _differ_in_history_alone(calls: Mapping[int, _Call]) -> bool:
-    return _differ(calls) and not _differ(
-        {i: call._replace(history="", made="") for i, call in calls.items()}
-    )
+    """Whether processes make different calls, whatever they have done before."""
+    return len({call._replace(line="", history="") for call in calls.values()}) > 1
 
 
 def _different(what: str, calls: Mapping[int, _Call]) -> str:
     """What processes say that make different calls."""
-    left = {
-        i: f"{_with_line(call.what, call.place)} was left by a {call.left}"
-        for i, call in calls.items()
-        if call.left
-    }
+    left = {i: call for i, call in calls.items() if call.left}
     if left:
+        rows = {i: f"{call.with_line()} was left by a {call.left}" for i, call in left.items()}
         return (
-            f"{what}: the call could not be made together: {in_groups(left)}. The processes are out"
+            f"{what}: the call could not be made together: {in_groups(rows)}. The processes are out"
             " of step: start the run again, from its last checkpoint."
         )
-    if _differ_in_history_alone(calls):
-        return (
-            f"{what}: the processes have passed batches of other shapes or of other small values,"
-            " or called other steps, and nothing was done."
-        )
-    columns = zip(*calls.values(), strict=True)
-    whats, phases, threads, steps, batches, *_ = (len(set(column)) > 1 for column in columns)
-    rows: dict[int, str] = {}
-    for i, call in calls.items():
-        rows[i] = call.what
-        if phases and not whats:
-            rows[i] += f" ({call.phase or 'begin'})"
-        if threads:
-            rows[i] += f" in the thread {call.thread!r}"
-        if steps and not whats:
-            rows[i] += f" after {counted(call.steps, 'step')}"
-        elif batches and not whats:
-            rows[i] += f" after {call.batches:,} calls of from_process_local"
-    why = _SKIPPED_A_CALL
-    if threads:
+    rows = {i: call.with_line() for i, call in calls.items()}
+    why = "A process skipped a call, or made one more."
+    if len({call.thread for call in calls.values()}) > 1:
+        rows = {i: f"{rows[i]}, in the thread {call.thread!r}" for i, call in calls.items()}
         why = (
             "Calls from several threads may come in another order on each process: make them from"
             " one thread."
         )
-    elif phases and not whats:
+    elif len({call.what for call in calls.values()}) == 1:
+        rows = {i: f"{rows[i]} ({call.phase or 'begin'})" for i, call in calls.items()}
         why = "A process left this call before its end, and made it again."
-    elif steps and not whats:
-        why = "A process skipped a step, or made one more."
-    text = (
+    return (
         f"{what}: the processes do not make the same call, and nothing was done: {in_groups(rows)}."
         f" {why} {_THE_SAME_CALLS}"
     )
-    lines = {i: _first_line(call.place) for i, call in calls.items()}
-    if "" in lines.values() or len(set(lines.values())) == 1:
-        return text
-    return f"{text} Their lines: {in_groups(lines)}."
+
+
+def _first_other(by_process: Mapping[int, list[dict[str, str]]]) -> str:
+    """The first entry in which histories of processes differ; empty if it was long ago.
+
+    Each process has sent the entries of its steps, and those of its batches, by number.
+    """
+    for histories in zip(*by_process.values(), strict=True):
+        # What one of them no longer has is not known to differ.
+        oldest = max(min(map(int, entries), default=0) for entries in histories)
+        numbers = sorted({int(number) for entries in histories for number in entries})
+        for number in numbers:
+            row = [entries.get(str(number), "nothing") for entries in histories]
+            if number >= oldest and len(set(row)) > 1:
+                return f" The first: {in_groups(dict(zip(by_process, row, strict=True)))}."
+    return ""

@@ -78,7 +78,9 @@ def shared_memory(root: Path = Path("/")) -> int | None:
         return None
     with suppress(OSError):  # without cgroups
         for line in (root / "proc/self/cgroup").read_text().splitlines():
-            free += _free_in_groups(root / "sys/fs/cgroup", line)
+            # `0::/user.slice/app`; other lines are of version 1, which kernels still mount.
+            if line.startswith("0::"):
+                free += _free_in_groups(root / "sys/fs/cgroup", line.removeprefix("0::"))
     return min(free)
 
 
@@ -95,31 +97,22 @@ def _address_space(threads: int, running: int) -> int:
     return threads * stack + max(0, min(threads, arenas)) * 2**26
 
 
-def _free_in_groups(mounted: Path, line: str) -> Iterator[int]:
-    """What is free in the cgroup of a line of `/proc/self/cgroup`, and in those that contain it.
+def _free_in_groups(mounted: Path, path: str) -> Iterator[int]:
+    """What is free in a cgroup (version 2), and in those that contain it.
 
-    A line is `0::/user.slice/app` in version 2, and `4:memory:/docker/1f3` in version 1. In a
-    container the path may be one of its host: then the group of the container is at the root.
+    In a container the path may be one of its host: then the group of the container is at the root.
     """
-    _, controllers, path = line.split(":", 2)
-    usage, most, prefix = "memory.current", "memory.max", ""
-    if "memory" in controllers.split(","):
-        mounted /= "memory"
-        usage, most, prefix = "memory.usage_in_bytes", "memory.limit_in_bytes", "total_"
-    elif controllers:
-        return
     # `..` leads out of a namespace, to groups that cannot be seen from here.
     inner = Path(*(part for part in path.split("/") if part not in ("", "..")))
     for group in (inner, *inner.parents):
         # A group without a limit has no such file, or the word `max` in it.
         with suppress(OSError, KeyError, ValueError):
-            limit = int((mounted / group / most).read_text())
-            used = int((mounted / group / usage).read_text())
+            limit = int((mounted / group / "memory.max").read_text())
+            used = int((mounted / group / "memory.current").read_text())
             # The page cache of files is freed when memory is needed, unless it is shared memory,
             # which does not count as such.
             caches = _amounts(mounted / group / "memory.stat")
-            cached = caches[f"{prefix}active_file"] + caches[f"{prefix}inactive_file"]
-            yield limit - used + cached
+            yield limit - used + caches["active_file"] + caches["inactive_file"]
 
 
 def _amounts(file: Path) -> dict[str, int]:

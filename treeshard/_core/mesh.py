@@ -1,7 +1,10 @@
 """The axes of a mesh, and the mesh that is in force.
 
-The only module that knows where a current mesh comes from: `jax.set_mesh`, the older
-`with mesh:`, or the current trace.
+The only module that knows where a current mesh comes from. JAX has three places for it:
+
+1. `jax.set_mesh`: `get_abstract_mesh` has the axes, and a private context the devices.
+2. `with mesh:`, the older way, without effect where 1 is set: only a private context has it.
+3. The trace, inside of 1: its mesh has no devices, and the Manual axes of `shard_map`.
 """
 
 import math
@@ -104,6 +107,7 @@ def get_incontext_mesh(*, raise_error: bool = True) -> AnyMesh | None:
     if mesh is None:
         mesh = mesh_of_with_statement()
     elif is_tracing():
+        # Only the mesh of the trace says which axes are Manual here.
         mesh = jax.sharding.get_abstract_mesh()
     if mesh is None and raise_error:
         raise NoMeshError(
@@ -131,6 +135,7 @@ def context_mesh() -> AnyMesh | None:
     do not depend on, and it keeps the devices of `jax.set_mesh` inside traces.
     """
     abstract = jax.sharding.get_abstract_mesh()
+    # JAX has an empty mesh where others would have `None`.
     return None if abstract.empty else mesh_of_set_mesh(abstract)
 
 
@@ -220,6 +225,7 @@ def abstract_mesh(axes: Mapping[str, int] | str) -> AbstractMesh:
             f"{describe_sizes(sizes)}: the size of {unknown[0]!r} cannot be -1 without devices."
             " Give it a number."
         )
+    # Auto, as those of `make_mesh` are by default.
     return AbstractMesh(
         tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
     )
@@ -234,6 +240,7 @@ def as_mesh(mesh: M | str, make: Callable[[str], AnyMesh] = abstract_mesh) -> M 
         return make(mesh)
     if mesh is None or isinstance(mesh, Mesh | AbstractMesh):
         return mesh
+    # A number of devices is what users of other libraries pass.
     axes = f"fsdp={mesh}" if isinstance(mesh, int) else "data=2,fsdp=4"
     raise MeshError(
         f"the mesh is {short(repr(mesh))} ({type(mesh).__name__}). Give a mesh, or its axes and"

@@ -19,6 +19,7 @@ B = TypeVar("B")
 
 def is_box(x: Any) -> bool:
     """Whether `x` is a Flax box around an array: a Linen box, or an nnx variable."""
+    # By what the classes have, since only users of Flax have it installed.
     kind = type(x)
     return hasattr(kind, "replace_boxed") or (
         hasattr(kind, "get_metadata") and hasattr(kind, "get_value")
@@ -90,6 +91,7 @@ def named_tree_map(
 
 def children_with_keys(node: Any) -> list[tuple[str, Any]]:
     """The children of a node, each with the part that it adds to a path."""
+    # All but the node itself counts as a leaf, so that JAX flattens one level.
     pairs, _ = tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
     return [(keystr(keys, simple=True, separator="/"), child) for keys, child in pairs]
 
@@ -107,6 +109,7 @@ def nested(leaves: Mapping[str, Any]) -> PyTree:
         node, rest = tree, path
         while "/" in rest:
             key, _, after = rest.partition("/")
+            # What is above `after` is a leaf itself, which a dict cannot also be.
             if path.removesuffix(f"/{after}") in leaves:
                 break
             node, rest = node.setdefault(key, {}), after
@@ -118,6 +121,8 @@ def _named_leaves(tree: PyTree, sep: str, is_leaf: IsLeaf) -> tuple[list[str], l
     def stop(x: Any) -> bool:
         return is_wrapper(x) or (is_leaf is not None and is_leaf(x))
 
+    # Flattened twice: first to wrappers, whose path counts, then inside each, of whose path all but
+    # the first key counts. That is empty for an array, and not for a tree in a box.
     paths: list[str] = []
     leaves: list[Any] = []
     for keys, leaf in tree_flatten_with_path(tree, is_leaf=stop)[0]:
@@ -158,6 +163,7 @@ def shared_names(
     counts = Counter(name for name in names if name is not None)
     if len(counts) == counts.total():
         return {}
+    # `keystr` with quotes tells `['a']['b']` and `['a/b']` apart. It is slow, and rarely needed.
     shared: dict[str, list[str]] = defaultdict(list)
     keyed = tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
     for name, (keys, _) in zip(names, keyed, strict=True):
@@ -178,11 +184,11 @@ def pair(
         >>> pair([("w", 1), ("b", 2)], [("b", 3), ("c", 4)])
         [('w', 1, None), ('b', 2, 3), ('c', None, 4)]
     """
-    in_a, in_b = _numbered(a), _numbered(b)
+    in_a, in_b = _number_by_path(a), _number_by_path(b)
     return [(key[0], in_a.get(key), in_b.get(key)) for key in {**in_a, **in_b}]
 
 
-def _numbered(leaves: Iterable[tuple[str, A]]) -> dict[tuple[str, int], A]:
+def _number_by_path(leaves: Iterable[tuple[str, A]]) -> dict[tuple[str, int], A]:
     """Leaves by path, and by number among leaves of the same path."""
     counts: Counter[str] = Counter()
     numbered: dict[tuple[str, int], A] = {}

@@ -16,40 +16,32 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import jax
 from jax.sharding import Mesh
 
 from treeshard._core.arrays import is_spread, processes_of
-from treeshard._core.facts import UNKNOWN, Differences, Facts, differences
+from treeshard._core.facts import Differences, Facts, differences
 from treeshard._core.meetings import AS_LONG_AS_IT_TAKES as AS_LONG_AS_IT_TAKES
 from treeshard._core.meetings import (
     TIMEOUT,
+    MeetingOptions,
     exchange,
     indices,
-    lines_differ,
     mark_broken,
     release_interrupts,
     set_told,
 )
 from treeshard._core.mesh import AnyMesh
 from treeshard._core.replicas import shared_parts
-from treeshard.errors import ProcessError, listed, warn
+from treeshard.errors import ProcessError, listed
 
 # ------------------------------------------------------------------ failing together, agreeing
 
 
 @contextmanager
-def all_or_none(
-    what: str,
-    *,
-    phase: str = "",
-    among: Sequence[int] | None = None,
-    timeout: float = TIMEOUT,
-    moves: bool = True,
-    lane: str = "",
-) -> Iterator[list[bytes]]:
+def all_or_none(what: str, **options: Unpack[MeetingOptions]) -> Iterator[list[bytes]]:
     """Runs its block on every process; if it raises on one, all raise. Arguments as in `exchange`.
 
     Yields a list, to which the block may append the message of this process; after the block, it
@@ -66,16 +58,7 @@ def all_or_none(
     except BaseException as error:  # a Ctrl-C too
         own_error = error
     try:
-        told, failures = exchange_outcomes(
-            what,
-            own_error,
-            messages,
-            phase=phase,
-            among=among,
-            timeout=timeout,
-            moves=moves,
-            lane=lane,
-        )
+        told, failures = exchange_outcomes(what, own_error, messages, **options)
     except ProcessError as absent:
         raise (own_error or absent) from None
     if own_error is not None:
@@ -93,12 +76,7 @@ def exchange_outcomes(
     what: str,
     error: BaseException | None,
     messages: Sequence[bytes],
-    *,
-    phase: str = "",
-    among: Sequence[int] | None = None,
-    timeout: float = TIMEOUT,
-    moves: bool = True,
-    lane: str = "",
+    **options: Unpack[MeetingOptions],
 ) -> tuple[list[bytes], dict[int, str]]:
     """Tells the other processes the messages of this one, or its error. Arguments as in `exchange`.
 
@@ -107,12 +85,10 @@ def exchange_outcomes(
     outcome = b"+" + b"".join(messages)
     if error is not None:
         outcome = f"-{type(error).__name__}: {error}".removesuffix(": ").encode()
-    outcomes = exchange(
-        what, outcome, phase=phase, among=among, timeout=timeout, moves=moves, lane=lane
-    )
+    outcomes = exchange(what, outcome, **options)
     set_told(error)
     failures: dict[int, str] = {}
-    for i, text in zip(indices(among), outcomes, strict=True):
+    for i, text in zip(indices(options.get("among")), outcomes, strict=True):
         if text[:1] == b"-":
             failures[i] = text[1:].decode()
     return [text[1:] for text in outcomes], failures
@@ -120,14 +96,7 @@ def exchange_outcomes(
 
 @contextmanager
 def require_agreement(
-    what: str,
-    *,
-    phase: str = "",
-    among: Sequence[int] | None = None,
-    timeout: float = TIMEOUT,
-    moves: bool = True,
-    lane: str = "",
-    reads: bool = True,
+    what: str, *, reads: bool = True, **options: Unpack[MeetingOptions]
 ) -> Iterator[Facts]:
     """Runs its block on every process; if the blocks record different facts, all raise.
 
@@ -135,43 +104,34 @@ def require_agreement(
     the facts themselves only if hashes differ. Otherwise as `all_or_none`. The caller compares the
     values of `Facts.unread` itself unless this `reads` them.
     """
-    meeting: dict[str, Any] = {"among": among, "timeout": timeout, "moves": moves, "lane": lane}
     facts = Facts()
-    with all_or_none(what, phase=phase, **meeting) as hashes:
+    with all_or_none(what, **options) as hashes:
         yield facts
         hashes.append(json.dumps(facts.hashes()).encode())
-    _raise_differences(what, phase, facts, hashes, meeting)
+    _raise_differences(what, facts, hashes, options)
     if facts.unread and reads:
         # Not before: a process that waits for a program which others have not started would not
         # come to the meeting in which that is noticed.
-        phase, values = "values", Facts()
-        with all_or_none(what, phase=phase, **meeting) as hashes:
+        options["phase"] = "values"
+        values = Facts()
+        with all_or_none(what, **options) as hashes:
             for name, x in facts.unread.items():
-                values.share(name, shared_parts(x, indices(among)))
+                values.share(name, shared_parts(x, indices(options.get("among"))))
             hashes.append(json.dumps(values.hashes()).encode())
-        _raise_differences(what, phase, values, hashes, meeting)
-    elif not facts.unread and UNKNOWN in facts.values() and (lines := lines_differ(what, among)):
-        warn(_AT_OTHER_LINES.format(what=what, lines=lines))
+        _raise_differences(what, values, hashes, options)
 
 
 def _raise_differences(
-    what: str, phase: str, facts: Facts, hashes: Sequence[bytes], meeting: Mapping[str, Any]
+    what: str, facts: Facts, hashes: Sequence[bytes], options: MeetingOptions
 ) -> None:
-    lines = _differences(what, phase, facts, hashes, meeting).lines()
+    lines = _differences(what, facts, hashes, options).lines()
     if lines:
         headline = (
             f"{what}: the processes do not agree, and nothing was done. All of them must make the"
             " same call. The differences:"
         )
-        mark_broken(what, meeting["among"])
+        mark_broken(what, options.get("among"))
         raise ProcessError(listed(headline, lines, headed=True))
-
-
-_AT_OTHER_LINES = (
-    "{what}: the processes make this call at different lines: {lines}. That is right for two"
-    " branches of one `if`, and wrong if a process skipped a call or made one more: then the values"
-    " are of different arrays. A program of `jax.jit` made these, so they cannot be compared."
-)
 
 
 def compare_copies(
@@ -182,29 +142,32 @@ def compare_copies(
     All processes must make this call, and all get the same answer: the first part that differs, and
     its checksums. An array that is on no other process is one that each process has a copy of.
     """
-    phase, facts = "replicas", Facts()
-    with all_or_none(what, phase=phase, timeout=timeout) as hashes:
+    options: MeetingOptions = {"phase": "replicas", "timeout": timeout}
+    facts = Facts()
+    with all_or_none(what, **options) as hashes:
         for path, x in arrays.items():
             facts.share(path, shared_parts(x, indices(None)))
         hashes.append(json.dumps(facts.hashes()).encode())
-    return _differences(what, phase, facts, hashes, {"timeout": timeout}).values
+    return _differences(what, facts, hashes, options).values
 
 
 def _differences(
-    what: str, phase: str, facts: Facts, hashes: Sequence[bytes], meeting: Mapping[str, Any]
+    what: str, facts: Facts, hashes: Sequence[bytes], options: MeetingOptions
 ) -> Differences:
     """In what processes differ. They exchange their facts only if the hashes of these do."""
     found = defaultdict[str, set[str]](set)
     for message in hashes:
         for group, text in json.loads(message).items():
             found[group].add(text)
+    # A process has sent an empty hash of a part that is not the same on its own devices.
     differing = {group for group, texts in found.items() if len(texts) > 1 or "" in texts}
     if not differing:
         return Differences({}, {})
-    mine = zlib.compress(json.dumps(facts.of_groups(differing)).encode())
-    messages = exchange(what, mine, phase=f"{phase} differences", **meeting)
+    payload = zlib.compress(json.dumps(facts.of_groups(differing)).encode())
+    phase = f"{options.get('phase', '')} differences"
+    messages = exchange(what, payload, **{**options, "phase": phase})
     told = (json.loads(zlib.decompress(message)) for message in messages)
-    return differences(dict(zip(indices(meeting.get("among")), told, strict=True)))
+    return differences(dict(zip(indices(options.get("among")), told, strict=True)))
 
 
 # ------------------------------------------------------------------ participants
@@ -240,11 +203,10 @@ def wants_bar() -> bool:
 def show_progress(
     items: Sequence[T], what: str, *, unit: str = "leaf", show: bool = True, after: float = 0.0
 ) -> Iterator[T]:
-    """Iterates over `items` with a progress bar on the terminal of process 0, which says how long
-    the rest will take. It appears when `after` seconds are over.
+    """Iterates over `items`, and shows a progress bar on process 0 once `after` seconds are over.
 
-    Where stderr is not a terminal, there is a line for each tenth instead. If `show` is true and
-    `tqdm` is not installed, it raises on every process, in the name of `what`.
+    Raises `ImportError` in the name of `what`, on every process, if `show` is true and `tqdm` is
+    not installed.
     """
     if not show:
         return iter(items)
@@ -254,16 +216,7 @@ def show_progress(
         raise ImportError(
             f"{what}(progress=True) needs tqdm. Install it with `pip install 'treeshard[show]'`."
         ) from None
+    # tqdm shows a bar of no items as "0it".
     if not items or jax.process_index() != 0:
         return iter(items)
-    if not sys.stderr.isatty():
-        return _with_lines(items, what, unit)
     return iter(tqdm(items, desc=what, unit=unit, delay=after))
-
-
-def _with_lines(items: Sequence[T], what: str, unit: str) -> Iterator[T]:
-    for i, item in enumerate(items):
-        yield item
-        tenths, before = 10 * (i + 1) // len(items), 10 * i // len(items)
-        if tenths > before:
-            print(f"{what}: {10 * tenths}%, {i + 1}/{len(items)} {unit}", file=sys.stderr)

@@ -79,9 +79,6 @@ def layer_specs(specs: SpecTree, dim: int = 0) -> SpecTree:
     `(d0, d1)` with spec `P("fsdp")`. JAX accepts the spec of the stacked leaf for a slice
     too, silently, and then shards the wrong dim.
 
-    Specs do not have the true shapes of padded leaves. `manual.gather_params` takes the plan itself
-    for a slice.
-
     Args:
         specs: A tree of specs (or a `Plan`) of stacked leaves. `None`s stay `None`.
         dim: The dim that the scan runs over, counted from the front.

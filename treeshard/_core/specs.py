@@ -34,12 +34,11 @@ class Adjustment(NamedTuple):
     Attributes:
         kind: `"axis-not-in-mesh"`, `"axis-already-used"`, `"axis-is-manual"`,
             `"already-sharded"`, `"indivisible"`, `"rank"`, `"reduced-type"`, `"too-small"`,
-            `"explicit-spec-too-small"`, `"no-dim"`,
-            `"no-base"`, `"cuts-block"` or `"unmatched"`.
+            `"explicit-spec-too-small"`, `"no-dim"`, `"no-logical-rule"`, `"no-base"`,
+            `"cuts-block"` or `"unmatched"`.
         why: The reason in words, and the fix.
         axes: The mesh axes that were dropped, if any.
-        dim: The dim from which they were dropped, if it is one dim; of `"no-dim"`, that which
-            needs the least padding.
+        dim: The dim from which they were dropped, if it is one dim.
     """
 
     kind: str

@@ -46,7 +46,8 @@ def dtype_name(dtype: Any) -> str:
 
 def parse_spec(text: str) -> PartitionSpec:
     """Parses `P('data', None, ('fsdp', 'tensor'))`."""
-    node = _parsed(text)
+    # JAX prints specs as Python calls, of which this reads what they have: names, tuples, keywords.
+    node = _parse_expression(text)
     if not isinstance(node, ast.Call) or _name(node.func) not in ("P", "PartitionSpec"):
         raise FormatError(
             f"{text!r} is not a spec. Write it as P('data', None, ('fsdp', 'tensor'))."
@@ -72,7 +73,7 @@ def parse_spec(text: str) -> PartitionSpec:
 
 def parse_names(text: str) -> tuple[Any, ...]:
     """Parses a tuple of logical names, `('batch', None, 'embed')`."""
-    names = _literal(_parsed(text), text)
+    names = _literal(_parse_expression(text), text)
     if not is_logical(names):
         raise FormatError(
             f"{text!r} is not a tuple of names. Write it as ('batch', None, 'embed')."
@@ -92,7 +93,7 @@ def parse_pattern(text: str, option: str) -> re.Pattern[str]:
 LONGEST_EXPRESSION = 3_500
 
 
-def _parsed(text: str) -> ast.expr:
+def _parse_expression(text: str) -> ast.expr:
     if len(text) > LONGEST_EXPRESSION:
         raise FormatError(f"{short(text)!r} is too long: it has {len(text):,} characters.")
     try:
@@ -133,7 +134,7 @@ def parse_bytes(text: str) -> int:
     number = text.rstrip(f"{ascii_letters} ")
     unit = text.removeprefix(number).strip()
     try:
-        count = float(number) * _UNITS[unit]
+        count = float(number) * _UNITS[unit]  # `float` also reads "nan" and "inf"
     except (KeyError, ValueError):
         count = 0.0
     if not 0 < count < math.inf:
@@ -179,7 +180,7 @@ def human_bytes(count: int) -> str:
     """`1.5 MiB`."""
     if count < 1024:
         return f"{count:.0f} B"
-    power = min(int(math.log(count, 1024)), 5)
+    power = min(int(math.log(count, 1024)), 5)  # P is the largest letter
     return f"{count / 1024**power:.1f} {'KMGTP'[power - 1]}iB"
 
 
@@ -262,7 +263,8 @@ def fold(items: Iterable[tuple[str, Any, Any]]) -> list[tuple[str, list[Any]]]:
     """
     alike: dict[Any, list[tuple[list[str], Any]]] = {}
     for path, kind, item in items:
-        words = _NUMBER.split(path)  # words and numbers alternate
+        # `a/1/b2` is the words `a/`, `/b` and "", and the numbers 1 and 2: they alternate.
+        words = _NUMBER.split(path)
         alike.setdefault((*words[::2], kind), []).append((words[1::2], item))
     lines: list[tuple[str, list[Any]]] = []
     for (*words, _), members in alike.items():
@@ -277,6 +279,8 @@ def _grids(
 ) -> Iterable[tuple[list[str], list[Any]]]:
     """Splits numbered members into full grids: every number at one position of the path
     with every number at the others, so that `{0..3}/{0..7}` means exactly 32 leaves."""
+    # Of the members (0, 0), (0, 1), (1, 0) the ranges 0..1 and 0..1 would also mean (1, 1). Such
+    # members are split by their first number, then by the next.
     numbers = [list(dict.fromkeys(column)) for column in zip(*(n for n, _ in members), strict=True)]
     # Members with the same numbers share a path, and stay together.
     if math.prod(map(len, numbers)) == len(members) or position == len(numbers):

@@ -172,6 +172,5 @@ def end_process() -> NoReturn:
     `atexit` functions that were registered earlier do not run, such as the ones of JAX that wait
     for other processes.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    sys.stdout.flush()  # stderr has each line already
     os._exit(1)

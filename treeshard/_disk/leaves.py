@@ -52,7 +52,6 @@ class SavedLeaf(NamedTuple):
             of the array. `None` if it has no values there.
         impl: The PRNG implementation of keys, such as `threefry2x32`.
         value: A Python scalar, a string or bytes, as text.
-        crc: The CRC-32 of its bytes, or of `value`; `None` if it was saved without fingerprints.
     """
 
     path: str
@@ -64,7 +63,6 @@ class SavedLeaf(NamedTuple):
     chunk: Shape | None = None
     impl: str | None = None
     value: str | None = None
-    crc: int | None = None
 
     @property
     def stored_shape(self) -> Shape:
@@ -295,7 +293,10 @@ def raise_damages(path: str | os.PathLike[str], damages: Mapping[str, str]) -> N
     """Raises one `DamagedError` that lists all damages, given by leaf path, if there are any."""
     facts = [f"{leaf}: {why}" for leaf, why in damages.items()]
     if facts:
-        raise DamagedError(f"{path}: {listed(f'{len(facts)} leaves are damaged:', facts)}")
+        raise DamagedError(
+            f"{path}: {listed(f'{len(facts)} leaves are damaged:', facts)}\nRead an earlier"
+            " checkpoint, or copy this one again from where it is intact."
+        )
 
 
 @dataclass(frozen=True)
@@ -332,9 +333,6 @@ class Contents:
         meshes = [", ".join(f"{axis}={n}" for axis, n in axes.items()) for axes in self.meshes]
         if any(meshes):
             total += f" Saved on {' and '.join(meshes)}."
-        without_crc = sum(leaf.crc is None for leaf in self.leaves)
-        if without_crc:
-            total += f" {without_crc:,} have no fingerprint."
         return total
 
 

@@ -188,7 +188,7 @@ def _equal(a: Any, b: Any) -> bool:
         return True
     try:
         return type(a) is type(b) and bool(a == b)
-    except Exception:  # a custom __eq__
+    except (TypeError, ValueError):  # a custom `__eq__`, or one that returns an array
         return False
 
 

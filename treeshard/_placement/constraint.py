@@ -201,39 +201,25 @@ def unshard(
         MaxText gathers a layer's weights this way; the name is PyTorch FSDP2's.
     """
     check_no_refs(tree, "unshard")
-    step = source = current_plan()
     if isinstance(specs, SpecCarrier):
         specs.check_before_use()
         mesh = specs.mesh if mesh is None else mesh
-    if isinstance(specs, Plan):
-        source = PlanInForce(specs, row_axes(default_batch(specs)))
-        specs = source.specs_of(tree, *_CALL)
-    elif specs is None:
-        specs = _specs_here(tree, step, axis)
-        if specs is None:
-            return tree
-    if axis is not None:
-        axes = axis_tuple(axis, "unshard")
-    elif source is not None:
-        axes = source.gathered_axes
-    else:
-        raise SpecError(f"unshard: pass the axis to gather over, {_NO_PLAN}.")
+    step = current_plan()
+    # 1. How the tree is sharded now, and the axes to gather over.
+    specs, axes = _specs_and_axes(tree, specs, axis, step)
+    if specs is None:
+        return tree
     leaf_specs = specs_of_leaves(specs, tree, resolve=resolve_names)
     if axis is not None:
-        named = get_names_from_partition_spec(leaf_specs)
-        for name in axes:
-            hint = did_you_mean(name, named, _NEAR_MISS)
-            if hint and name not in named:
-                warn(f"unshard: no spec names the axis {name!r}, so nothing is gathered.{hint}")
-    by_hand = [name for name in axes if name in manual_axes() and name not in full_over.value]
-    is_split = not {*by_hand}.isdisjoint(get_names_from_partition_spec(leaf_specs))
-    if by_hand and (is_split or (step is not None and step.is_by_hand)):
-        tree = _gather_by_hand(tree, leaf_specs, by_hand)
+        _warn_of_misspelled(axes, leaf_specs)
+    # 2. Manual axes, along which the partitioner sees only shards.
+    tree = _gather_manual_axes(tree, leaf_specs, axes, step)
+    # 3. The others, by constraints.
+    gathered = [_spec_without(spec, axes) for spec in leaf_specs]
     mesh, treedef = as_mesh(mesh, make_mesh), tree_structure(tree)
-    gathered = [_gathered(spec, axes) for spec in leaf_specs]
     if is_tracing():
         if step is not None and step.waits and can_wait(context_mesh()):
-            tree = _for_scatter(tree, gathered, axes, step.rows)
+            tree = _gather_for_products(tree, gathered, axes, step.rows)
         # The gradient of a leaf that is constrained to its own spec is constrained to it too.
         # Compilers may otherwise all-reduce full gradients, where a reduce-scatter is enough.
         pairs = zip(leaf_specs, gathered, strict=True)
@@ -250,12 +236,31 @@ _NO_PLAN = (
 )
 
 
+def _specs_and_axes(
+    tree: PyTree, specs: SpecTree, axis: str | Sequence[str] | None, step: PlanInForce | None
+) -> tuple[SpecTree, tuple[str, ...]]:
+    """The specs of a tree, and the axes to gather over; `None` and none if nothing is gathered."""
+    source = step
+    if isinstance(specs, Plan):
+        source = PlanInForce(specs, row_axes(default_batch(specs)))
+        specs = source.specs_of(tree, *_CALL)
+    elif specs is None:
+        specs = _specs_here(tree, step, axis)
+        if specs is None:
+            return None, ()
+    if axis is not None:
+        return specs, axis_tuple(axis, "unshard")
+    if source is None:
+        raise SpecError(f"unshard: pass the axis to gather over, {_NO_PLAN}.")
+    return specs, tuple(source.gathered_axes)
+
+
 def _specs_here(tree: PyTree, step: PlanInForce | None, axis: Any) -> SpecTree | None:
     """The specs of a tree by its types or by the plan in force; `None` if nothing has them."""
     if plan_in_force.value is INITIALISING:
         return None
     mesh = context_mesh()
-    # Types do not name Auto axes. A plan does.
+    # Types name Explicit axes only. A plan names Auto axes too.
     if is_all_explicit(mesh):
         return tree_map(_spec_of_type, tree)
     if step is not None:
@@ -270,8 +275,26 @@ def _specs_here(tree: PyTree, step: PlanInForce | None, axis: Any) -> SpecTree |
     return None
 
 
-def _gather_by_hand(tree: PyTree, specs: Sequence[Any], axes: Sequence[str]) -> PyTree:
-    """The tree gathered over Manual axes, where the partitioner sees only shards."""
+def _warn_of_misspelled(axes: Sequence[str], specs: Sequence[Any]) -> None:
+    """Warns of axes that no spec names, and that resemble one that is named."""
+    named = get_names_from_partition_spec(specs)
+    for name in axes:
+        hint = did_you_mean(name, named, _NEAR_MISS)
+        if hint and name not in named:
+            warn(f"unshard: no spec names the axis {name!r}, so nothing is gathered.{hint}")
+
+
+def _gather_manual_axes(
+    tree: PyTree, specs: Sequence[Any], axes: Sequence[str], step: PlanInForce | None
+) -> PyTree:
+    """The tree gathered over those axes that are Manual here, unless its arrays are full already.
+
+    Outside a step by hand, specs that do not name such an axis are of full arrays.
+    """
+    by_hand = [name for name in axes if name in manual_axes() and name not in full_over.value]
+    is_split = not {*by_hand}.isdisjoint(get_names_from_partition_spec(specs))
+    if not by_hand or not (is_split or (step is not None and step.is_by_hand)):
+        return tree
     leaves, treedef = tree_flatten(tree)
     shards = {
         i: spec.spec if isinstance(spec, NamedSharding) else spec
@@ -281,11 +304,11 @@ def _gather_by_hand(tree: PyTree, specs: Sequence[Any], axes: Sequence[str]) -> 
     misfits = {
         i: Misfit(SpecError, why)
         for i, spec in shards.items()
-        if (why := _why_not_gathered(leaves[i], spec, axes))
+        if (why := _why_not_gathered(leaves[i], spec, by_hand))
     }
     raise_misfits(tree, misfits, "unshard", "leaves cannot be gathered:")
     for i, spec in shards.items():
-        leaves[i] = gather_shard(leaves[i], spec, axes, mesh_in_force())
+        leaves[i] = gather_shard(leaves[i], spec, by_hand, mesh_in_force())
     return treedef.unflatten(leaves)
 
 
@@ -305,7 +328,7 @@ def _spec_of_type(x: Any) -> PartitionSpec | None:
     return sharding.spec.update(partitions=tuple(UNCONSTRAINED if d is None else d for d in dims))
 
 
-def _for_scatter(
+def _gather_for_products(
     tree: PyTree, gathered: list[Any], axes: Sequence[str], rows: Sequence[str]
 ) -> PyTree:
     """The tree with those leaves gathered for use in products; takes them out of `gathered`."""
@@ -323,7 +346,7 @@ def _for_scatter(
     return treedef.unflatten(leaves)
 
 
-def _gathered(spec: Any, axes: tuple[str, ...]) -> Any:
+def _spec_without(spec: Any, axes: tuple[str, ...]) -> Any:
     """A leaf's spec without `axes`; `None` if it names none of them."""
     if spec is None or not set(axes) & {*all_axes(entries(spec))}:
         return None
@@ -371,21 +394,29 @@ def _targets(
         resolve=resolve_names,
         typed=tracing,
     )
-    for i, (leaf, laid) in enumerate(zip(tree_leaves(tree), targets, strict=True)):
-        if laid is None or laid.mesh is None:
+    leaves = tree_leaves(tree)
+    for i, target in enumerate(targets):
+        if target is None or target.mesh is None:
             targets[i] = None
-        elif not tracing or isinstance(leaf, jax.ShapeDtypeStruct):
-            spec = fill_unconstrained(laid.spec, _current_spec(laid.mesh, leaf))
-            targets[i] = replace(laid, spec=spec)
+        elif not tracing or isinstance(leaves[i], jax.ShapeDtypeStruct):
+            spec = fill_unconstrained(target.spec, _current_spec(target.mesh, leaves[i]))
+            targets[i] = replace(target, spec=spec)
         elif keep_uneven:
-            notes = [note for note in laid.adjustments if note.kind == "indivisible"]
-            uneven = {axis for note in notes for axis in note.axes}
-            if uneven and uneven <= {*axes_of_type(laid.mesh, AxisType.Auto)}:
-                spec, others = project(
-                    laid.requested, laid.mesh, leaf.shape, manual=manual, divisible=False
-                )
-                targets[i] = replace(laid, spec=spec, adjustments=others)
+            targets[i] = _with_uneven_dims(target, leaves[i].shape, manual)
     return targets
+
+
+def _with_uneven_dims(
+    target: ResolvedSpec, shape: tuple[int, ...], manual: frozenset[str]
+) -> ResolvedSpec:
+    """A target with the axes that do not divide a dim, if all of these are Auto: XLA pads there."""
+    mesh = cast(AnyMesh, target.mesh)
+    notes = [note for note in target.adjustments if note.kind == "indivisible"]
+    uneven = {axis for note in notes for axis in note.axes}
+    if not uneven or not uneven <= {*axes_of_type(mesh, AxisType.Auto)}:
+        return target
+    spec, others = project(target.requested, mesh, shape, manual=manual, divisible=False)
+    return replace(target, spec=spec, adjustments=others)
 
 
 def _mesh_for(requested: AnyMesh | None, value: Any) -> AnyMesh | None:
@@ -443,28 +474,31 @@ def _report(
     kinds = {"rank", "reduced-type"}
     if uneven in ("error", "keep"):
         kinds.add("indivisible")
-    misfits: dict[int, Misfit] = {}
-    warnings: list[str] = []
-    is_uneven = False
-    paths = leaf_paths(tree)
-    for i, target in adjusted.items():
-        misfit = target.misfit(kinds)
-        if misfit is not None:
-            misfits[i] = misfit
-        for note in target.adjustments:
-            why = f"{paths[i] or 'the array'}: {note.why}"
-            is_uneven |= note.kind == "indivisible"
-            if note.kind == "indivisible" and uneven == "warn":
-                mesh = describe_mesh(target.mesh)
-                instead = f"The mesh: {mesh}. It is constrained to {target.spec} instead."
-                warnings.append(f"{why} {instead}")
-            elif note.kind == "axis-already-used" or _is_misspelled(note, target):
-                warnings.append(why)
+    misfits = {i: misfit for i, target in adjusted.items() if (misfit := target.misfit(kinds))}
+    notes = [note for target in adjusted.values() for note in target.adjustments]
+    is_uneven = any(note.kind == "indivisible" for note in notes)
     advice = _KEEP if uneven == "keep" and is_uneven else ""
     raise_misfits(tree, misfits, where, "constraints do not fit:", advice=advice)
+    paths = leaf_paths(tree)
+    warnings = [
+        f"{paths[i] or 'the array'}: {why}"
+        for i, target in adjusted.items()
+        for note in target.adjustments
+        if (why := _why_applied_in_part(note, target, uneven))
+    ]
     if warnings:
         headline = f"{len(warnings)} constraints were only applied in part:"
         warn(f"{where}: {listed(headline, warnings)}")
+
+
+def _why_applied_in_part(note: Adjustment, target: ResolvedSpec, uneven: Uneven) -> str:
+    """What to warn of, if anything: an axis of another mesh is dropped in silence."""
+    if note.kind == "indivisible" and uneven == "warn":
+        mesh = describe_mesh(target.mesh)
+        return f"{note.why} The mesh: {mesh}. It is constrained to {target.spec} instead."
+    if note.kind == "axis-already-used" or _is_misspelled(note, target):
+        return note.why
+    return ""
 
 
 _KEEP = '`uneven="keep"` works inside jit, on Auto axes: arrays are stored in equal shards.'

@@ -4,7 +4,6 @@
 hang in the next step, nor names the leaf and the way out in its errors.
 """
 
-import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -20,14 +19,15 @@ from treeshard._core.arrays import array_text, device_dtype, has_shape, is_sprea
 from treeshard._core.facts import SMALL_BYTES
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.meetings import (
+    agreed_forms,
     breaking_if_left,
     check_not_broken,
     count_batch,
+    exclusive,
     is_main_thread,
-    note_batch,
+    record_batch,
     set_checksum,
     set_origin,
-    tell_batch,
 )
 from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh
 from treeshard._core.paths import PyTree, leaf_paths
@@ -47,11 +47,6 @@ from treeshard._placement.targets import (
 from treeshard.errors import LeafError, SpecError
 
 WHERE = "from_process_local"
-
-# What processes have agreed on: the form of a tree in words, by its signature.
-_agreed: dict[Any, str] = {}
-# Of several threads that make their first trees of one signature, one compares: on each process.
-_comparing: dict[Any, threading.Lock] = {}
 
 
 @breaking_if_left()
@@ -120,24 +115,26 @@ def from_process_local(
     arrays = [x for x in leaves if has_shape(x)]
     if arrays and all(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):
         for i, target in _joint_shardings(tree, leaves, specs, mesh, structs=True).items():
-            shape = _joint_shape(leaves[i].shape, target.mesh, target.spec)
-            dtype = device_dtype(leaves[i].dtype)
-            leaves[i] = jax.ShapeDtypeStruct(shape, dtype, sharding=target)
+            leaves[i] = _joint_struct(leaves[i], target)
         return treedef.unflatten(leaves)
     if jax.process_count() == 1:
         return place(tree, specs, mesh, Call(WHERE, through_host))
     specs, meshes = on_meshes(specs, mesh, WHERE)
     processes = tuple(participating_processes((), meshes))
     check_not_broken(WHERE, processes)
-    call = count_batch(processes) if processes else 0  # before anything can fail on one process
+    batch = count_batch(processes) if processes else 0  # before anything can fail on one process
     shardings = _joint_shardings(tree, leaves, specs, mesh)
-    values = _agree(tree, leaves, shardings, processes, call, timeout) if processes else {}
+    checksums = _agree(tree, leaves, shardings, processes, batch, timeout) if processes else {}
     for i, target in shardings.items():
         leaves[i] = _joint_array(leaves[i], target)
-    for i, checksum in values.items():
+    # What later calls compare of these arrays, without reading them.
+    for i, checksum in checksums.items():
         set_checksum(leaves[i], checksum)
-    set_origin((leaves[i] for i in shardings), processes, f"batch {call} of {WHERE}")
+    set_origin((leaves[i] for i in shardings), processes, f"batch {batch} of {WHERE}")
     return treedef.unflatten(leaves)
+
+
+# ------------------------------------------------------------------ what processes compare
 
 
 def _agree(
@@ -145,37 +142,36 @@ def _agree(
     leaves: list[Any],
     shardings: dict[int, NamedSharding],
     processes: tuple[int, ...],
-    call: int,
+    batch: int,
     timeout: float,
 ) -> dict[int, str]:
-    """Compares the first tree of each form with what other processes pass, and notes later ones.
+    """Compares the first tree of each form with what other processes pass, and records later ones.
 
     Returns checksums of the small leaves that every process passes in full.
     """
     rows = [(i, leaves[i].shape, leaves[i].dtype, target) for i, target in shardings.items()]
-    # Processes that have made the same calls have agreed on the same signatures, so either all
-    # skip the comparison or none does. The main thread compares its own first tree: whether another
-    # thread comes before it may differ.
+    # Processes that have made the same calls have agreed on the same forms, so either all skip the
+    # comparison or none does. The main thread compares its own first tree: whether another thread
+    # comes before it may differ.
     in_order = is_main_thread()
-    signature = (in_order, *processes, tree_structure(tree), *rows)
-    form = _agreed.get(signature) or _form(tree, leaves, shardings)
-    tell_batch(processes, call, form)
-    values = _common_values(leaves, shardings)
-    with _comparing.setdefault(signature, threading.Lock()):
-        if signature not in _agreed:
-            paths = leaf_paths(tree)
-            # Threads of loaders come in any order, each with trees of its own form.
-            lane = "" if in_order else f"the first tree of {form}"
-            meeting = require_agreement(
-                WHERE, among=processes, timeout=timeout, moves=False, lane=lane
-            )
-            with meeting as facts:
+    agreed, key = agreed_forms(processes), (in_order, tree_structure(tree), *rows)
+    form = agreed.get(key) or _form(tree, leaves, shardings)
+    checksums = _checksums_of_full(leaves, shardings)
+    # Threads of loaders come in any order, so each form has a channel of its own there. Of several
+    # that make their first trees of one form, one compares: on each process.
+    channel = "" if in_order else f"the first tree of {form}"
+    with exclusive(() if in_order else processes, channel):
+        if key not in agreed:
+            with require_agreement(
+                WHERE, among=processes, timeout=timeout, moves=False, channel=channel
+            ) as facts:
+                paths = leaf_paths(tree)
                 facts.describe((paths[i], leaves[i], [x]) for i, x in shardings.items())
                 for i, target in shardings.items():
                     facts.share(paths[i] or "the array", _shared_parts(leaves[i], target))
-            _agreed[signature] = form
-    note_batch(processes, ", ".join([f"batch {call} of {WHERE}: {form}", *values.values()]))
-    return values
+            agreed[key] = form
+    record_batch(processes, ", ".join([f"batch {batch} of {WHERE}: {form}", *checksums.values()]))
+    return checksums
 
 
 def _form(tree: PyTree, leaves: list[Any], shardings: Iterable[int]) -> str:
@@ -184,8 +180,8 @@ def _form(tree: PyTree, leaves: list[Any], shardings: Iterable[int]) -> str:
     return ", ".join(f"{paths[i] or 'the array'}: {array_text(leaves[i])}" for i in shardings)
 
 
-def _common_values(leaves: list[Any], shardings: dict[int, NamedSharding]) -> dict[int, str]:
-    """Checksums of the small leaves that every process passes in full."""
+def _checksums_of_full(leaves: list[Any], shardings: dict[int, NamedSharding]) -> dict[int, str]:
+    """Checksums of the small leaves that every process passes in full, by index."""
     return {
         i: checksum_text(leaves[i])
         for i, target in shardings.items()
@@ -211,6 +207,14 @@ def _shared_parts(leaf: Any, target: NamedSharding) -> Iterator[Part]:
         if len(processes) > 1:
             index = tuple(map(slice, starts, ends))
             yield Part(region_name(region, shape), processes, [values[index]])
+
+
+# ------------------------------------------------------------------ parts joined
+
+
+def _joint_struct(part: jax.ShapeDtypeStruct, target: NamedSharding) -> jax.ShapeDtypeStruct:
+    shape = _joint_shape(part.shape, target.mesh, target.spec)
+    return jax.ShapeDtypeStruct(shape, device_dtype(part.dtype), sharding=target)
 
 
 def _joint_array(part: Any, target: NamedSharding) -> jax.Array:

@@ -7,7 +7,7 @@ any order of leaves.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,9 +86,8 @@ def following(
     leaves: Sequence[PlannedLeaf],
     rules: Sequence[tuple[Any, Any]],
     mesh: AnyMesh,
-    pad: Callable[[PlannedLeaf], PlannedLeaf] = lambda leaf: leaf,
 ) -> dict[int, Decision]:
-    """The decisions of leaves that follow a base, by index. `pad` is called on each base."""
+    """The decisions of leaves that follow a base, by index."""
     steps: dict[int | None, Follow] = {}
     for number, (_, action) in enumerate(rules):
         of_rule = action.steps if isinstance(action, Tactic) else ()
@@ -122,9 +121,9 @@ def following(
         leaf, step = leaves[index], followers[index]
         base = next((i for i in bases_of[index] if i not in waiting), None)
         if base is not None:
-            padded = pad(leaves[base]._replace(decision=decide(base)))
+            at_base = leaves[base]._replace(decision=decide(base))
             beside = [leaves[i].shape for i in factors_of[base] if i != index]
-            return _as_base(leaf, padded, mesh, step.blocks, beside)
+            return _as_base(leaf, at_base, mesh, step.blocks, beside)
         # The base may be frozen: then the optimizer's state has moments of the factors alone.
         for tail in tails(leaf.path):
             original = by_tail.get(tail)
@@ -157,7 +156,7 @@ def _as_base(
 
     `beside` are the shapes of the other leaves that follow this base.
     """
-    shape, of_shape, sizes = leaf.shape, base.unpadded or base.shape, axis_sizes(mesh)
+    shape, of_shape, sizes = leaf.shape, base.shape, axis_sizes(mesh)
     of_base = dim_entries(base.given, len(of_shape))
     notes: list[Adjustment] = []
     as_factor = (
@@ -171,7 +170,7 @@ def _as_base(
             # The shards of a dim that has merged several are those of the first, if it alone is
             # split.
             is_split_inside = any(of_base[source] is not None for source in group[1:])
-            if len(group) == 1 or not (base.unpadded or is_split_inside):
+            if len(group) == 1 or not is_split_inside:
                 dims[dim] = group[0]
     else:
         dims = {}
@@ -182,8 +181,6 @@ def _as_base(
         entry = of_base[source]
         if shape[dim] % part_count(axes_of(entry), sizes) == 0:
             new[dim] = entry
-        elif shape[dim] == of_shape[source]:
-            notes.append(Adjustment("indivisible", f"{base.path} is padded.", axes_of(entry), dim))
         else:
             why = (
                 f"{base.path} has dim {source} split over {entry!r}, which would cut a block: dim"
@@ -238,7 +235,7 @@ def _merged(shape: Shape, base: Shape) -> list[tuple[int, ...]] | None:
 def _alike(shape: Shape, base: PlannedLeaf, blocks: bool) -> dict[int, int]:
     """The dims of a leaf that is no factor, each with the dim of the base that it has the role
     of."""
-    of_shape = base.unpadded or base.shape
+    of_shape = base.shape
     if len(shape) == len(of_shape):
         dims: dict[int, int] = {}
         for dim, (length, whole) in enumerate(zip(shape, of_shape, strict=True)):

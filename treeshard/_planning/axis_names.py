@@ -7,7 +7,10 @@ Levanter and torchtitan. Nothing is assumed of an axis with another name.
 """
 
 import re
+from collections.abc import Collection
 from typing import Literal
+
+from treeshard._core.mesh import MeshLike, axis_sizes
 
 AxisUse = Literal["data", "fsdp", "sequence", "tensor", "expert", "stage"]
 
@@ -42,3 +45,8 @@ def splits_rows(axis: str) -> bool:
 def may_split_rows(axis: str) -> bool:
     """Whether an axis may split dim 0 of a batch: its name does not say that it does not."""
     return use_of(axis) not in _NOT_ROWS
+
+
+def idle_axes(mesh: MeshLike, used: Collection[str]) -> list[str]:
+    """The axes of several devices that are not among those used: devices along them do the same."""
+    return [axis for axis, size in axis_sizes(mesh).items() if size > 1 and axis not in used]

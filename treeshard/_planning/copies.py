@@ -10,18 +10,16 @@ Of a state that rules decide together with its parameters, this holds for one ki
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
 
-from jax import ShapeDtypeStruct
 from jax.sharding import PartitionSpec
-from jax.tree_util import tree_flatten, tree_leaves
+from jax.tree_util import tree_flatten
 
 from treeshard._core.arrays import device_dtype, has_shape
 from treeshard._core.mesh import AnyMesh, axis_sizes, axis_tuple, check_axes
 from treeshard._core.paths import PyTree
 from treeshard._core.specs import all_axes, entries, with_entries
 from treeshard._planning.matching import Decision, PlannedLeaf
-from treeshard._planning.mirrors import Followed, Original, follow
+from treeshard._planning.mirrors import Original, follow
 from treeshard._planning.tactics import fsdp
 from treeshard._planning.tree_walk import Shape, name_leaves
 from treeshard.errors import SpecError
@@ -47,9 +45,7 @@ def copied_leaves(tree: PyTree, original: Original) -> list[PlannedLeaf]:
         if shape != counterpart.shape:
             of_dims = decision._replace(asked=followed.spec, given=followed.spec, adjustments=())
             decision = decisions.setdefault(of_dims, of_dims)
-        true = _lengths(shape, followed, counterpart.unpadded)
-        unpadded = None if true == shape else true
-        copies.append(PlannedLeaf(path, shape, device_dtype(leaf.dtype), decision, unpadded))
+        copies.append(PlannedLeaf(path, shape, device_dtype(leaf.dtype), decision))
     return copies
 
 
@@ -96,28 +92,6 @@ def _stacked(decision: Decision) -> Decision:
 
 
 # ------------------------------------------------------------------ further, and elsewhere
-
-
-def resized(tree: PyTree, before: Original, after: Original) -> list[Any]:
-    """The structs of a tree of copies, with the dims as long as those of `after`.
-
-    `before` and `after` are the same tree, planned with padding or without, or for two meshes.
-    """
-    structs: list[Any] = []
-    for leaf, followed in zip(tree_leaves(tree), follow(tree, before), strict=True):
-        counterpart = after.counterpart(followed)
-        if counterpart is not None:
-            leaf = ShapeDtypeStruct(_lengths(leaf.shape, followed, counterpart.shape), leaf.dtype)
-        structs.append(leaf)
-    return structs
-
-
-def _lengths(shape: Shape, followed: Followed, of_counterpart: Shape | None) -> Shape | None:
-    """`shape`, with the dims that the counterpart has as long as there."""
-    if of_counterpart is None:
-        return None
-    dims = zip(shape, followed.dims, strict=True)
-    return tuple(length if dim is None else of_counterpart[dim] for length, dim in dims)
 
 
 def sharded_further(

@@ -356,42 +356,13 @@ def _pairs(rules: ReadLogicalRules | None) -> tuple[tuple[str, Entry], ...]:
     return tuple(rules._axes_by_name("train").items()) if is_by_dim else rules or ()
 
 
-def lost_axes(
-    names: Sequence[Entry], rules: ReadLogicalRules, sizes: Mapping[str, int]
-) -> list[str]:
-    """Why dims are not sharded although they have names, on a mesh of these sizes."""
-    given = entries(resolve_by(rules, names))
+def names_without_rule(names: Sequence[Entry], rules: ReadLogicalRules) -> list[str]:
+    """What to say of names that no rule has. A `PartitionAxis` raises for these."""
     if isinstance(rules, PartitionAxis):
-        names, rules = _without_suffix(names), tuple(rules._axes_by_name("train").items())
-    known = {name for name, _ in rules}
-    taker_of = {
-        axis: name for name, entry in zip(names, given, strict=True) for axis in axes_of(entry)
-    }
-    facts: list[str] = []
-    for name, entry in zip(names, given, strict=True):
-        unknown = [x for x in axes_of(name) if x not in known]
-        facts += [f"{x!r} has no logical rule.{did_you_mean(x, known)}" for x in unknown]
-        wanted = all_axes(axes for each, axes in rules if each in axes_of(name))
-        is_split = any(axis in sizes for axis in axes_of(entry))
-        if wanted and not is_split:
-            facts += _why_not_split(name, wanted, taker_of, sizes)
-    return facts
-
-
-def _why_not_split(
-    name: Entry, wanted: list[str], taker_of: Mapping[str, Entry], sizes: Mapping[str, int]
-) -> list[str]:
-    """Why a dim with this name has none of the axes that its rules name."""
-    taken = [axis for axis in wanted if taker_of.get(axis, name) != name]
-    # A rule of a list applies if all its axes are free, also those that the mesh lacks.
-    free = [repr(axis) for axis in wanted if axis in sizes and axis not in taker_of]
-    if taken:
-        more = f", and with it {', '.join(dict.fromkeys(free))}" if free else ""
-        return [f"{name!r} loses {taken[0]!r} to {taker_of[taken[0]]!r}{more}."]
-    if free:
         return []
-    absent = ", ".join(map(repr, dict.fromkeys(wanted)))
-    return [f"{name!r} has {absent}, which the mesh lacks.{did_you_mean(wanted[0], sizes)}"]
+    known = {name for name, _ in rules}
+    unknown = [name for name in all_axes(names) if name not in known]
+    return [f"{name!r} has no logical rule.{did_you_mean(name, known)}" for name in unknown]
 
 
 def read_logical_rules(rules: LogicalRules) -> ReadLogicalRules:

@@ -25,9 +25,9 @@ from treeshard._core.specs import (
     shard_size,
     trimmed,
 )
-from treeshard._planning.logical import resolve_names
+from treeshard._planning.logical import current_logical_rules, resolve_names
 from treeshard._planning.named_dims import leaves_with_names
-from treeshard._planning.tactics import Refined, Tactic, min_size_in_force, too_small
+from treeshard._planning.tactics import Refined, Tactic, min_size_in_force, too_small, without_rule
 from treeshard._planning.tree_walk import Shape, TreeDef, name_leaves, shape_of_each
 from treeshard.errors import ShardingRuleError, SpecError, listed
 
@@ -66,10 +66,9 @@ class PlannedLeaf(NamedTuple):
 
     Attributes:
         path: Its path, as in `leaf_paths`.
-        shape: Its full shape, with padding.
+        shape: Its full shape.
         dtype: Its dtype, which may be that of PRNG keys.
         decision: What the rules decided; its fields are also properties of the leaf.
-        unpadded: The shape without padding, if dims are padded; see `Plan.padded`.
         role: What a step does with it, such as `"trained, gathered"`; see `Step.plan_of`.
     """
 
@@ -77,7 +76,6 @@ class PlannedLeaf(NamedTuple):
     shape: Shape
     dtype: Any
     decision: Decision
-    unpadded: Shape | None = None
     role: str | None = None
 
     @property
@@ -109,6 +107,10 @@ class PlannedLeaf(NamedTuple):
     def memory(self) -> str | None:
         """The kind of memory, such as `"pinned_host"`; `None` for that of the devices."""
         return self.decision.memory
+
+    def where_text(self) -> str:
+        """`P('fsdp',) in pinned_host`."""
+        return str(self.given) if self.memory is None else f"{self.given} in {self.memory}"
 
     @property
     def size(self) -> int:
@@ -240,6 +242,13 @@ class _Rules:
 
     def __init__(self, read: ReadRules, mesh: AnyMesh | None, min_size: int):
         self.rules, self.mesh, self.min_size = _with_specs(read, mesh), mesh, min_size
+        # Of each rule with logical names, those that no logical rule has.
+        logical = current_logical_rules()
+        self.unknown_names = {
+            index: tuple(without_rule(action, logical))
+            for index, (_, action) in enumerate(read)
+            if is_logical(action)
+        }
         tactics = [action for _, action in read if isinstance(action, Tactic)]
         self.tactic_mesh = current_or_given(mesh) if tactics else None
         self.read_boxes = any(tactic.reads_boxes for tactic in tactics)
@@ -262,6 +271,7 @@ class _Rules:
             return Decision(asked, PartitionSpec(), rule, pattern.pattern, notes)
         else:
             asked = self._called(rule, path, leaf) if callable(action) else action
+            notes = self.unknown_names.get(rule, ())
         asked = PartitionSpec() if asked is None else asked
         given, dropped = project(asked, self.mesh, shape)
         return Decision(asked, given, rule, pattern.pattern, notes + dropped, memory)

@@ -7,7 +7,6 @@ list of rules is mended in as many runs as it has mistakes.
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -156,28 +155,8 @@ def describe_moves(rows: Iterable[Row], kinds: frozenset[str]) -> str | None:
 # ------------------------------------------------------------------ actions
 
 
-@dataclass(frozen=True, repr=False)
-class StoredAction:
-    """The action of a rule, as JSON has it: what it was, to be shown and not to be applied.
-
-    Attributes:
-        kind: As `kind_of` says it.
-        text: How the plan shows it.
-        fsdp_axes: Those of a tactic.
-    """
-
-    kind: str
-    text: str
-    fsdp_axes: frozenset[str] = frozenset()
-
-    def __repr__(self) -> str:
-        return self.text
-
-
 def kind_of(action: Any) -> str:
     """`"replicate"`, `"spec"`, `"names"`, `"tactic"` or `"function"`."""
-    if isinstance(action, StoredAction):
-        return action.kind
     if action is None:
         return "replicate"
     if isinstance(action, PartitionSpec):

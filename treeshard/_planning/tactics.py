@@ -24,6 +24,7 @@ from treeshard._core.mesh import (
 from treeshard._core.specs import (
     MISFITS,
     Adjustment,
+    Entry,
     all_axes,
     dim_entries,
     entries,
@@ -38,6 +39,7 @@ from treeshard._planning.logical import (
     PartitionAxis,
     ReadLogicalRules,
     current_logical_rules,
+    names_without_rule,
     read_logical_rules,
     resolve_by,
     resolve_names,
@@ -319,6 +321,12 @@ def too_small(size: int, min_size: int) -> Adjustment:
     return Adjustment("too-small", f"{counted(size, 'element')}, fewer than min_size={min_size}.")
 
 
+def without_rule(names: Sequence[Entry], rules: ReadLogicalRules | None) -> list[Adjustment]:
+    """The adjustments of a leaf with names that no rule has: these dims are not sharded."""
+    facts = () if rules is None else names_without_rule(names, rules)
+    return [Adjustment("no-logical-rule", fact) for fact in facts]
+
+
 def axes_to_shard(axis: str | Sequence[str], where: str) -> tuple[str, ...]:
     """The axes of a tactic, as a tuple. Raises if there are none, or one occurs twice."""
     axes = axis_tuple(axis, where)
@@ -368,19 +376,16 @@ class Fsdp(Step):
         count = part_count(self.axes, axis_sizes(mesh))
         new = dim_entries(spec, len(shape))
         skipped = {dim % len(shape) for dim in self.skip if -len(shape) <= dim < len(shape)}
-        free = [
-            (length, dim)
-            for dim, length in enumerate(shape)
-            if length and dim not in skipped and new[dim] is None
-        ]
         # big_vision tries dims in the order of `np.argsort(shape)[::-1]`: of equal lengths the last
         # one first, and so a square matrix by its columns.
-        candidates = [each for each in free if each[0] % count == 0]
+        candidates = [
+            (length, dim)
+            for dim, length in enumerate(shape)
+            if length and length % count == 0 and dim not in skipped and new[dim] is None
+        ]
         if not candidates:
             why = f"no free dim of shape {shape} is divisible by {count}."
-            # To pad: the dim that needs the least padding, as a part of its length.
-            free.sort(key=lambda each: -each[0] % count / each[0])
-            return spec, (Adjustment("no-dim", why, self.axes, free[0][1] if free else None),)
+            return spec, (Adjustment("no-dim", why, self.axes),)
         new[max(candidates)[1]] = entry_of(self.axes)
         return with_entries(spec, new), ()
 
@@ -441,11 +446,14 @@ class ByNames(Step):
             why = f"an earlier tactic sharded it as {spec}. Put logical_partitioning first."
             return spec, (Adjustment("already-sharded", why),)
         shape = tuple(value_of(leaf).shape)
-        projected, adjustments = project(self._spec(box, mesh), mesh, shape)
-        return trimmed(projected), adjustments
-
-    def _spec(self, box: NamesInBox, mesh: AnyMesh) -> PartitionSpec:
         rules = self._rules_for(box)
+        projected, adjustments = project(self._spec(box, rules, mesh), mesh, shape)
+        notes = without_rule(box.names, rules) if box.logical else ()
+        return trimmed(projected), (*adjustments, *notes)
+
+    def _spec(
+        self, box: NamesInBox, rules: ReadLogicalRules | None, mesh: AnyMesh
+    ) -> PartitionSpec:
         if box.logical:
             if rules is None:
                 return resolve_names(box.names, mesh)  # raises: no rules are in force

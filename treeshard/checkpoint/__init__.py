@@ -1,8 +1,8 @@
-"""Saves trees from any mesh, restores them to any other, and verifies that every byte is as saved.
+"""Saves trees from any mesh, restores them to any other, and never returns damaged values.
 
 A checkpoint is a directory: arrays as zarr, written by TensorStore in the layout that Orbax reads,
-and a table of all leaves with a checksum of each. Saves are atomic and durable. A checkpoint
-contains no code, and reading one runs nothing from it.
+with a checksum of each chunk, and a table of all leaves and files. Saves are atomic and durable. A
+checkpoint contains no code, and reading one runs nothing from it.
 
 Examples:
     >>> from treeshard import checkpoint
@@ -31,7 +31,6 @@ from treeshard.checkpoint._checkpoints import Checkpoints
 from treeshard.checkpoint._paths import checkpoint_path, reading
 from treeshard.checkpoint._restore import damages_of, restore, table_at
 from treeshard.checkpoint._save import begin
-from treeshard.errors import counted, warn
 
 __all__ = [
     "Checkpoints",
@@ -48,7 +47,6 @@ def save(
     path: PathLike,
     tree: PyTree,
     *,
-    fingerprints: bool = True,
     on_divergence: str = "error",
     timeout: float = TIMEOUT,
     progress: bool = False,
@@ -74,7 +72,6 @@ def save(
         tree: Any pytree. Arrays, typed PRNG keys, Python numbers, strings, bytes, `None`, and enums
             and flags, by name, are saved. Functions, types, modules and dtypes are not: `restore`
             takes them from its like-tree. A numpy array must be equal on all processes.
-        fingerprints: Whether to save a checksum of every array, and to compare all replicas.
         on_divergence: What to do if replicas of an array, or the processes' copies of one, differ
             in a bit: `"error"` raises a `CheckpointError`; `"warn"` saves the first replica of
             each shard, and the copy of process 0.
@@ -104,7 +101,6 @@ def save(
     writing = begin(
         checkpoint_path(path),
         tree,
-        fingerprints=fingerprints,
         on_divergence=on_divergence,
         timeout=timeout,
     )
@@ -140,10 +136,9 @@ def inspect(path: PathLike) -> Contents:
 
 
 def verify(path: PathLike, *, progress: bool = False) -> None:
-    """Reads every leaf of a checkpoint and compares its bytes with the saved checksum.
+    """Reads every leaf of a checkpoint, and checks that it is as saved.
 
-    It needs no model, no mesh and no other process, and host memory for a few leaves at a time.
-    Leaves that were saved with `fingerprints=False` have no checksum, and are only read.
+    It needs no model, no mesh and no other process, and host memory for a few chunks at a time.
 
     Args:
         path: The checkpoint.
@@ -155,9 +150,6 @@ def verify(path: PathLike, *, progress: bool = False) -> None:
         CheckpointError: Also if there is not enough host memory.
         ImportError: If `progress` is set and `tqdm` is not installed.
 
-    Warns:
-        ShardingWarning: If leaves have no checksum.
-
     Examples:
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     save(f"{folder}/mlp", {"w": np.ones((8, 4), np.float32)})
@@ -165,16 +157,10 @@ def verify(path: PathLike, *, progress: bool = False) -> None:
     """
     checkpoint = checkpoint_path(path)
     with reading(checkpoint):
-        leaves = table_at(checkpoint).leaves
-        rows = show_progress(leaves, "verify", show=progress)
-        damages = {row.path: why for row, why in damages_of(checkpoint, rows) if why}
-        raise_damages(checkpoint, damages)
-    bare = [row for row in leaves if row.crc is None]
-    if bare:
-        warn(
-            f"verify: {checkpoint}: {counted(len(bare), 'leaf')} can be read, but nothing tells"
-            " whether the bytes are as saved, since `fingerprints=False` saved no checksums."
-        )
+        table = table_at(checkpoint)
+        rows = show_progress(table.leaves, "verify", show=progress)
+        read = damages_of(checkpoint, table.files, rows)
+        raise_damages(checkpoint, {row.path: why for row, why in read if why})
 
 
 def __dir__() -> list[str]:

@@ -1,12 +1,19 @@
-"""The array store of a checkpoint: zarr arrays in an OCDBT database, by TensorStore.
+"""The arrays of a checkpoint: zarr arrays in an OCDBT database, by TensorStore.
 
 A file per shard would make a million files of 20,000 leaves on 64 devices. A database has a few
 files and one index. Processes that write to one database wait for each other, so each writes its
 own, and `merge` then makes one index for the files of all; it copies no array. Orbax stores arrays
 in the same way, and reads these.
 
-The files are trusted, as Orbax and TensorStore trust them. What is compared before an array is read
-is whether it is the one that the table of leaves describes.
+What is in a checkpoint's `state`, and what finds damage to it:
+
+1. Chunks, the values of the arrays. Each ends in its CRC-32C (zarr's own codec), so TensorStore
+   itself refuses a chunk that is damaged, on whatever mesh it is read.
+2. The index: nodes of a B-tree and a manifest, of which each has a CRC-32C, too.
+3. Files that hold these, under random names. A chunk of another checkpoint is not damaged. So the
+   checkpoint lists its files, with a checksum of both ends of each (`changed_files`).
+4. A description of each array, for Orbax alone. The table of leaves has the same facts, and to open
+   an array by its description takes ten times as long as to read it.
 """
 
 import json
@@ -14,49 +21,52 @@ import math
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
-from functools import lru_cache, partial
-from itertools import chain, groupby, product
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import lru_cache
+from itertools import product
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import jax
 import numpy as np
 import tensorstore
 from etils import epath
-from jax.sharding import Sharding
 
 from treeshard._core.arrays import (
     Region,
     is_on_host,
-    items_on_host,
     primary_shards,
     region_shape,
     regions_here,
     to_host,
     to_read,
 )
-from treeshard._core.memory import Meter, kept_by_allocator
-from treeshard._core.processes import show_progress
-from treeshard._core.text import dtype_name
-from treeshard._disk.leaves import Shape
-from treeshard._disk.to_devices import Part, Target, to_devices
-from treeshard._disk.untrusted import check_memory
+from treeshard._core.text import parse_dtype
+from treeshard._disk.leaves import SavedLeaf, Shape
 from treeshard.checkpoint._paths import ARRAYS, is_local
 from treeshard.errors import CheckpointError, short
 
 Arrays = Mapping[str, jax.Array | np.ndarray]
+Parts = list[tuple[Region, np.ndarray]]  # parts of an array in host memory
 
-_SMALL = 2**20  # bytes
+SMALL = 2**20  # bytes up to which a local array is one chunk, however it is sharded
+IN_FLIGHT = 2**27  # bytes that are read or written at a time, unless a single part has more
+
 _NODES = "cache_pool#nodes"  # TensorStore's name of the cache for the nodes of the index
 _NEW_DATABASE = {
-    # Values up to this size are in the nodes of the index, and need no further read.
+    # Values up to this size are in the nodes of the index, and need no further read. Descriptions
+    # of arrays are among them: what protects the nodes protects these.
     "max_inline_value_bytes": 1024,
     # TensorStore's default is zstd. Most of what is in the nodes are small arrays of weights, which
     # hardly shrink.
     "compression": None,
 }
+
+# The threads that TensorStore may start, which has two pools, and those that compare replicas or
+# write in the background.
+_CORES = os.cpu_count() or 1
+THREADS = max(4, _CORES) + _CORES + min(8, _CORES) + 2
 
 
 def _context() -> Any:
@@ -64,19 +74,24 @@ def _context() -> Any:
     return tensorstore.Context({_NODES: {"total_bytes_limit": 10**8}, "file_io_sync": False})
 
 
-def _database(path: epath.Path, process: int | None = None) -> dict[str, Any]:
-    """TensorStore's name of the database, or of that of a process, until all are merged."""
-    name = "" if process is None else f"ocdbt.process_{process}/"
-    folder: Any = f"{path / ARRAYS}/{name}"
-    if is_local(path):
-        # As text it would be a URL, in which `%` and `?` have a meaning.
-        folder = {"driver": "file", "path": folder}
-    return {"driver": "ocdbt", "base": folder, "cache_pool": _NODES}
+def _files(path: epath.Path, folder: str = "") -> Any:
+    """TensorStore's name of the directory of the arrays, or of one in it."""
+    name = f"{path / ARRAYS}/{folder}"
+    # As text it would be a URL, in which `%` and `?` have a meaning.
+    return {"driver": "file", "path": name} if is_local(path) else name
+
+
+def _database(path: epath.Path, folder: str = "") -> dict[str, Any]:
+    return {"driver": "ocdbt", "base": _files(path, folder), "cache_pool": _NODES}
+
+
+def _folder_of(process: int) -> str:
+    return f"ocdbt.process_{process}"  # as Orbax names it
 
 
 def written_by(path: epath.Path, process: int) -> epath.Path:
     """The directory in which a process writes."""
-    return path / ARRAYS / f"ocdbt.process_{process}"
+    return path / ARRAYS / _folder_of(process)
 
 
 # ------------------------------------------------------------------ how an array is stored
@@ -111,66 +126,37 @@ def store_key(leaf: str) -> str:
     return key if key.strip(".") else f"%{key}"
 
 
-class StoredArray(NamedTuple):
-    """An array as the table of leaves describes it, and where to read it to.
-
-    `sharding` is `None` for a numpy array in host memory.
-    """
-
-    shape: Shape
-    dtype: np.dtype
-    chunk: Shape
-    sharding: Sharding | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-def chunk_shape(x: jax.Array | np.ndarray) -> Shape:
+def chunk_shape(x: Any) -> Shape:
     """The shape of the chunks in which an array is stored: its shards, unless it is small."""
-    if not isinstance(x, jax.Array) or _is_one_part(x):
-        return x.shape
-    return x.sharding.shard_shape(x.shape)
+    return x.shape if _is_one_part(x) else x.sharding.shard_shape(x.shape)
 
 
-def _is_one_part(x: jax.Array | StoredArray) -> bool:
-    """Whether this process writes and reads an array as one part, however it is sharded."""
-    if x.sharding is None:
-        return True
-    return x.sharding.is_fully_addressable and x.nbytes < _SMALL
+def _is_one_part(x: Any) -> bool:
+    """Whether this process writes an array as one part, however it is sharded."""
+    return not isinstance(x, jax.Array) or (x.is_fully_addressable and x.nbytes < SMALL)
 
 
-def _full(shape: Shape) -> Region:
+def full_region(shape: Shape) -> Region:
+    """All of an array of this shape."""
     return tuple((0, length) for length in shape)
-
-
-def _index(region: Region) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in region)
-
-
-# ------------------------------------------------------------------ the values of the database
-
-# An array is some values of the database: its description, and one for each chunk, its bytes in C
-# order. TensorStore takes ten times as long to open an array as to write or read such a value, so
-# arrays of small chunks, of which a tree may have 100,000, are written and read as values.
-
-_DESCRIPTION = "zarr.json"
 
 
 def _zarr(kvstore: Any, shape: Shape, dtype: str, chunk: Shape) -> dict[str, Any]:
     """TensorStore's specification of an array."""
+    bytes_in_order = {"name": "bytes", "configuration": {"endian": "little"}}
     return {
         "driver": "zarr3",
         "kvstore": kvstore,
         "metadata": {
             "shape": shape,
             "data_type": dtype,
-            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+            "codecs": [bytes_in_order, {"name": "crc32c"}],
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
         },
-        # By default a chunk of zeros is left out, and looks like one that was lost.
+        # By default a chunk of zeros is left out, and looks like one that was lost: which is read
+        # as zeros, by default.
         "store_data_equal_to_fill_value": True,
+        "fill_missing_data_reads": False,
     }
 
 
@@ -179,100 +165,25 @@ def _description(shape: Shape, dtype: str, chunk: Shape) -> bytes:
     """What TensorStore writes to describe an array."""
     spec = _zarr("memory://", shape, dtype, chunk)
     array: Any = tensorstore.open(spec, create=True, context=tensorstore.Context()).result()
-    return array.kvstore[_DESCRIPTION]
+    return array.kvstore["zarr.json"]
 
 
-def _chunk_key(region: Region, chunk: Shape) -> str:
-    """Where zarr 3 puts the chunk that a region is in: `c/0/2` is the third of the first row, and
-    `c` that of a scalar. Empty if the region is in several."""
-    pairs = [*zip(region, chunk, strict=True)]
-    if any(start // step != (stop - 1) // step for (start, stop), step in pairs):
-        return ""
-    return "/".join(["c", *(str(start // step) for (start, _), step in pairs)])
+def _open(database: Mapping[str, Any], row: SavedLeaf, context: Any) -> Any:
+    """The array of a leaf, as the table of leaves describes it: nothing is read for that."""
+    kvstore = {**database, "path": f"{store_key(row.path)}/"}
+    spec = _zarr(kvstore, row.stored_shape, row.stored or "", row.chunk or ())
+    return tensorstore.open(spec, context=context, open=True, assume_metadata=True).result()
 
 
-class _ReadValue:
-    """A region of one chunk that is being read as a value; like a future of TensorStore."""
-
-    def __init__(self, future: Any, x: StoredArray, region: Region, array: Callable[[], Any]):
-        self._future, self._x, self._region, self._array = future, x, region, array
-
-    def exception(self) -> Any:
-        return self._future.exception()
-
-    def result(self) -> np.ndarray:
-        """The values in the region. Raises as TensorStore does for arrays."""
-        found = None if self._future.exception() else self._future.result().value
-        chunk = self._x.chunk
-        if found is None or len(found) != _bytes_of(self._x, chunk):
-            # It is missing or damaged: TensorStore says how.
-            return _read_regions(self._array(), self._region).result()
-        pairs = zip(self._region, chunk, strict=True)
-        in_chunk = tuple(slice(start % n, start % n + stop - start) for (start, stop), n in pairs)
-        return np.array(np.frombuffer(found, self._x.dtype).reshape(chunk)[in_chunk])
-
-
-# ------------------------------------------------------------------ transfers
-
-
-# The threads that TensorStore may start, which has two pools, and those that read checksums or
-# write in the background.
-_CORES = os.cpu_count() or 1
-THREADS = max(4, _CORES) + _CORES + min(8, _CORES) + 2
-
-
-class _Transfer(NamedTuple):
-    """A region of an array to be read or written; `start` returns TensorStore's future of it.
-
-    `nbytes` are what it takes in host memory meanwhile: the region, and when it is read, the chunks
-    that it is in, which TensorStore has in memory too.
-    """
-
-    leaf: str
-    region: Region
-    nbytes: int
-    start: Callable[[], Any]
-
-
-def _in_turn(transfers: Iterable[_Transfer], most: int) -> Generator[tuple[_Transfer, Any]]:
-    """Starts transfers of about `most` bytes at a time, and yields them in order with futures.
-
-    None outlives the generator; TensorStore would cancel a write that nothing refers to.
-    """
-    started: deque[tuple[_Transfer, Any]] = deque()
-    in_flight = 0
-    try:
-        for transfer in transfers:
-            while started and in_flight + transfer.nbytes > most:
-                in_flight -= started[0][0].nbytes
-                yield started.popleft()  # no variable keeps what was read
-            started.append((transfer, transfer.start()))
-            in_flight += transfer.nbytes
-        while started:
-            yield started.popleft()
-    finally:
-        for _, future in started:
-            future.exception()  # waits
+def _index(region: Region) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in region)
 
 
 # ------------------------------------------------------------------ writing
 
-_BEING_WRITTEN = 2**27  # bytes that are being written at a time
-
-Parts = list[tuple[Region, np.ndarray]]
-
-
-class Copy(NamedTuple):
-    """What this process stores of an array, in host memory: the first replicas of its shards."""
-
-    shape: Shape
-    dtype: np.dtype
-    chunk: Shape
-    parts: Parts
-
 
 def memory_to_save(arrays: Arrays) -> int:
-    """The host memory that `copies` and `write_arrays` take, and checksums meanwhile."""
+    """The host memory that `copies` and `write_arrays` take, and to compare replicas before."""
     copied = small = read = 0
     for x in arrays.values():
         parts: list[Any] = [x]
@@ -280,135 +191,96 @@ def memory_to_save(arrays: Arrays) -> int:
             parts = [shard.data for shard in x.addressable_shards if shard.replica_id == 0]
         elif not isinstance(x, jax.Array) and jax.process_index() != 0:
             parts = []
-        size = sum(part.nbytes for part in parts)
-        copied += size
-        small += size if size < _SMALL else 0
+        sizes = [part.nbytes for part in parts]
+        copied += sum(sizes)
+        small += sum(size for size in sizes if size < SMALL)
         if isinstance(x, jax.Array) and not is_on_host(x):
-            read = max([read, *(part.nbytes for part in parts)])
-    # A transaction copies what it will write. For the checksums of what is on accelerators, each
-    # thread copies a shard.
-    return copied + min(small, _BEING_WRITTEN + 2**24) + min(8, _CORES) * read
+            read = max([read, *sizes])
+    # TensorStore copies what is small, and refers to the rest. To compare replicas on accelerators,
+    # each thread copies a shard.
+    return copied + min(small, IN_FLIGHT + 2**24) + min(8, _CORES) * read
 
 
-def copies(arrays: Arrays) -> dict[str, Copy]:
+def copies(arrays: Arrays) -> dict[str, Parts]:
     """Copies of what this process stores, by leaf path, so that the arrays may change."""
-    large = {
+    # All transfers from devices begin before the first is waited for. The shards are kept until
+    # they are copied, since a new handle of a shard would not have what was transferred.
+    shards: dict[str, list[Any]] = {
         leaf: list(primary_shards(x))
         for leaf, x in arrays.items()
         if isinstance(x, jax.Array) and not _is_one_part(x)
     }
-    # All transfers from devices begin before the first is waited for.
-    for shards in large.values():
-        for shard in shards:
+    for of_leaf in shards.values():
+        for shard in of_leaf:
             shard.data.copy_to_host_async()
-    copied: dict[str, Copy] = {}
-    for leaf, x in arrays.items():
-        if leaf in large:
-            parts = _copied_shards(x, large.pop(leaf))
-        elif isinstance(x, jax.Array):
-            parts = [(_full(x.shape), to_host(x))]
-        else:
-            parts = _copy_of_process_0(x)
-        copied[leaf] = Copy(x.shape, np.dtype(x.dtype), chunk_shape(x), parts)
-    return copied
+    return {leaf: _copied(x, shards.pop(leaf, [])) for leaf, x in arrays.items()}
 
 
-def with_copies(arrays: Arrays, copied: Mapping[str, Copy]) -> dict[str, jax.Array | np.ndarray]:
-    """The arrays, with the copies of numpy arrays in their place: these may change meanwhile."""
-    result = dict(arrays)
-    for leaf, x in arrays.items():
-        if isinstance(x, np.ndarray) and copied[leaf].parts:
-            [(_, result[leaf])] = copied[leaf].parts
-    return result
-
-
-def _copied_shards(x: Any, shards: list[Any]) -> Parts:
+def _copied(x: Any, shards: list[Any]) -> Parts:
+    if not isinstance(x, jax.Array):
+        # Each process has an array of its own, and process 0 stores it for all.
+        return [(full_region(x.shape), np.array(x))] if jax.process_index() == 0 else []
+    if _is_one_part(x):
+        return [(full_region(x.shape), to_host(x))]
     # On the host, `np.asarray` of a shard is a view of memory that a donation gives away.
     as_numpy = np.array if to_read(x) is x else np.asarray
     regions = regions_here(x.sharding, x.shape)
     return [(regions[shard.device], as_numpy(shard.data)) for shard in shards]
 
 
-def _copy_of_process_0(x: Any) -> Parts:
-    """Each process has a numpy array of its own, and process 0 stores it for all."""
-    if jax.process_index() != 0:
-        return []
-    return [(_full(x.shape), np.array(x))]
-
-
-def write_arrays(path: epath.Path, copied: Mapping[str, Copy]) -> int:
+def write_arrays(path: epath.Path, rows: Iterable[SavedLeaf], parts: dict[str, Parts]) -> bool:
     """Writes what this process stores, and frees it. `merge` makes it visible.
 
-    Returns how many parts of arrays this process has written, and descriptions of arrays: those are
-    written by process 0, even of arrays that it has no part of.
+    Returns whether it has written anything. Process 0 describes all arrays, even those that it has
+    no part of.
     """
+    rows = [row for row in rows if row.path in parts]
+    describes = jax.process_index() == 0
+    if not any(parts.values()) and not (describes and rows):
+        return False
     context = _context()
-    database = {**_database(path, jax.process_index()), "config": _NEW_DATABASE}
-    count = sum(len(x.parts) for x in copied.values())
-    if jax.process_index() == 0:
-        count += len(copied)
-    small: dict[str, Copy] = {}
-    large: dict[str, Copy] = {}
-    for leaf, x in copied.items():
-        is_small = sum(data.nbytes for _, data in x.parts) < _SMALL
-        (small if is_small else large)[leaf] = x
-    _write_values(database, _values(small, large), context)
-    with closing(_in_turn(_writes(database, large, context), _BEING_WRITTEN)) as writes:
-        for _, future in writes:
-            future.result()
-    return count
+    database = {**_database(path, f"{_folder_of(jax.process_index())}/"), "config": _NEW_DATABASE}
+    if describes:
+        values = tensorstore.KvStore.open(database, context=context).result()
+        transaction = tensorstore.Transaction()
+        in_transaction = values.with_transaction(transaction)
+        described = [
+            in_transaction.write(
+                f"{store_key(row.path)}/zarr.json",
+                _description(row.stored_shape, row.stored or "", row.chunk or ()),
+            )
+            for row in rows
+        ]
+        _commit(transaction, described)
+    # Each transaction writes the index anew, and holds in memory what it will write.
+    for batch in in_batches(_take_parts(rows, parts), lambda part: part[2].nbytes):
+        transaction = tensorstore.Transaction()
+        arrays = {row.path: _open(database, row, context) for row, _, _ in batch}
+        writes = [
+            arrays[row.path]
+            .with_transaction(transaction)[_index(region)]
+            # By default TensorStore copies what it is given.
+            .write(data, can_reference_source_data_indefinitely=True)
+            for row, region, data in batch
+        ]
+        for write in writes:
+            write.copy.result()
+        _commit(transaction, writes)
+    return True
 
 
-def _values(small: Mapping[str, Copy], large: Mapping[str, Copy]) -> Iterator[tuple[str, bytes]]:
-    """The keys and values of small arrays, and of descriptions. Takes the parts as `_writes`."""
-    if jax.process_index() == 0:
-        for leaf, x in chain(small.items(), large.items()):
-            described = _description(x.shape, dtype_name(x.dtype), x.chunk)
-            yield f"{store_key(leaf)}/{_DESCRIPTION}", described
-    for leaf, x in small.items():
-        while x.parts:
-            region, data = x.parts.pop()
-            yield f"{store_key(leaf)}/{_chunk_key(region, x.chunk)}", data.tobytes()
-
-
-def _write_values(
-    database: dict[str, Any], values: Iterable[tuple[str, bytes]], context: Any
-) -> None:
-    """Writes values in few transactions: each writes the index anew, and is held in memory."""
-    store = tensorstore.KvStore.open(database, context=context).result()
-    transaction, writes, held = tensorstore.Transaction(), [], 0
-    for key, value in values:
-        writes.append(store.with_transaction(transaction).write(key, value))
-        held += len(value)
-        if held > _BEING_WRITTEN:
-            _commit(transaction, writes)
-            transaction, writes, held = tensorstore.Transaction(), [], 0
-    _commit(transaction, writes)
+def _take_parts(
+    rows: Iterable[SavedLeaf], parts: dict[str, Parts]
+) -> Iterator[tuple[SavedLeaf, Region, np.ndarray]]:
+    for row in rows:
+        while parts[row.path]:
+            yield row, *parts[row.path].pop()
 
 
 def _commit(transaction: Any, writes: Iterable[Any]) -> None:
     transaction.commit_async().result()
     for write in writes:
         write.result()  # a commit does not fail for a key that cannot be written
-
-
-def _writes(
-    database: dict[str, Any], large: Mapping[str, Copy], context: Any
-) -> Iterator[_Transfer]:
-    """The writes of large arrays. Takes the parts out of the copies, to free them once written."""
-    for leaf, x in large.items():
-        folder = {**database, "path": f"{store_key(leaf)}/"}
-        spec = _zarr(folder, x.shape, dtype_name(x.dtype), x.chunk)
-        # Process 0 describes the array in its own database.
-        store = tensorstore.open(spec, context=context, open=True, assume_metadata=True).result()
-        while x.parts:
-            region, data = x.parts.pop()
-            write = partial(
-                store[_index(region)].write,
-                data,
-                can_reference_source_data_indefinitely=True,  # by default TensorStore copies it
-            )
-            yield _Transfer(leaf, region, data.nbytes, write)
 
 
 def merge(path: epath.Path, writers: Iterable[int], leaves: Iterable[str]) -> None:
@@ -420,7 +292,8 @@ def merge(path: epath.Path, writers: Iterable[int], leaves: Iterable[str]) -> No
         folder = written_by(path, process)
         if not folder.exists():  # TensorStore would create it
             raise CheckpointError(f"what process {process} has written is not in {folder}.")
-        part = tensorstore.KvStore.open(_database(path, process), context=context).result()
+        of_process = _database(path, f"{_folder_of(process)}/")
+        part = tensorstore.KvStore.open(of_process, context=context).result()
         # Copies entries of the index. They refer to the files of the process.
         part.experimental_copy_range_to(merged.with_transaction(transaction)).result()
     transaction.commit_async().result()
@@ -445,152 +318,90 @@ def _for_orbax(keys: Iterable[str]) -> dict[str, Any]:
 
 # ------------------------------------------------------------------ reading
 
-_IN_FLIGHT = 2**27  # bytes that are in memory while they are read, if no single region has more
-_LEAST_PART = 2**16  # what a part counts at least
-_UNREAD = "it cannot be read: "
+_LEAST = 2**16  # bytes that a part counts at least
 
-Wanted = Mapping[str, StoredArray]
-Reader = Callable[[Region], Any]  # begins to read a region; returns a future of it
+Read = tuple[SavedLeaf, Region]
+
+
+def region_bytes(row: SavedLeaf, region: Region) -> int:
+    """The bytes of a region of a stored array."""
+    return math.prod(region_shape(region)) * parse_dtype(row.stored or "").itemsize
+
+
+def chunk_bytes(row: SavedLeaf) -> int:
+    """The bytes of a chunk of a stored array."""
+    return region_bytes(row, full_region(row.chunk or ()))
+
+
+def bytes_to_read(read: Read) -> int:
+    """What a read takes in host memory: the region, and all chunks that it has a part of, which
+    TensorStore holds meanwhile."""
+    row, region = read
+    pairs = zip(region, row.chunk or (), strict=True)
+    count = math.prod(-(-stop // step) - start // step for (start, stop), step in pairs)
+    return max(_LEAST, region_bytes(row, region) + count * chunk_bytes(row))
+
+
+def chunks_of(row: SavedLeaf) -> Iterator[Region]:
+    """The regions of the chunks of a stored array."""
+    spans = [
+        [(start, min(start + step, length)) for start in range(0, length, step)]
+        for length, step in zip(row.stored_shape, row.chunk or (), strict=True)
+    ]
+    return product(*spans)
+
+
+def read_ahead(reads: Iterable[Read], start: Callable[[Read], Any]) -> Iterator[tuple[Read, Any]]:
+    """Starts reads of about `IN_FLIGHT` bytes at a time; yields them in order, with their futures.
+
+    None outlives the iterator.
+    """
+    started: deque[tuple[Read, Any]] = deque()
+    in_flight = 0
+    try:
+        for read in reads:
+            nbytes = bytes_to_read(read)
+            while started and in_flight + nbytes > IN_FLIGHT:
+                in_flight -= bytes_to_read(started[0][0])
+                yield started.popleft()  # no variable keeps what was read
+            started.append((read, start(read)))
+            in_flight += nbytes
+        while started:
+            yield started.popleft()
+    finally:
+        for _, future in started:
+            future.exception()  # waits
 
 
 class ArrayStore:
-    """The array store of a checkpoint, open for reading. Arrays are given by leaf path."""
+    """The arrays of a checkpoint, to be read as the rows of its table say."""
 
     def __init__(self, path: epath.Path) -> None:
-        self._path = path
-        self._database = _database(path)
-        self._context = _context()
-
-    def open(
-        self, wanted: Wanted, regions: Mapping[str, Sequence[Region]]
-    ) -> tuple[dict[str, Reader], dict[str, str]]:
-        """Opens arrays to read regions of them, such as these.
-
-        Returns those that are as the table says, and why others are not. Raises `CheckpointError`
-        if this process may not read one.
-        """
-        values = tensorstore.KvStore.open(self._database, context=self._context).result()
-        small = {
-            leaf: values.read(f"{store_key(leaf)}/{_DESCRIPTION}")
-            for leaf, x in wanted.items()
-            if _bytes_of(x, x.chunk) < _SMALL
-            and all(_chunk_key(region, x.chunk) for region in regions[leaf])
-        }
-        as_values = {leaf for leaf, found in small.items() if _describes(found, wanted[leaf])}
-        openings = {leaf: self._begin(leaf) for leaf in wanted if leaf not in as_values}
-        readers: dict[str, Reader] = {}
-        errors: dict[str, str] = {}
-        for leaf, x in wanted.items():
-            if leaf in as_values:
-                readers[leaf] = partial(self._read_value, values, leaf, x)
-            elif why := self._why_closed(openings[leaf]) or _misfit(openings[leaf].result(), x):
-                errors[leaf] = f"{_UNREAD}{why}"
-            else:
-                readers[leaf] = partial(_read_regions, openings[leaf].result())
-        return readers, errors
-
-    def _read_value(self, values: Any, leaf: str, x: StoredArray, region: Region) -> _ReadValue:
-        future = values.read(f"{store_key(leaf)}/{_chunk_key(region, x.chunk)}")
-        return _ReadValue(future, x, region, lambda: self._begin(leaf).result())
-
-    def _begin(self, leaf: str) -> Any:
-        spec = {
-            "driver": "zarr3",
-            "kvstore": {**self._database, "path": f"{store_key(leaf)}/"},
-            "fill_missing_data_reads": False,  # a missing chunk is an error, not zeros
-            "recheck_cached_data": False,
-            "recheck_cached_metadata": False,
-        }
-        return tensorstore.open(spec, read=True, open=True, context=self._context)
-
-    def _why_closed(self, opening: Any) -> str:
-        """Why an array cannot be opened; empty if it can."""
-        error = opening.exception()
-        if error is None:
-            return ""
-        if "NOT_FOUND" in str(error):
-            return "it is not in the array store."
-        return self._why(error)
+        self._path, self._database, self._context = path, _database(path), _context()
+        self._opened: tuple[SavedLeaf, Any] | None = None
 
     def read(
-        self, wanted: Wanted, *, progress: bool = False
-    ) -> tuple[dict[str, Any], dict[str, str]]:
-        """Reads arrays, each process its own shards. Returns them, and why others are not read.
+        self, reads: Iterable[Read], errors: dict[str, str]
+    ) -> Iterator[tuple[SavedLeaf, Region, np.ndarray]]:
+        """Reads regions of arrays, a few at a time; yields them in order.
 
-        Raises `CheckpointError` as `open`. The caller checks that there is `memory_to_read`.
+        `errors` gets why arrays cannot be read, by leaf path. Raises `CheckpointError` if this
+        process may not read a file.
         """
-        regions = {leaf: _regions(x) for leaf, x in wanted.items()}
-        here = {leaf: wanted[leaf] for leaf, parts in regions.items() if parts}
-        readers, errors = self.open(here, regions)
-        reads = [
-            _transfer(leaf, here[leaf], region, reader)
-            for leaf, reader in readers.items()
-            for region in regions[leaf]
-        ]
-        on_host: dict[str, np.ndarray] = {}
-
-        def read_parts() -> Iterator[Part[str]]:
-            bar = show_progress(list(readers), "restore", show=progress)
-            shown = None
-            for read, future in _in_turn(reads, _IN_FLIGHT):
-                if read.leaf != shown:
-                    shown = next(bar)
-                try:
-                    values = [future.result()]
-                except Exception as error:  # TensorStore raises types of Python's own, by status
-                    errors[read.leaf] = f"{_UNREAD}{self._why(error)}"
-                    continue
-                del future  # no variable keeps what was read
-                if wanted[read.leaf].sharding is None:
-                    on_host[read.leaf] = values.pop()
-                else:
-                    yield read.leaf, read.region, values.pop()
-            next(bar, None)
-
-        targets = {
-            leaf: Target(x.shape, x.dtype, x.sharding)
-            for leaf, x in wanted.items()
-            if x.sharding is not None
-        }
-        return to_devices(targets, read_parts()) | on_host, errors
-
-    def check_memory_for_blocks(self, arrays: Iterable[StoredArray]) -> None:
-        """Raises `CheckpointError` unless the blocks of each array fit in host memory."""
-        arrays = list(arrays)
-        # A block and the chunks that it is in; and the block before it.
-        block = max((_bytes_of(x, _block(x)) for x in arrays), default=0)
-        needed = min(sum(2 * x.nbytes for x in arrays), max(2 * block, _IN_FLIGHT) + block)
-        needed += kept_by_allocator(
-            ((_bytes_of(x, _block(x)), 2 * x.nbytes) for x in arrays), _IN_FLIGHT
-        )
-        check_memory(self._path, needed, THREADS, "Verify it where there is more.")
-
-    def blocks(
-        self,
-        wanted: Wanted,
-        readers: Mapping[str, Reader],
-    ) -> Iterator[tuple[str, Iterator[tuple[Region, np.ndarray]]]]:
-        """Reads blocks of arrays that `open` has returned, a few at a time, in their order.
-
-        Raises `ValueError` if one cannot be read, and `CheckpointError` if this process may not
-        read a file.
-        """
-        reads = (
-            _transfer(leaf, wanted[leaf], region, reader)
-            for leaf, reader in readers.items()
-            for region in _blocks_of(wanted[leaf])
-        )
-        by_leaf = groupby(_in_turn(reads, _IN_FLIGHT), lambda pair: pair[0].leaf)
-        return ((leaf, self._values(started)) for leaf, started in by_leaf)
-
-    def _values(
-        self, started: Iterable[tuple[_Transfer, Any]]
-    ) -> Iterator[tuple[Region, np.ndarray]]:
-        for read, future in started:
+        for (row, region), future in read_ahead(reads, self._start):
             try:
-                yield read.region, future.result()
-            except Exception as error:
-                raise ValueError(f"{_UNREAD}{self._why(error)}") from None
+                values = [future.result()]
+            except Exception as error:  # TensorStore raises types of Python's own, by status
+                errors[row.path] = f"it cannot be read: {self._why(error)}"
+                continue
+            del future  # no variable keeps what was read
+            yield row, region, values.pop()
+
+    def _start(self, read: Read) -> Any:
+        row, region = read
+        if self._opened is None or self._opened[0] is not row:  # the regions of a leaf follow
+            self._opened = row, _open(self._database, row, self._context)
+        return self._opened[1][_index(region)].read()
 
     def _why(self, error: Exception) -> str:
         """Why an array cannot be read. If it may not be, it is not damaged: `CheckpointError`."""
@@ -600,94 +411,74 @@ class ArrayStore:
             raise CheckpointError(
                 f"This process may not read files of the array store: {text}."
             ) from None
+        if _LOST_CHUNK.match(text):
+            return "it is not in the array store."
         _, _, inner = text.partition(f'in OCDBT database at local file "{ARRAYS}/": ')
         if " file " in inner:  # it names the damaged file
             return short(inner)
-        return short(_OPENING.sub("", text))
+        text = _STATUS.sub("", text)
+        if found := _DAMAGED_CHUNK.match(text):
+            chunk, why = found.groups()
+            files = self.files_by_key().get(chunk) or [ARRAYS]
+            return f"chunk {short(chunk)} in {files[0]} is damaged ({why})."
+        return short(text)
+
+    def files_by_key(self) -> dict[str, list[str]]:
+        """The files that hold each value of the database, and then the nodes of the index above it.
+
+        Only errors are worth reading the index for. It has what can be read of it.
+        """
+        found: dict[str, list[str]] = {}
+        base = tensorstore.KvStore.open(_files(self._path), context=self._context).result()
+        with suppress(ValueError, IndexError, KeyError):  # what is damaged, or empty
+            latest = tensorstore.ocdbt.dump(base, context=self._context).result()["versions"][-1]
+            nodes = [(latest["root"]["location"], b"", ["manifest.ocdbt"])]
+            while nodes:
+                location, prefix, above = nodes.pop()
+                files = [_file_of(location), *above]
+                node = tensorstore.ocdbt.dump(base, location, context=self._context).result()
+                for entry in node["entries"]:
+                    key = prefix + entry["key"]
+                    if "location" in entry:
+                        inner = prefix + entry["subtree_common_prefix"]
+                        nodes.append((entry["location"], inner, files))
+                    else:
+                        value = entry.get("indirect_value")
+                        own = [_file_of(value)] if value else []
+                        found[key.decode()] = [f"{ARRAYS}/{file}" for file in [*own, *files]]
+        return found
 
 
 # An error of TensorStore: its status, what it was doing, from the outside in, and details.
-#   DATA_LOSS: Error opening "zarr3" driver: Error reading "w/zarr.json" in OCDBT database at local
-#   file "/runs/7/state/": Error reading local file "/runs/7/state/d/1f3": CRC-32C checksum mismatch
+#   DATA_LOSS: Error reading "w/c/0/1" in OCDBT database at local file "/runs/7/state/": Digest
+#   mismatch, stored digest is 0x342feb4f but computed digest is 0x013f2404
 #   [source locations='tensorstore/internal/...'] [tensorstore_spec='{...}']
 _DETAILS = re.compile(r" \[(tensorstore_spec|source locations)=.*")
-_OPENING = re.compile('^[A-Z_]+: (Error opening "zarr3" driver: )?')
+_STATUS = re.compile("^[A-Z_]+: ")
+_DAMAGED_CHUNK = re.compile(r'Error reading "([^"]+)" in OCDBT database at [^"]*"[^"]*": (.*)')
+#   NOT_FOUND: chunk {0} stored at "w/c/0" in OCDBT database at local file "/runs/7/" is missing
+_LOST_CHUNK = re.compile("NOT_FOUND: chunk ")
 
 
-def _describes(found: Any, x: StoredArray) -> bool:
-    """Whether a description that is being read is that of the table. If not, `_misfit` says why."""
-    if found.exception():
-        return False
-    return found.result().value == _description(x.shape, dtype_name(x.dtype), x.chunk)
+def _file_of(location: str) -> str:
+    """The file of `value:ocdbt.process_0/:d/1f3:0:67108868`, as it is named in `ARRAYS`."""
+    _, folder, name, _, _ = location.split(":")
+    return f"{folder}{name}"
 
 
-def _misfit(store: Any, x: StoredArray) -> str:
-    """How a stored array differs from what the table says; empty if it does not."""
-    shape, dtype = tuple(store.shape), store.dtype.numpy_dtype
-    chunk = store.chunk_layout.read_chunk.shape or ()  # `None` for a scalar
-    if (shape, dtype) != (x.shape, x.dtype):
-        return f"stored as {dtype}{list(shape)}, expected {x.dtype}{list(x.shape)}."
-    if chunk != x.chunk:
-        return f"stored in chunks of {list(chunk)}, expected chunks of {list(x.chunk)}."
-    return ""
+T = TypeVar("T")
 
 
-def _bytes_of(x: StoredArray, shape: Shape) -> int:
-    return math.prod(shape) * x.dtype.itemsize
-
-
-def memory_to_read(wanted: Wanted) -> int:
-    """The host memory that reading arrays takes at most, by a run that reads nothing."""
-    meter, buffers = Meter(), list[tuple[int, int]]()
-    reads = [
-        _transfer(leaf, x, region, lambda _: None)
-        for leaf, x in wanted.items()
-        for region in _regions(x)
-    ]
-    planned = [read._replace(start=partial(meter.add, read.nbytes)) for read in reads]
-    for read, _ in _in_turn(planned, _IN_FLIGHT):
-        x = wanted[read.leaf]
-        in_host = _bytes_of(x, region_shape(read.region))
-        buffers += (in_host, in_host), (_bytes_of(x, x.chunk), read.nbytes - in_host)
-        meter.add(in_host - read.nbytes)
-        if x.sharding is not None:
-            meter.add(x.dtype.itemsize * items_on_host(x.sharding, x.shape, read.region))
-            meter.add(-in_host)
-    return meter.peak + kept_by_allocator(buffers, _IN_FLIGHT)
-
-
-def _block(x: StoredArray) -> Shape:
-    """The shape of the blocks in which an array is read."""
-    return x.chunk if 2 * x.nbytes > _IN_FLIGHT else x.shape
-
-
-def first_block(x: StoredArray) -> Region:
-    """The first of the blocks in which an array is read."""
-    return _full(_block(x))
-
-
-def _blocks_of(x: StoredArray) -> Iterator[Region]:
-    """The blocks in which to read an array: its chunks if it is large, and otherwise all of it."""
-    spans = [
-        [(start, min(start + step, length)) for start in range(0, length, step)]
-        for length, step in zip(x.shape, _block(x), strict=True)
-    ]
-    return product(*spans)
-
-
-def _regions(x: StoredArray) -> list[Region]:
-    """The distinct regions of an array that this process reads."""
-    if x.sharding is None or _is_one_part(x):
-        return [_full(x.shape)]
-    return list(dict.fromkeys(regions_here(x.sharding, x.shape).values()))
-
-
-def _read_regions(store: Any, region: Region) -> Any:
-    return store[_index(region)].read()
-
-
-def _transfer(leaf: str, x: StoredArray, region: Region, reader: Reader) -> _Transfer:
-    pairs = zip(region, x.chunk, strict=True)
-    chunks = math.prod(-(-stop // step) - start // step for (start, stop), step in pairs)
-    nbytes = _bytes_of(x, region_shape(region)) + chunks * _bytes_of(x, x.chunk)
-    return _Transfer(leaf, region, max(_LEAST_PART, nbytes), partial(reader, region))
+def in_batches(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """Splits items into lists of at most `IN_FLIGHT` bytes, or of one item that has more."""
+    batch: list[T] = []
+    held = 0
+    for item in items:
+        if batch and held + size_of(item) > IN_FLIGHT:
+            yield batch
+            batch, held = [], 0
+        batch.append(item)
+        held += size_of(item)
+        del item  # or it would stay in memory while the next one is made
+    if batch:
+        yield batch

@@ -11,7 +11,7 @@ import operator
 import os
 import sys
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import SupportsIndex, Unpack
 
@@ -39,19 +39,23 @@ from treeshard._disk.files import (
     tell_removed,
 )
 from treeshard.checkpoint._paths import (
+    ARRAYS,
     MARK,
+    SEAL,
+    changed_files,
     checkpoint_path,
     is_local,
-    latest_in,
     lock_in,
     mark_removed,
+    reading,
     remove_tree,
+    seal,
     steps_in,
     sweep_left,
     sweep_run,
 )
 from treeshard.checkpoint._preemption import Preemption
-from treeshard.checkpoint._restore import RestoreOptions, restore
+from treeshard.checkpoint._restore import RestoreOptions, restore, table_at
 from treeshard.checkpoint._save import Writing, begin
 from treeshard.errors import (
     CheckpointError,
@@ -104,7 +108,6 @@ class Checkpoints:
         background: Whether to write in the background. The next `save`, `wait` or `close` raises
             what went wrong. Without one, the process prints it when it ends, with status 1.
         read_only: Whether only to read. Then nothing is locked, and another run may be writing.
-        fingerprints: As in `save`.
         on_divergence: As in `save`.
         timeout: Seconds to wait for other processes; waits for their reads and writes have no
             limit.
@@ -139,7 +142,6 @@ class Checkpoints:
         every: int = 1,
         background: bool = True,
         read_only: bool = False,
-        fingerprints: bool = True,
         on_divergence: str = "error",
         timeout: float = TIMEOUT,
         progress: bool = False,
@@ -150,7 +152,7 @@ class Checkpoints:
         self._keep, self._every, self._background = keep, every, background
         self._timeout, self._read_only, self._progress = timeout, read_only, progress
         show_progress((), "Checkpoints", show=progress)  # raises without tqdm, before all else
-        self._begin = partial(begin, fingerprints=fingerprints, on_divergence=on_divergence)
+        self._begin = partial(begin, on_divergence=on_divergence)
         self._writing: tuple[int, Writing] | None = None
         self._removing: list[Outcome[None]] = []
         self._preemption: Preemption | None = None
@@ -346,7 +348,7 @@ class Checkpoints:
 
         Args:
             like: The tree to restore, as in `treeshard.checkpoint.restore`.
-            **options: `rules`, `mesh`, `min_size`, `cast`, `partial`, `verify`, `timeout` and
+            **options: `rules`, `mesh`, `min_size`, `cast`, `partial`, `timeout` and
                 `progress`, as in `treeshard.checkpoint.restore`.
 
         Returns:
@@ -413,7 +415,7 @@ class Checkpoints:
         Args:
             step: The step.
             like: The tree to restore, as in `treeshard.checkpoint.restore`.
-            **options: `rules`, `mesh`, `min_size`, `cast`, `partial`, `verify`, `timeout` and
+            **options: `rules`, `mesh`, `min_size`, `cast`, `partial`, `timeout` and
                 `progress`, as in `treeshard.checkpoint.restore`.
 
         Returns:
@@ -443,7 +445,9 @@ class Checkpoints:
         A step that lacks files, as while `rsync` copies it, does not count, and a
         `ShardingWarning` names it.
         """
-        return latest_in(self._directory)
+        while True:
+            with suppress(RemovedError):  # then a later one is there, or an earlier one
+                return _latest_with_all_files(self._directory)
 
     def wait(self) -> None:
         """Waits for writes in progress to complete.
@@ -527,6 +531,41 @@ def _lock(directory: epath.Path, held: ExitStack) -> Lock | None:
         removed |= sweep_run(directory)
     tell_removed("Checkpoints", directory, removed)
     return lock
+
+
+def _latest_with_all_files(directory: epath.Path) -> int | None:
+    """The latest step of which all files are there; `None` without any.
+
+    A program that copies checkpoints, such as `rsync`, creates the directory of a step first. Such
+    a step has all its files later. One that lost files has not: a warning names it.
+    """
+    for step in reversed(steps_in(directory)):
+        path = directory / str(step)
+        with reading(path, listed=True) as check:
+            lacking = _lacking_files(path)
+            if not lacking:
+                return step
+            check()
+        warn(
+            f"{path} lacks {counted(len(lacking), 'file')} or part of them, such as {lacking[0]}:"
+            " it is being copied, or damaged. It does not count as the latest step."
+        )
+    return None
+
+
+def _lacking_files(path: epath.Path) -> list[str]:
+    """The files of a step that are not there, or have another size.
+
+    Programs that copy directories do so in the order of names. So a step that is being copied has
+    its table before its arrays, and the seal, the last file of these, at the end.
+    """
+    if not is_local(path):
+        return []
+    if not seal(path):
+        return [f"{ARRAYS}/{SEAL}"]
+    with suppress(CheckpointError):  # whoever reads the step gets the error
+        return [*changed_files(path, table_at(path).files, sizes_only=True)]
+    return []
 
 
 def _remove_files(old: epath.Path) -> None:

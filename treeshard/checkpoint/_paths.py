@@ -6,7 +6,6 @@ names are those of Orbax, so that its tools ignore incomplete checkpoints, too.
 """
 
 import errno
-import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -19,9 +18,11 @@ from etils.epath.backend import fsspec_backend
 
 from treeshard._core.arguments import check_path
 from treeshard._disk.files import (
+    FileFacts,
     Lock,
     PathLike,
     exchange_names,
+    file_facts,
     file_path,
     is_open_as,
     take_stale_lock,
@@ -30,14 +31,11 @@ from treeshard.errors import (
     CheckpointError,
     DamagedError,
     RemovedError,
-    counted,
     did_you_mean,
-    warn,
 )
 
 ARRAYS, TABLE = "state", "leaves"  # the parts of a checkpoint
 TABLE_FILE = "table.json"
-FILES = "files.json"  # beside the table: the size of each file of the arrays
 SEAL = "table.crc32"  # the CRC-32 of the table that was saved with these arrays
 MARK = "treeshard-mark"  # which every process must see before it writes
 TEMPORARY = ".orbax-checkpoint-tmp"  # suffix of the name of an incomplete checkpoint
@@ -180,50 +178,25 @@ def _names_in(directory: epath.Path) -> list[str]:
         raise CheckpointError(f"{directory} cannot be listed: {error.strerror}.") from None
 
 
-def latest_in(directory: epath.Path) -> int | None:
-    """The latest step of which all files are there; `None` without any.
-
-    A program that copies checkpoints, such as `rsync`, creates the directory of a step first. Such
-    a step has all its files later. One that lost files has not: a warning names it.
-    """
-    while True:
-        with suppress(RemovedError):  # then a later one is there, or an earlier one
-            return _latest_with_all_files(directory)
-
-
-def _latest_with_all_files(directory: epath.Path) -> int | None:
-    for step in reversed(steps_in(directory)):
-        path = directory / str(step)
-        with reading(path, listed=True) as check:
-            lacking = lacking_files(path)
-            if not lacking:
-                return step
-            check()
-        warn(
-            f"{path} lacks {counted(len(lacking), 'file')} or part of them, such as {lacking[0]}:"
-            " it is being copied, or damaged. It does not count as the latest step."
-        )
-    return None
-
-
-def lacking_files(path: epath.Path) -> list[str]:
-    """The files of its arrays that a checkpoint lacks, or has in another size than it saved."""
-    if not is_local(path):
-        return []
-    try:
-        sizes = json.loads((path / TABLE / FILES).read_bytes())
-        return [name for name, size in sizes.items() if _size_of(path / ARRAYS / name) != size]
-    except (FileNotFoundError, ValueError, AttributeError):
-        return [f"{TABLE}/{FILES}"]
-    except OSError:  # it cannot be looked at: whoever reads the step gets the error
-        return []
-
-
-def _size_of(file: epath.Path) -> int | None:
-    try:
-        return os.stat(file).st_size
-    except FileNotFoundError:
-        return None
+def changed_files(
+    path: epath.Path, files: FileFacts, *, sizes_only: bool = False
+) -> dict[str, str]:
+    """How the files of its arrays differ from those that a checkpoint was saved with, by name."""
+    changed: dict[str, str] = {}
+    for name, facts in files.items():
+        file = path / ARRAYS / name
+        try:
+            found = [os.stat(file).st_size] if sizes_only else file_facts(file)
+        except FileNotFoundError:
+            changed[f"{ARRAYS}/{name}"] = "is missing"
+            continue
+        except OSError:  # it cannot be looked at: whoever reads the arrays in it gets the error
+            continue
+        if found[0] != facts[0]:
+            changed[f"{ARRAYS}/{name}"] = f"has {found[0]:,} bytes, and was saved with {facts[0]:,}"
+        elif not sizes_only and found != facts:
+            changed[f"{ARRAYS}/{name}"] = "has other contents than were saved"
+    return changed
 
 
 def is_ours(path: epath.Path) -> bool:

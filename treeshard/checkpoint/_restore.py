@@ -2,10 +2,16 @@
 
 No array is read in one place and sent to others: every process opens the store and reads the
 regions that its devices will hold, whoever wrote them. All that the processes exchange is whether
-they make the same call, what they could not read, and their parts of the checksums.
+they make the same call, and what they could not read.
+
+A region that is read is converted in host memory, moved to its devices, and freed, before many
+others are read. TensorStore compares the checksum of each chunk. Process 0 looks whether the files
+are the ones that were saved, since an intact chunk of another step has a valid checksum, too.
 """
 
 import json
+import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypedDict
@@ -14,37 +20,50 @@ from zlib import crc32
 import jax
 import numpy as np
 from etils import epath
-from jax.sharding import Sharding
 
-from treeshard._core.arrays import map_shards
+from treeshard._core.arrays import items_on_host, region_shape, regions_here
 from treeshard._core.hosts import check_memory_of_hosts
 from treeshard._core.meetings import breaking_if_left
-from treeshard._core.memory import Meter
+from treeshard._core.memory import Meter, kept_by_allocator
 from treeshard._core.mesh import MeshLike
 from treeshard._core.paths import PyTree, nested
-from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, all_or_none, require_agreement
+from treeshard._core.processes import (
+    AS_LONG_AS_IT_TAKES,
+    TIMEOUT,
+    all_or_none,
+    require_agreement,
+    show_progress,
+)
 from treeshard._core.text import parse_dtype
-from treeshard._disk.files import PathLike
+from treeshard._disk.files import FileFacts, PathLike
 from treeshard._disk.leaves import ReadLeaf, SavedLeaf, raise_damages
 from treeshard._disk.requests import LeafType, Placing, RequestedLeaf, read_request
-from treeshard._disk.to_devices import default_sharding, items_here
+from treeshard._disk.to_devices import Part, Target, default_sharding, to_devices
 from treeshard._disk.untrusted import check_memory, no_memory_to_read
 from treeshard._planning.rules import Rules
 from treeshard.checkpoint._array_store import (
+    IN_FLIGHT,
+    SMALL,
     THREADS,
     ArrayStore,
-    StoredArray,
-    first_block,
-    memory_to_read,
+    Read,
+    bytes_to_read,
+    chunk_bytes,
+    chunks_of,
+    full_region,
+    in_batches,
+    read_ahead,
+    region_bytes,
+    store_key,
 )
-from treeshard.checkpoint._checksums import (
-    Joint,
-    checksum,
-    checksum_of_blocks,
-    of_registers,
-    registers,
+from treeshard.checkpoint._paths import (
+    changed_files,
+    checkpoint_path,
+    explaining,
+    reading,
+    seal,
+    table_text,
 )
-from treeshard.checkpoint._paths import checkpoint_path, explaining, reading, seal, table_text
 from treeshard.checkpoint._table import LeafTable, from_text, in_its_dtype, paths_of, unpack
 from treeshard.errors import DamagedError, FormatError, MismatchError
 
@@ -62,7 +81,6 @@ class RestoreOptions(TypedDict, total=False):
     min_size: int | None
     cast: Any
     partial: bool
-    verify: bool
     timeout: float
     progress: bool
 
@@ -77,7 +95,6 @@ def restore(
     min_size: int | None = None,
     cast: Any = None,
     partial: bool = False,
-    verify: bool = True,
     timeout: float = TIMEOUT,
     progress: bool = False,
 ) -> PyTree:
@@ -92,7 +109,7 @@ def restore(
         >>> tree["w"].sharding.spec, list(host)
         (P('fsdp',), ['w'])
 
-    Requested and stored leaves are compared before any array is read, checksums after.
+    Requested and stored leaves are compared before any array is read.
 
     Args:
         path: The checkpoint.
@@ -107,7 +124,6 @@ def restore(
             it (or is not given).
         partial: Whether leaves may be missing from the checkpoint or from `like`. Leaves that the
             checkpoint lacks stay as they are in `like`, and a `ShardingWarning` lists them.
-        verify: Whether to compare the saved checksums, which reads the arrays once more in memory.
         timeout: Seconds to wait for other processes; waits for their reads have no limit.
         progress: Whether to show a progress bar with a step per array (needs `tqdm`).
 
@@ -139,7 +155,8 @@ def restore(
     with reading(checkpoint) as check:
         with require_agreement(WHERE, among=among, timeout=timeout) as facts, explaining(check):
             text = table_text(checkpoint)
-            rows = {row.path: row for row in _table_of(checkpoint, text).leaves}
+            table = _table_of(checkpoint, text)
+            rows = {row.path: row for row in table.leaves}
             types = {row.path: LeafType(row.kind, row.shape, row.dtype) for row in rows.values()}
             placing = Placing(rules, mesh, min_size)
             request = read_request(types, like, placing, cast=cast, names=_paths, where=WHERE)
@@ -149,7 +166,7 @@ def restore(
             request.add_to(facts)
         requested = request.to_read()
         leaves = [(rows[x.name], x) for x in requested.values()]
-        arrays = _read_together(checkpoint, leaves, check, verify, among, timeout, progress)
+        arrays = _read_together(checkpoint, table.files, leaves, check, among, timeout, progress)
     tree = request.tree(zip(requested, _values(leaves, arrays), strict=True))
     return nested(tree) if like is None else tree
 
@@ -176,59 +193,30 @@ def _table_of(path: epath.Path, text: str) -> LeafTable:
 def _values(leaves: Leaves, arrays: dict[str, Any]) -> Iterator[Any]:
     """The requested leaves. Takes each array out of `arrays`."""
     for row, requested in leaves:
-        stored = arrays.pop(row.path, None)
-        if row.kind == "key" and stored is None and requested.sharding is not None:
-            stored = _empty_keys(row, requested.sharding)
-        value = unpack(row, stored)
-        yield _as_requested(value, requested) if row.kind == "array" else value
+        array = arrays.pop(row.path, None)
+        if row.dtype and array is None:
+            array = _empty(row, requested)
+        yield unpack(row, array)
 
 
-def _memory_to_cast(leaves: Leaves, wanted: Mapping[str, StoredArray]) -> int:
-    """The host memory that `_values` needs: for all arrays as they are stored, which it replaces
-    one by one."""
-    meter = Meter()
-    sizes = {path: items_here(x.sharding, x.shape) for path, x in wanted.items()}
-    meter.add(sum(wanted[path].dtype.itemsize * size for path, size in sizes.items()))
-    for row, requested in leaves:
-        if row.kind != "array" or row.path not in wanted:
-            continue
-        was, dtype = wanted[row.path], parse_dtype(requested.type.dtype)
-        if dtype != was.dtype:
-            meter.add(2 * dtype.itemsize * sizes[row.path])  # on the host, then on the devices
-            meter.add(-(dtype.itemsize + was.dtype.itemsize) * sizes[row.path])
-    return meter.peak
-
-
-def _empty_keys(row: SavedLeaf, sharding: Sharding) -> jax.Array:
-    empty = np.zeros(row.stored_shape, np.uint32)
-    return jax.make_array_from_callback(empty.shape, sharding, empty.__getitem__, dtype=empty.dtype)
-
-
-def _as_requested(x: Any, requested: RequestedLeaf) -> Any:
-    """An array in the requested dtype and place."""
-    dtype = parse_dtype(requested.type.dtype)
-    with np.errstate(all="ignore"):  # overflow gives inf, as in `jnp.asarray`
-        if not requested.type.on_devices:
-            return x.astype(dtype, copy=False)
-        if not isinstance(x, jax.Array):  # empty, or too wide for devices
-            full = x.astype(dtype, copy=False)
-            sharding = requested.sharding or default_sharding()
-            return jax.make_array_from_callback(x.shape, sharding, full.__getitem__)
-        if x.dtype == dtype:
-            return x
-        return map_shards(x, lambda values: values.astype(dtype), dtype)
+def _empty(row: SavedLeaf, requested: RequestedLeaf) -> Any:
+    """An array without elements, which is not stored."""
+    dtype = parse_dtype("uint32" if row.kind == "key" else requested.type.dtype)
+    empty = np.zeros(row.stored_shape, dtype)
+    if not requested.type.on_devices:
+        return empty
+    sharding = requested.sharding or default_sharding()
+    return jax.make_array_from_callback(empty.shape, sharding, empty.__getitem__)
 
 
 # ------------------------------------------------------------------ reading the array store
 
-_BATCH = 2**28  # bytes that are read to host memory at a time, if no single leaf has more
-
 
 def _read_together(
     path: epath.Path,
+    files: FileFacts,
     leaves: Leaves,
     check: Callable[[], None],
-    verify: bool,
     among: Sequence[int] | None,
     timeout: float,
     progress: bool,
@@ -237,13 +225,11 @@ def _read_together(
 
     `check` raises if the writer has removed or replaced the checkpoint meanwhile.
     """
-    stored = [(row, requested) for row, requested in leaves if row.stored]
-    default = default_sharding()
-    wanted = {row.path: _stored_array(row, requested, default) for row, requested in stored}
-    verified = [row for row, _ in stored if verify and row.crc is not None]
+    rows = [row for row, _ in leaves if row.stored]
+    targets = _targets(leaves)
     check_memory_of_hosts(
         WHERE,
-        max(memory_to_read(wanted), _memory_to_cast(leaves, wanted)),
+        _memory_to_read(_reads(rows, targets), targets),
         partial(no_memory_to_read, path),
         threads=THREADS,
         among=among,
@@ -251,100 +237,161 @@ def _read_together(
     )
     reading_together = all_or_none(WHERE, phase="read", among=among, timeout=AS_LONG_AS_IT_TAKES)
     with reading_together as messages, explaining(check):
-        arrays, unread = ArrayStore(path).read(wanted, progress=progress)
+        store = ArrayStore(path)
+        errors: dict[str, str] = {}
+        shown = show_progress(rows, WHERE, show=progress)
+        arrays = _read_arrays(store, _reads(shown, targets), targets, errors)
+        if among is not None or jax.process_index() == 0:
+            changed = _keys_in_changed_files(path, files, store)
+            keys = {row.path: store_key(row.path) for row in rows}
+            errors = {leaf: changed[key] for leaf, key in keys.items() if key in changed} | errors
         check()
-        to_verify = [] if unread else [arrays[row.path] for row in verified]
-        messages += [json.dumps(unread).encode(), b"\n", registers(to_verify)]
-    unread_anywhere: dict[str, str] = {}
-    every_registers: list[bytes] = []
+        messages.append(json.dumps(errors).encode())
+    errors_anywhere: dict[str, str] = {}
     for message in messages:
-        unread_there, _, registers_there = message.partition(b"\n")  # of which JSON has none
-        unread_anywhere |= json.loads(unread_there)
-        every_registers.append(registers_there)
-    raise_damages(path, unread_anywhere)
-    joint = of_registers(every_registers, to_verify, WHERE)
-    raise_damages(path, _damages(verified, joint))
+        errors_anywhere |= json.loads(message)
+    raise_damages(path, errors_anywhere)
     return arrays
 
 
-def _damages(rows: Sequence[SavedLeaf], joint: Joint) -> dict[str, str]:
-    damages = {row.path: _damage(row, crc) for row, crc in zip(rows, joint.crcs, strict=True)}
-    damages |= {rows[i].path: why for i, why in joint.differing.items()}
-    return {path: why for path, why in damages.items() if why}
+def _targets(leaves: Leaves) -> dict[str, Target]:
+    """Where stored arrays go, by path: the dtype is as requested, and keys are their data."""
+    default = default_sharding()
+    targets: dict[str, Target] = {}
+    for row, requested in leaves:
+        if row.stored is None:
+            continue
+        dtype = parse_dtype("uint32" if row.kind == "key" else requested.type.dtype)
+        sharding = (requested.sharding or default) if requested.type.on_devices else None
+        targets[row.path] = Target(row.stored_shape, dtype, sharding)
+    return targets
 
 
-def _damage(row: SavedLeaf, crc: int) -> str:
-    if row.crc is None or crc == row.crc:
-        return ""
-    return f"its bytes have the CRC-32 {crc}, but were saved with {row.crc}."
+def _reads(rows: Iterable[SavedLeaf], targets: Mapping[str, Target]) -> Iterator[Read]:
+    """The distinct regions that this process reads of each array."""
+    for row in rows:
+        target = targets[row.path]
+        regions = [full_region(target.shape)]
+        # JAX splits what is small faster than it takes to read several regions.
+        if target.sharding is not None and not (target.is_here and row.bytes < SMALL):
+            regions = dict.fromkeys(regions_here(target.sharding, target.shape).values())
+        for region in regions:
+            yield row, region
 
 
-def read_each(path: epath.Path, rows: Iterable[SavedLeaf]) -> Iterator[ReadLeaf]:
-    """Reads leaves to host memory, a few at a time, and compares their checksums."""
+def _read_arrays(
+    store: ArrayStore,
+    reads: Iterable[Read],
+    targets: Mapping[str, Target],
+    errors: dict[str, str],
+) -> dict[str, Any]:
+    """Arrays in their places. `errors` gets why others cannot be read."""
+    on_host: dict[str, np.ndarray] = {}
+
+    def read_parts() -> Iterator[Part[str]]:
+        for row, region, stored in store.read(reads, errors):
+            target = targets[row.path]
+            values = [_converted(row, stored, target.dtype)]
+            del stored  # no variable keeps it
+            if target.sharding is None:
+                on_host[row.path] = values.pop()
+            else:
+                yield row.path, region, values.pop()
+
+    on_devices = {path: x for path, x in targets.items() if x.sharding is not None}
+    return to_devices(on_devices, read_parts()) | on_host
+
+
+def _converted(row: SavedLeaf, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    values = in_its_dtype(row, values)
+    with np.errstate(all="ignore"):  # overflow gives inf, as in `jnp.asarray`
+        return values.astype(dtype, copy=False)
+
+
+def _memory_to_read(reads: Iterable[Read], targets: Mapping[str, Target]) -> int:
+    """The host memory that `_read_arrays` takes at most, by a run that reads nothing."""
+    meter, buffers = Meter(), list[tuple[int, int]]()
+
+    def start(read: Read) -> int:
+        meter.add(bytes_to_read(read))
+        return bytes_to_read(read)
+
+    for (row, region), taken in read_ahead(reads, start):
+        target = targets[row.path]
+        stored = region_bytes(row, region)
+        converted = math.prod(region_shape(region)) * target.dtype.itemsize
+        buffers += (stored, stored), (chunk_bytes(row), taken - stored)
+        meter.add(stored - taken)
+        if stored != converted:
+            meter.add(converted)
+            meter.add(-stored)
+        if target.sharding is not None:
+            on_devices = items_on_host(target.sharding, target.shape, region)
+            meter.add(on_devices * target.dtype.itemsize)
+            meter.add(-converted)
+    return meter.peak + kept_by_allocator(buffers, IN_FLIGHT)
+
+
+# ------------------------------------------------------------------ damage
+
+
+def _keys_in_changed_files(path: epath.Path, files: FileFacts, store: ArrayStore) -> dict[str, str]:
+    """The keys of leaves whose values, or the index of them, are in files that are not as saved.
+
+    Each chunk there may be intact, and still that of another step, so these leaves count as
+    damaged.
+    """
+    changed = changed_files(path, files)
+    found: dict[str, str] = {}
+    for key, holders in store.files_by_key().items() if changed else ():
+        for file in holders:
+            if file in changed:
+                found[key.partition("/")[0]] = f"its file {file} {changed[file]}."
+    return found
+
+
+def read_each(path: epath.Path, files: FileFacts, rows: Iterable[SavedLeaf]) -> Iterator[ReadLeaf]:
+    """Reads leaves to host memory, a few at a time."""
     store = ArrayStore(path)
-    for batch in _batches(rows):
-        wanted = _on_host(batch)
-        check_memory(path, memory_to_read(wanted), THREADS)
-        arrays, errors = store.read(wanted)
+    changed = _keys_in_changed_files(path, files, store)
+    for batch in in_batches(rows, lambda row: row.bytes):
+        reads = [(row, full_region(row.stored_shape)) for row in batch if row.stored]
+        targets = {row.path: _on_host(row) for row, _ in reads}
+        check_memory(path, _memory_to_read(reads, targets), THREADS)
+        errors: dict[str, str] = {}
+        arrays = _read_arrays(store, reads, targets, errors)
         for row in batch:
+            damage = errors.get(row.path, "") or changed.get(store_key(row.path), "")
             # No variable keeps what was yielded while the next batch is read.
-            yield _read_leaf(row, arrays.pop(row.path, None), errors.get(row.path, ""))
+            yield _read_leaf(row, arrays.pop(row.path, None), damage)
+
+
+def _on_host(row: SavedLeaf) -> Target:
+    dtype = "uint32" if row.kind == "key" else row.dtype
+    return Target(row.stored_shape, parse_dtype(dtype), None)
 
 
 def _read_leaf(row: SavedLeaf, x: np.ndarray | None, damage: str) -> ReadLeaf:
-    if x is not None:
-        damage = _damage(row, checksum(x))
-    return ReadLeaf(row, in_its_dtype(row, x) if row.dtype and not damage else None, damage)
+    if row.dtype and not row.stored:  # it has no elements
+        x = np.zeros(row.stored_shape, _on_host(row).dtype)
+    return ReadLeaf(row, None if damage else x, damage)
 
 
-def damages_of(path: epath.Path, rows: Iterable[SavedLeaf]) -> Iterator[tuple[SavedLeaf, str]]:
-    """Reads leaves block by block, and says how each is damaged; empty if it is as saved."""
+def damages_of(
+    path: epath.Path, files: FileFacts, rows: Iterable[SavedLeaf]
+) -> Iterator[tuple[SavedLeaf, str]]:
+    """Reads leaves chunk by chunk, and says how each is damaged; empty if it is as saved."""
     store = ArrayStore(path)
-    for batch in _batches(rows):
-        wanted = _on_host(batch)
-        # All blocks of an array lie alike in its chunks, and a damaged table may say any number.
-        readers, damages = store.open(
-            wanted, {leaf: [first_block(x)] for leaf, x in wanted.items()}
-        )
-        store.check_memory_for_blocks(wanted[leaf] for leaf in readers)
-        crcs: dict[str, int] = {}
-        for leaf, of_leaf in store.blocks(wanted, readers):
-            x = wanted[leaf]
-            try:
-                crcs[leaf] = checksum_of_blocks(x.shape, x.dtype.itemsize, of_leaf)
-            except ValueError as error:  # a block cannot be read
-                damages[leaf] = str(error)
+    changed = _keys_in_changed_files(path, files, store)
+    for batch in in_batches(rows, lambda row: row.bytes):
+        stored = [row for row in batch if row.stored]
+        # What is in flight, each chunk once more as TensorStore decodes it, and the one before.
+        largest = max(map(chunk_bytes, stored), default=0)
+        needed = min(2 * sum(row.bytes for row in stored), max(IN_FLIGHT, 2 * largest) + largest)
+        needed += kept_by_allocator(((chunk_bytes(x), 2 * x.bytes) for x in stored), IN_FLIGHT)
+        check_memory(path, needed, THREADS, "Verify it where there is more.")
+        errors: dict[str, str] = {}
+        chunks = ((row, chunk) for row in stored for chunk in chunks_of(row))
+        deque(store.read(chunks, errors), maxlen=0)  # TensorStore compares the checksums
         for row in batch:
-            if row.path in crcs:
-                damages[row.path] = _damage(row, crcs[row.path])
-            yield row, damages.get(row.path, "")
-
-
-def _stored_array(row: SavedLeaf, requested: RequestedLeaf, default: Sharding) -> StoredArray:
-    """What to read from the array store for a leaf, with a default for where to place it."""
-    on_host = _array_on_host(row)
-    # A dtype that is too wide for devices is read to the host, and converted there.
-    is_too_wide = jax.dtypes.canonicalize_dtype(on_host.dtype) != on_host.dtype
-    if is_too_wide or not requested.type.on_devices:
-        return on_host
-    return on_host._replace(sharding=requested.sharding or default)
-
-
-def _array_on_host(row: SavedLeaf) -> StoredArray:
-    return StoredArray(row.stored_shape, parse_dtype(row.stored or ""), row.chunk or ())
-
-
-def _on_host(rows: Iterable[SavedLeaf]) -> dict[str, StoredArray]:
-    return {row.path: _array_on_host(row) for row in rows if row.stored}
-
-
-def _batches(rows: Iterable[SavedLeaf]) -> Iterator[list[SavedLeaf]]:
-    batch: list[SavedLeaf] = []
-    size = 0
-    for row in rows:
-        if batch and size + row.bytes > _BATCH:
-            yield batch
-            batch, size = [], 0
-        batch.append(row)
-        size += row.bytes
-    yield batch
+            yield row, errors.get(row.path, "") or changed.get(store_key(row.path), "")

@@ -11,7 +11,7 @@ no step could donate its state until everything is written.
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from treeshard._core.processes import (
 )
 from treeshard._core.threads import Outcome, in_thread, interrupts_deferred
 from treeshard._disk.files import (
+    FileFacts,
     Lock,
     check_mark,
     flush,
@@ -46,19 +47,16 @@ from treeshard._disk.files import (
 from treeshard.checkpoint._array_store import (
     THREADS,
     Arrays,
-    Copy,
+    Parts,
     copies,
     memory_to_save,
     merge,
-    with_copies,
     write_arrays,
     written_by,
 )
-from treeshard.checkpoint._checksums import checksums
 from treeshard.checkpoint._paths import (
     ARRAYS,
     COMMITTED,
-    FILES,
     MARK,
     SEAL,
     TABLE,
@@ -115,7 +113,6 @@ def begin(
     path: epath.Path,
     tree: PyTree,
     *,
-    fingerprints: bool,
     on_divergence: str,
     timeout: float,
     run: Lock | None = None,
@@ -138,9 +135,10 @@ def begin(
             if first:
                 _lock(path, run, held)
                 check_vacant(path, replace=replace)
-            _add_facts(facts, path, tree, table, fingerprints)
+            _add_facts(facts, path, tree, table)
         needed, lacks = memory_to_save(arrays), partial(_no_memory, path)
         check_memory_of_hosts(WHERE, needed, lacks, threads=THREADS, timeout=timeout)
+        _check_copies(arrays, timeout, on_divergence)
         if first:
             # After a failure, or of what was replaced; before the lock is released.
             held.callback(_clean_up, path)
@@ -151,18 +149,10 @@ def begin(
                     if first:
                         marks.append(_create(path))
                     copied = copies(arrays)
-                # What is written has the checksums that are saved.
-                arrays = with_copies(arrays, copied)
-                size = sum(x.size * x.dtype.itemsize for x in arrays.values())
-                written = in_thread(running, _write, path, marks[0], copied, timeout)
-                # While the thread writes, this one reads the arrays for their checksums. The next
-                # stage tells the other processes if that fails.
-                text: Outcome[str] = Outcome()
-                text.run(_text, table, arrays if fingerprints else None, timeout, on_divergence)
+                size = sum(x.nbytes for parts in copied.values() for _, x in parts)
                 with interrupts_deferred():  # the thread takes over the locks
-                    parts = written, text, list(arrays)
+                    parts = table, copied, marks[0], timeout
                     end = in_thread(running, _finish, path, *parts, replace, held.pop_all())
-                text.result()
             return Writing(path, size, end)
         except BaseException:
             for outcome in running:  # hold the locks until the last byte is written
@@ -187,12 +177,9 @@ def _lock(path: epath.Path, run: Lock | None, held: ExitStack) -> None:
         held.enter_context(Lock(lock_of(path), str(path)))
 
 
-def _add_facts(
-    facts: Facts, path: epath.Path, tree: PyTree, table: LeafTable, fingerprints: bool
-) -> None:
+def _add_facts(facts: Facts, path: epath.Path, tree: PyTree, table: LeafTable) -> None:
     """Adds what must be the same on all processes."""
     facts["the path"] = str(path)
-    facts["the options"] = f"fingerprints={fingerprints}"
     facts |= {f"mesh {i}": str(axes) for i, axes in enumerate(table.meshes, 1)}
     for row in table.leaves:
         facts[row.path] = f"{row.kind} {row.value}"
@@ -200,8 +187,6 @@ def _add_facts(
             facts[row.path] = f"{array_text(row)} as {row.spec}, {row.impl or row.stored}"
     for name, leaf in zip(leaf_paths(tree), tree_leaves(tree), strict=True):
         facts.add_origin(name, leaf, range(jax.process_count()))
-    if not fingerprints:  # else the copies of all leaves are compared later
-        facts.unread.clear()
 
 
 def _why_differing(x: Any) -> str:
@@ -210,33 +195,23 @@ def _why_differing(x: Any) -> str:
     return "its values differ between processes, each of which holds its own copy."
 
 
-def _text(table: LeafTable, arrays: Arrays | None, timeout: float, on_divergence: str) -> str:
-    """The text of the table, with checksums of the arrays."""
-    if arrays is not None:
-        table = _with_checksums(table, arrays, timeout, on_divergence)
-    return to_text(table)
-
-
-def _with_checksums(
-    table: LeafTable, arrays: Arrays, timeout: float, on_divergence: str
-) -> LeafTable:
-    crcs = checksums(list(arrays.values()), WHERE, timeout).crcs
+def _check_copies(arrays: Arrays, timeout: float, on_divergence: str) -> None:
+    """Raises, or warns, if what several devices or processes hold of an array differs."""
     differing = compare_copies(WHERE, arrays, timeout=timeout)
-    if differing:
-        facts = [
-            f"{path}: {_why_differing(arrays[path])}\n"
-            f"    {part or 'all of it'}: {checksums_of_part}"
-            for path, (part, checksums_of_part) in differing.items()
-        ]
-        text = f"{WHERE}: {listed(f'the copies of {len(facts)} leaves differ:', facts)}\n"
-        if on_divergence != "warn":
-            raise CheckpointError(
-                f"{text}A checkpoint holds one copy. Find out why they differ, such as other PRNG"
-                " keys or other data on a process, or a `shard_map` that returns varying values as"
-                " replicated; or save the first with on_divergence='warn'."
-            )
-        warn(f"{text}The first replicas are saved, and of separate copies that of process 0.")
-    return table.with_checksums(dict(zip(arrays, crcs, strict=True)))
+    if not differing:
+        return
+    facts = [
+        f"{path}: {_why_differing(arrays[path])}\n    {part or 'all of it'}: {checksums}"
+        for path, (part, checksums) in differing.items()
+    ]
+    text = f"{WHERE}: {listed(f'the copies of {len(facts)} leaves differ:', facts)}\n"
+    if on_divergence != "warn":
+        raise CheckpointError(
+            f"{text}A checkpoint holds one copy. Find out why they differ, such as other PRNG"
+            " keys or other data on a process, or a `shard_map` that returns varying values as"
+            " replicated; or save the first with on_divergence='warn'."
+        )
+    warn(f"{text}The first replicas are saved, and of separate copies that of process 0.")
 
 
 # ------------------------------------------------------------------ the stages
@@ -256,45 +231,36 @@ def _create(path: epath.Path) -> bytes:
     return new_mark(partial / MARK)
 
 
-def _write(path: epath.Path, mark: bytes, copied: Mapping[str, Copy], timeout: float) -> int:
-    """Writes what this process stores of the arrays; returns how many parts."""
-    partial = partial_path(path)
-    if jax.process_index() != 0:
-        check_mark(partial / MARK, mark, timeout)
-    return write_arrays(partial, copied)
-
-
 def _finish(
     path: epath.Path,
-    written: Outcome[int],
-    table: Outcome[str],
-    leaves: Sequence[str],
+    table: LeafTable,
+    copied: dict[str, Parts],
+    mark: bytes,
+    timeout: float,
     replace: bool,
     held: ExitStack,
 ) -> None:
-    """Waits for the arrays, and gives the checkpoint its name, durably."""
+    """Writes the arrays, and gives the checkpoint its name, durably."""
     me, partial = jax.process_index(), partial_path(path)
+    leaves = list(copied)
     with held:
         with _stage(path, "written", AS_LONG_AS_IT_TAKES) as messages:
-            parts = written.result()
-            text = table.result()
-            files: dict[str, int] = {}  # in a file system, what process 0 must see
-            if me == 0:
-                (partial / TABLE).mkdir()
-                (partial / TABLE / TABLE_FILE).write_text(text)
-                (partial / ARRAYS / SEAL).write_text(str(crc32(text.encode())))
-            elif is_local(path):
+            if me != 0:
+                check_mark(partial / MARK, mark, timeout)
+            has_written = write_arrays(partial, table.leaves, copied)
+            files: FileFacts = {}  # in a file system, what process 0 must see
+            if me != 0 and has_written and is_local(path):
                 # On a network file system, `fsync` covers what its own machine wrote.
                 folder = written_by(partial, me)
-                sizes = flush_tree(folder)
-                files = {f"{folder.name}/{name}": size for name, size in sizes.items()}
-            messages.append(json.dumps([parts, files]).encode())
+                facts = flush_tree(folder)
+                files = {f"{folder.name}/{name}": x for name, x in facts.items()}
+            messages.append(json.dumps([has_written, files]).encode())
         with _stage(path, "committed", AS_LONG_AS_IT_TAKES) as unflushed:
             if me == 0:
                 reports = [json.loads(message) for message in messages]
-                merge(partial, [i for i, (parts, _) in enumerate(reports) if parts], leaves)
+                merge(partial, [i for i, (wrote, _) in enumerate(reports) if wrote], leaves)
                 seen_by = [files for _, files in reports]
-                unflushed.append(_commit(path, text, seen_by, replace).encode())
+                unflushed.append(_commit(path, table, seen_by, replace).encode())
         if unflushed[0]:
             raise CheckpointError(
                 f"{path} is complete and can be read, but it may not survive a power cut:"
@@ -302,37 +268,33 @@ def _finish(
             )
 
 
-def _commit(
-    path: epath.Path, text: str, written: Sequence[Mapping[str, int]], replace: bool
-) -> str:
+def _commit(path: epath.Path, table: LeafTable, written: Sequence[FileFacts], replace: bool) -> str:
     """Makes a written checkpoint visible under its name, if it can be read back.
 
-    `written` are the files that each other process has written, and their sizes. Returns why the
-    name could not be flushed; empty if it was.
+    `written` are the files that each other process has written. Returns why the name could not be
+    flushed; empty if it was.
     """
     partial = partial_path(path)
     (partial / MARK).unlink()
-    sizes: dict[str, int] = {}
     if is_local(path):
         # The rename may reach the disk before the files do, unless these are flushed first; and it
         # is on the disk only once the directory that has the name is.
-        sizes = flush_tree(partial / ARRAYS)
-        (partial / TABLE / FILES).write_text(json.dumps(sizes, indent=0, sort_keys=True))
+        table = table._replace(files=flush_tree(partial / ARRAYS))
+        _check_seen(partial, table.files, written)
+    text = to_text(table)
+    (partial / TABLE).mkdir()
+    (partial / TABLE / TABLE_FILE).write_text(text)
+    (partial / ARRAYS / SEAL).write_text(str(crc32(text.encode())))
+    if is_local(path):
         flush_tree(partial / TABLE)
+        flush(partial / ARRAYS / SEAL)
+        flush(partial / ARRAYS)
         flush(partial)
     if (partial / TABLE / TABLE_FILE).read_text() != text:
         raise CheckpointError("the table of leaves that was written reads otherwise.")
     if not is_local(path):
         (path / COMMITTED).write_text("")
         return ""
-    for process, files in enumerate(written):
-        seen = {name: sizes[name] for name in files if name in sizes}
-        if seen != files:
-            raise CheckpointError(
-                f"process {process} has written {_in_all(files)}, and process 0 sees"
-                f" {_in_all(seen)} in {written_by(partial, process)}. Save to a directory that all"
-                " processes share."
-            )
     put_in_place(partial, path, replace=replace)
     try:
         flush(path.parent)
@@ -341,8 +303,20 @@ def _commit(
     return ""
 
 
-def _in_all(files: Mapping[str, int]) -> str:
-    return f"{counted(len(files), 'file')} of {sum(files.values()):,} bytes"
+def _check_seen(partial: epath.Path, files: FileFacts, written: Sequence[FileFacts]) -> None:
+    """Raises unless process 0 sees the files that the others have written, as they see them."""
+    for process, of_process in enumerate(written):
+        seen = {name: files[name] for name in of_process if name in files}
+        if seen != of_process:
+            raise CheckpointError(
+                f"process {process} has written {_in_all(of_process)}, and process 0 sees"
+                f" {_in_all(seen)} in {written_by(partial, process)}. Save to a directory that all"
+                " processes share."
+            )
+
+
+def _in_all(files: FileFacts) -> str:
+    return f"{counted(len(files), 'file')} of {sum(size for size, _ in files.values()):,} bytes"
 
 
 @contextmanager
@@ -357,9 +331,9 @@ def _stage(path: epath.Path, name: str, timeout: float) -> Iterator[list[bytes]]
         yield messages
     except BaseException as error:
         raised = error
-    lane = f"save {path}"
+    channel = f"save {path}"
     told, failures = exchange_outcomes(
-        f"{lane}: {name}", raised, messages, timeout=timeout, lane=lane
+        f"{channel}: {name}", raised, messages, timeout=timeout, channel=channel
     )
     if raised is not None and not isinstance(raised, Exception):
         raise raised  # a Ctrl-C stays one

@@ -1,8 +1,8 @@
 """The table of leaves of a checkpoint: made from a tree, written as JSON, and read.
 
 The array store alone could list the arrays, and Orbax's metadata does. The table has what neither
-holds: leaves that are not arrays, the order of the tree, shardings, and a checksum of each leaf. It
-is text, so that a person can read it without any of these libraries.
+holds: leaves that are not arrays, the order of the tree, shardings, and which files belong to the
+arrays. It is text, so that a person can read it without any of these libraries.
 """
 
 import json
@@ -20,6 +20,7 @@ from treeshard._core.mesh import axis_sizes
 from treeshard._core.paths import PyTree, leaf_paths, shared_names
 from treeshard._core.spec_trees import Misfit
 from treeshard._core.text import dtype_name, parse_dtype, parse_json
+from treeshard._disk.files import FileFacts
 from treeshard._disk.leaves import (
     SavedLeaf,
     check_known,
@@ -44,25 +45,25 @@ WHERE = "save"
 
 
 class LeafTable(NamedTuple):
-    """The table of leaves of a checkpoint: a row for each that is not static, in JAX's order.
+    """The table of leaves of a checkpoint.
 
-    `meshes` are the axes and sizes of the meshes that the arrays were on, usually one.
+    Attributes:
+        meshes: The axes and sizes of the meshes that the arrays were on, usually one.
+        leaves: A row for each leaf that is not static, in JAX's order.
+        files: The files of the arrays, of which a save knows nothing until it has written them. In
+            an object store, whose objects have checksums, there are none.
     """
 
     meshes: tuple[dict[str, int], ...]
     leaves: tuple[SavedLeaf, ...]
-
-    def with_checksums(self, crcs: Mapping[str, int]) -> "LeafTable":
-        """The table with the CRC-32 of each stored array, given by path."""
-        rows = (row._replace(crc=crcs.get(row.path, row.crc)) for row in self.leaves)
-        return self._replace(leaves=tuple(rows))
+    files: FileFacts
 
 
 # ------------------------------------------------------------------ from a tree, and back
 
 
 def pack(tree: PyTree) -> tuple[LeafTable, Arrays]:
-    """A tree as a table without checksums of arrays, and the arrays to store, by path.
+    """A tree as a table, and the arrays to store, by path.
 
     Arrays of dtypes that the store has are not copied; numpy scalars are arrays of shape `()`.
     Leaves other than arrays, keys, numbers, strings, bytes, enums and `None` are static, and left
@@ -78,12 +79,15 @@ def pack(tree: PyTree) -> tuple[LeafTable, Arrays]:
     rows: list[SavedLeaf] = []
     arrays: dict[str, jax.Array | np.ndarray] = {}
     for path, x in named:
-        row = _row_of_array(path, x) if has_shape(x) else _row_of_value(path, x)
-        if row.crc is None:
+        if not has_shape(x):
+            rows.append(_row_of_value(path, x))
+            continue
+        row = _row_of_array(path, x)
+        if x.size:  # an array without elements is not stored
             array = arrays[path] = _as_stored(x)
             row = row._replace(stored=dtype_name(array.dtype), chunk=chunk_shape(array))
         rows.append(row)
-    return LeafTable(_meshes(leaves), tuple(rows)), arrays
+    return LeafTable(_meshes(leaves), tuple(rows), {}), arrays
 
 
 def paths_of(tree: PyTree, where: str, error: type[Exception]) -> dict[int, str]:
@@ -99,25 +103,19 @@ def paths_of(tree: PyTree, where: str, error: type[Exception]) -> dict[int, str]
     return {i: name for i, name in enumerate(names) if name is not None}
 
 
-def unpack(row: SavedLeaf, stored: jax.Array | np.ndarray | None) -> Any:
-    """The leaf of a row, from its array as stored. Keys are on devices.
-
-    An array without elements is not stored, and is a numpy array here.
-    """
+def unpack(row: SavedLeaf, array: Any) -> Any:
+    """The leaf of a row, from its array, or from the data of its keys."""
     if row.kind == "none":
         return None
     if row.value is not None:
         return value_of(row.kind, row.value)
-    data = in_its_dtype(row, stored)
-    return data if row.impl is None else jax.random.wrap_key_data(data, impl=row.impl)
+    return array if row.impl is None else jax.random.wrap_key_data(array, impl=row.impl)
 
 
-def in_its_dtype(row: SavedLeaf, stored: jax.Array | np.ndarray | None) -> Any:
-    """The array of a row, or the data of its keys; `stored` as in `unpack`."""
+def in_its_dtype(row: SavedLeaf, stored: np.ndarray) -> np.ndarray:
+    """The numbers of a row, or the data of its keys, from how the array store has them."""
     dtype = np.dtype("uint32") if row.kind == "key" else parse_dtype(row.dtype)
-    if stored is None:
-        return np.zeros(row.stored_shape, dtype)
-    return stored if stored.dtype == dtype else _viewed_as(stored, dtype)
+    return stored if stored.dtype == dtype else stored.view(dtype)
 
 
 def _unstorable(x: Any) -> Misfit | None:
@@ -169,21 +167,19 @@ def _check_length(paths: Iterable[str]) -> None:
 
 def _row_of_value(path: str, x: Any) -> SavedLeaf:
     if x is None:
-        return SavedLeaf(path, "none", crc=0)
+        return SavedLeaf(path, "none")
     kind, value = value_text(x)
-    return SavedLeaf(path, kind, value=value, crc=crc32(value.encode()))
+    return SavedLeaf(path, kind, value=value)
 
 
 def _row_of_array(path: str, x: Any) -> SavedLeaf:
-    """The row of an array or of keys, but for how it is stored. Without elements, it is not."""
+    """The row of an array or of keys, but for how it is stored."""
     sharding = getattr(x, "sharding", None)
     spec = repr(sharding.spec) if isinstance(sharding, NamedSharding) else None
-    crc = None if x.size else 0
     if is_key(x):
         impl = str(jax.random.key_impl(x))
-        return SavedLeaf(path, "key", x.shape, dtype_name(x.dtype), spec, impl=impl, crc=crc)
-    dtype = dtype_name(x.dtype.newbyteorder("="))
-    return SavedLeaf(path, "array", x.shape, dtype, spec, crc=crc)
+        return SavedLeaf(path, "key", x.shape, dtype_name(x.dtype), spec, impl=impl)
+    return SavedLeaf(path, "array", x.shape, dtype_name(x.dtype.newbyteorder("=")), spec)
 
 
 def _meshes(leaves: Iterable[Any]) -> tuple[dict[str, int], ...]:
@@ -216,19 +212,19 @@ def _viewed_as(x: jax.Array | np.ndarray, dtype: np.dtype) -> Any:
 
 # ------------------------------------------------------------------ as JSON
 
-VERSION = 3
+VERSION = 4
 
 # The fields of a row, by the kind of its leaf.
-_OF_VALUES = ("path", "kind", "value", "crc")
+_OF_VALUES = ("path", "kind", "value")
 _FIELDS = {
-    "array": ("path", "kind", "shape", "dtype", "spec", "stored", "chunk", "crc"),
-    "key": ("path", "kind", "shape", "dtype", "spec", "stored", "chunk", "impl", "crc"),
-    "none": ("path", "kind", "crc"),
+    "array": ("path", "kind", "shape", "dtype", "spec", "stored", "chunk"),
+    "key": ("path", "kind", "shape", "dtype", "spec", "stored", "chunk", "impl"),
+    "none": ("path", "kind"),
 }
 
 
 def to_text(table: LeafTable) -> str:
-    """Writes a table as JSON, a line per leaf.
+    """Writes a table as JSON, a line per leaf and per file.
 
     The last entry is the CRC-32 of the values of the others, not of their layout, so that other
     programs may reformat the JSON.
@@ -239,10 +235,13 @@ def to_text(table: LeafTable) -> str:
     ]
     # Lists keep the order of axes where other programs sort the keys of objects.
     meshes = [list(map(list, axes.items())) for axes in table.meshes]
-    crc = _crc({"treeshard_leaves": VERSION, "meshes": meshes, "leaves": rows})
-    lines = ",".join(f"\n  {json.dumps(row)}" for row in rows)
+    files = dict(sorted(table.files.items()))
+    crc = _crc({"treeshard_leaves": VERSION, "meshes": meshes, "leaves": rows, "files": files})
     head = f'"treeshard_leaves": {VERSION},\n"meshes": {json.dumps(meshes)}'
-    return f'{{\n{head},\n"leaves": [{lines}\n],\n"crc": {crc}\n}}\n'
+    leaf_lines = ",".join(f"\n  {json.dumps(row)}" for row in rows)
+    file_lines = ",".join(f"\n  {json.dumps(x)}: {facts}" for x, facts in files.items())
+    arrays = f'"leaves": [{leaf_lines}\n],\n"files": {{{file_lines}\n}}'
+    return f'{{\n{head},\n{arrays},\n"crc": {crc}\n}}\n'
 
 
 def from_text(text: str) -> LeafTable:
@@ -268,9 +267,10 @@ def from_text(text: str) -> LeafTable:
     try:
         meshes = tuple(dict(axes) for axes in raw["meshes"])
         leaves = tuple(_row_of_json(row, f"leaves[{i}]") for i, row in enumerate(raw["leaves"]))
-    except (KeyError, TypeError, ValueError) as error:
+        files = {str(name): list(facts) for name, facts in raw["files"].items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise FormatError(f"The table of leaves is not one of treeshard's: {error}") from None
-    return LeafTable(meshes, leaves)
+    return LeafTable(meshes, leaves, files)
 
 
 def _row_of_json(raw: Any, where: str) -> SavedLeaf:

@@ -36,11 +36,10 @@ from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import UNKNOWN, PlanInForce, current_plan
 from treeshard.errors import SpecError, listed
 
-Shape = tuple[int, ...]
 Names = tuple[str | tuple[str, ...] | None, ...]
 
 
-@partial(register_dataclass, data_fields=["value"], meta_fields=["names", "unpadded"])
+@partial(register_dataclass, data_fields=["value"], meta_fields=["names"])
 @dataclass(eq=False, repr=False)
 class Partitioned:
     """An array together with the mesh axes that each of its dims is sharded over.
@@ -52,7 +51,6 @@ class Partitioned:
     Attributes:
         value: The array; inside `shard_map`, this device's shard of it.
         names: One entry per dim: `None`, an axis, or a tuple of axes.
-        unpadded: The full shape without padding; `None` if no dim is padded.
 
     Examples:
         >>> Partitioned(jnp.ones((8, 4)), ("fsdp", None)).get_partition_spec()
@@ -61,14 +59,13 @@ class Partitioned:
 
     value: Any
     names: Sequence[Any]
-    unpadded: Shape | None = None
 
     def __post_init__(self) -> None:
         self.names = tuple(self.names)
 
     def replace_boxed(self, value: Any) -> "Partitioned":
-        """Returns a box with the same names and true shape around another value."""
-        return Partitioned(value, self.names, self.unpadded)
+        """Returns a box with the same names around another value."""
+        return Partitioned(value, self.names)
 
     def unbox(self) -> Any:
         """Returns the value."""
@@ -79,8 +76,7 @@ class Partitioned:
         return PartitionSpec(*self.names)
 
     def __repr__(self) -> str:
-        padded = "" if self.unpadded is None else f", unpadded={self.unpadded}"
-        return f"Partitioned({self.value!r}, names={self.names!r}{padded})"
+        return f"Partitioned({self.value!r}, names={self.names!r})"
 
 
 def partition_specs(tree: PyTree) -> SpecTree:
@@ -128,29 +124,17 @@ def value_in(box: Any) -> Any:
     return box.get_value() if _is_variable(box) else box.value
 
 
-def unpadded_in(box: Any) -> Shape | None:
-    """The true shape that a box records, if its value is padded."""
-    if _is_variable(box):
-        return box.get_metadata().get("unpadded")
-    return getattr(box, "unpadded", None)
-
-
-def _variable_with(box: Any, value: Any, names: Names, unpadded: Shape | None) -> Any:
+def _variable_with(box: Any, value: Any, names: Names) -> Any:
     """An nnx variable with another value, sharded by `names`."""
     is_sharded = any(names)
     if not is_sharded and not any(entries(spec_of(box))):
         return box.replace(value)
-    metadata: dict[str, Any] = {"out_sharding": names if is_sharded else None}
-    true_shape = unpadded if is_sharded else None
-    # Metadata is part of the tree's structure: a key that is new changes it, even with `None`.
-    if true_shape != unpadded_in(box):
-        metadata["unpadded"] = true_shape
-    return box.replace(value, **metadata)
+    return box.replace(value, out_sharding=names if is_sharded else None)
 
 
-def boxed(value: Any, spec: PartitionSpec, unpadded: Shape | None = None) -> Partitioned:
+def boxed(value: Any, spec: PartitionSpec) -> Partitioned:
     """A new box around a value that `spec` shards."""
-    return Partitioned(value, _names(spec, value), unpadded)
+    return Partitioned(value, _names(spec, value))
 
 
 def _names(spec: PartitionSpec, value: Any) -> Names:
@@ -168,7 +152,6 @@ class Leaf(NamedTuple):
         node: The leaf as it is in the tree: the value, or the box that the spec was read from.
         value: The leaf, or the value in its box.
         spec: How it is sharded.
-        unpadded: The full shape without padding, from the box or the plan, if it is padded.
         passes_through: Whether every function returns it as it is: it is not an array, or the
             tree of specs has `None` for it.
     """
@@ -177,7 +160,6 @@ class Leaf(NamedTuple):
     node: Any
     value: Any
     spec: PartitionSpec
-    unpadded: Shape | None
     passes_through: bool
 
     @property
@@ -198,21 +180,21 @@ class Leaf(NamedTuple):
             return self.node.replace(value)
         return self.node.replace_boxed(value)
 
-    def resharded(self, value: Any, spec: PartitionSpec, unpadded: Shape | None) -> Any:
+    def resharded(self, value: Any, spec: PartitionSpec) -> Any:
         """The leaf of the resulting tree for another value, sharded by `spec`.
 
-        It has the same kind of box, or our own if it is padded. A value that no axis shards gets no
-        box, except that nnx needs its variables.
+        It has the same kind of box. A value that no axis shards gets no box, except that nnx needs
+        its variables.
         """
         if not self.is_boxed:
             return value
         box, names = self.node, _names(spec, value)
         if _is_variable(box):
-            return _variable_with(box, value, names, unpadded)
+            return _variable_with(box, value, names)
         if not any(names):
             return value
-        if isinstance(box, Partitioned) or unpadded is not None:
-            return boxed(value, spec, unpadded)
+        if isinstance(box, Partitioned):
+            return boxed(value, spec)
         return box.replace(value=value, names=names)
 
 
@@ -360,43 +342,30 @@ def _leaves_in_boxes(tree: PyTree, specs: SpecTree) -> tuple[list[Leaf], Any]:
     paths = leaf_paths(tree, is_leaf=is_box_of_leaf)
     leaves = []
     for path, node, spec in zip(paths, nodes, of_nodes, strict=True):
-        value, unpadded = (value_in(node), unpadded_in(node)) if is_box(node) else (node, None)
-        leaves.append(Leaf(path, node, value, spec, unpadded, not is_array(value)))
+        value = value_in(node) if is_box(node) else node
+        leaves.append(Leaf(path, node, value, spec, not is_array(value)))
     return leaves, treedef
 
 
 def _leaves_beside(tree: PyTree, specs: SpecTree) -> tuple[list[Leaf], Any]:
     values, treedef = tree_flatten(tree)
-    unpadded: list[Shape | None] = [None] * len(values)
     if isinstance(specs, Plan):
         specs.check_before_use()
-        specs, unpadded = _specs_and_true_shapes(specs, values)
+        # JAX would take the spec of the stacked leaf for one layer too, and gather the wrong dim.
+        specs = layer_specs(specs) if _are_slices(values, specs.leaf_at_each_index()) else specs
     leaves = []
-    rows = zip(leaf_paths(tree), values, specs_of_leaves(specs, tree), unpadded, strict=True)
-    for path, value, spec, true_shape in rows:
+    rows = zip(leaf_paths(tree), values, specs_of_leaves(specs, tree), strict=True)
+    for path, value, spec in rows:
         plain = spec.spec if isinstance(spec, NamedSharding) else spec
         passes_through = plain is None or not is_array(value)
-        leaf = Leaf(path, value, value, plain or PartitionSpec(), true_shape, passes_through)
-        leaves.append(leaf)
+        leaves.append(Leaf(path, value, value, plain or PartitionSpec(), passes_through))
     return leaves, treedef
-
-
-def _specs_and_true_shapes(
-    plan: Plan, values: Sequence[Any]
-) -> tuple[SpecTree, list[Shape | None]]:
-    """The specs that a plan has for these leaves, and the shapes of padded ones without padding."""
-    planned = plan.leaf_at_each_index()
-    if len(planned) != len(values):  # the plan is a prefix, or does not fit at all
-        return plan.specs, [None] * len(values)
-    unpadded = [None if leaf is None else leaf.unpadded for leaf in planned]
-    if not _are_slices(values, planned):
-        return plan.specs, unpadded
-    # JAX would take the spec of the stacked leaf for one layer too, and gather the wrong dim.
-    return layer_specs(plan), [None if shape is None else shape[1:] for shape in unpadded]
 
 
 def _are_slices(values: Sequence[Any], planned: Sequence[PlannedLeaf | None]) -> bool:
     """Whether each array has one dim less than the plan has: one layer of a stack."""
+    if len(planned) != len(values):  # the plan is a prefix, or does not fit at all
+        return False
     ranks = [
         (x.ndim, len(leaf.shape))
         for x, leaf in zip(values, planned, strict=True)

@@ -34,11 +34,8 @@ from treeshard._core.origins import note_origin, origin_of
 from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import SpecTree
 from treeshard._core.specs import (
-    dim_entries,
     dims_over,
-    entry_of,
     project,
-    with_entries,
     without_axes,
 )
 from treeshard._planning.plan_in_force import current_plan, mesh_in_force
@@ -46,7 +43,6 @@ from treeshard._planning.tactics import fsdp, min_size_in_force
 from treeshard.errors import LeafError, SpecError, UnknownAxisError, listed, warn
 from treeshard.manual._boxes import (
     Leaf,
-    Shape,
     boxed,
     find_specs,
     leaves_with_specs,
@@ -98,7 +94,6 @@ def shard_params(
     specs: SpecTree = None,
     *,
     min_size: int | None = None,
-    pad: bool = False,
 ) -> PyTree:
     """Keeps this device's shards of parameters that every device has in full.
 
@@ -114,16 +109,12 @@ def shard_params(
             leaf is put into a `Partitioned` box with its spec.
         min_size: Without specs, leaves with fewer elements are not sharded. By default
             `MIN_SHARDING_SIZE` from the environment, else 16384.
-        pad: Whether leaves that have no divisible dim are padded with zeros. Their boxes keep the
-            true shape, and `gather_params` removes the padding. With specs, a plan that
-            `Plan.padded` returned says what is padded.
 
     Returns:
         The same tree, with a box around each leaf that was sharded without specs.
 
     Raises:
-        SpecError: If `specs` does not fit the tree, or a spec does not fit its leaf; or if both
-            `specs` and `pad` are given.
+        SpecError: If `specs` does not fit the tree, or a spec does not fit its leaf.
         UnknownAxisError: If an axis is not bound here, or a spec has an axis that the mesh
             lacks.
         ShardingRuleError: If `specs` is a `Plan` with errors, as `Plan.check_before_use`, whose
@@ -132,8 +123,8 @@ def shard_params(
 
     Warns:
         ShardingWarning: If leaves are sharded over the axis already, or have no dim that is
-            free and, without `pad`, divisible. They stay as they are. With specs, the former is
-            only known under `check_vma=True`, where such leaves vary over the axis.
+            free and divisible. They stay as they are. With specs, the former is only known under
+            `check_vma=True`, where such leaves vary over the axis.
 
     Examples:
         >>> def init(key):
@@ -147,18 +138,13 @@ def shard_params(
         The function of this name in the UvA deep-learning tutorials on FSDP.
     """
     axes = bound_axes(axis_names, "shard_params", "`treeshard.shard` places whole trees")
-    if pad and specs is not None:
-        raise SpecError(
-            "shard_params: `pad=True` records true shapes in boxes, and with specs there are none."
-            " Omit `pad`, and give a plan that `Plan.padded` returned as the specs."
-        )
     leaves, treedef = leaves_with_specs(
         params, specs_in_boxes(params) if specs is None else specs, "shard_params"
     )
     mesh = _current_mesh(axes)
     if specs is None:
         least = min_size_in_force(min_size)
-        decisions = [_decide_by_size(leaf, axes, mesh, least, pad) for leaf in leaves]
+        decisions = [_decide_by_size(leaf, axes, mesh, least) for leaf in leaves]
     else:
         decisions = [_decide_by_spec(leaf, axes, mesh) for leaf in leaves]
     if facts := _facts(leaves, [decision.error for decision in decisions]):
@@ -175,13 +161,11 @@ class Decision(NamedTuple):
 
     Attributes:
         spec: How the leaf is sharded afterwards; `None` if it stays as it is.
-        unpadded: The true shape of the full leaf, if it is padded.
         warning: Why it stays as it is, where the caller may have meant otherwise.
         error: Why it cannot be sharded as requested.
     """
 
     spec: PartitionSpec | None = None
-    unpadded: Shape | None = None
     warning: str = ""
     error: str = ""
 
@@ -201,7 +185,7 @@ def _current_mesh(axes: Sequence[str]) -> AbstractMesh:
 
 
 def _decide_by_size(
-    leaf: Leaf, axes: tuple[str, ...], mesh: AbstractMesh, min_size: int, pad: bool
+    leaf: Leaf, axes: tuple[str, ...], mesh: AbstractMesh, min_size: int
 ) -> Decision:
     """Adds `axes` to the largest free dim of a leaf that has as many elements as `min_size`."""
     if not axes or leaf.passes_through or leaf.value.ndim == 0:
@@ -214,17 +198,9 @@ def _decide_by_size(
     full = jax.ShapeDtypeStruct(shape, leaf.value.dtype)
     spec, notes = fsdp(axes).refine(leaf.spec, mesh, leaf.path, full, min_size)
     if spec != leaf.spec:
-        return Decision(spec, leaf.unpadded)
-    if not notes or notes[0].kind != "no-dim":
-        return Decision()
-    why, dim = notes[0].why, notes[0].dim  # the dim that needs the least padding
-    if dim is None:
-        return Decision(warning=why)
-    if not pad:
-        return Decision(warning=f"{why} `pad=True` would pad it.")
-    new = dim_entries(spec, len(shape))
-    new[dim] = entry_of(axes)
-    return Decision(with_entries(spec, new), leaf.unpadded or tuple(shape))
+        return Decision(spec)
+    is_indivisible = bool(notes) and notes[0].kind == "no-dim"
+    return Decision(warning=notes[0].why) if is_indivisible else Decision()
 
 
 def _decide_by_spec(leaf: Leaf, axes: tuple[str, ...], mesh: AbstractMesh) -> Decision:
@@ -238,32 +214,26 @@ def _decide_by_spec(leaf: Leaf, axes: tuple[str, ...], mesh: AbstractMesh) -> De
         return Decision(warning=why)
     # The other axes have to shard the leaf already, so its shape here is that of a shard.
     new = without_axes(leaf.spec, [axis for axis in leaf.axes if axis not in axes])
-    _, losses = project(new, mesh, leaf.value.shape, divisible=leaf.unpadded is None)
+    _, losses = project(new, mesh, leaf.value.shape)
     reasons = [why_not_innermost(leaf.spec, axes), *(loss.why for loss in losses)]
-    return Decision(leaf.spec, leaf.unpadded, error=" ".join(filter(None, reasons)))
+    return Decision(leaf.spec, error=" ".join(filter(None, reasons)))
 
 
 def _sharded(leaf: Leaf, decision: Decision, axes: tuple[str, ...], in_boxes: bool) -> Any:
     """The leaf of the resulting tree; `in_boxes` puts leaves that have no box into one."""
-    spec, unpadded = decision.spec, decision.unpadded
+    spec = decision.spec
     if spec is None:
         return leaf.node
     shard = _own_shard(leaf.value, dims_over(spec, axes))
     if in_boxes and not leaf.is_boxed:
-        return boxed(shard, spec, unpadded)
-    return leaf.resharded(shard, spec, unpadded)
+        return boxed(shard, spec)
+    return leaf.resharded(shard, spec)
 
 
 def _own_shard(x: Any, dims: Sequence[tuple[int, tuple[str, ...]]]) -> Any:
-    """This device's shard of a full array, padded where dims are not divisible."""
+    """This device's shard of a full array."""
     for dim, axes in dims:
-        count = lax.axis_size(axes)
-        length = -(-x.shape[dim] // count)
-        padding = length * count - x.shape[dim]
-        if padding:
-            widths = [(0, 0)] * x.ndim
-            widths[dim] = (0, padding)
-            x = jnp.pad(x, widths)
+        length = x.shape[dim] // lax.axis_size(axes)
         # The index along several axes is row-major, as `P(("a", "b"))` orders shards.
         x = lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * length, length, dim)
     return x
@@ -317,8 +287,8 @@ def gather_params(
             gradients too, which are converted back after it.
 
     Returns:
-        The same tree, without padding. Leaves that another axis still shards stay in their boxes,
-        and nnx variables stay variables; other boxes are removed.
+        The same tree. Leaves that another axis still shards stay in their boxes, and nnx variables
+        stay variables; other boxes are removed.
 
     Raises:
         SpecError: If `specs` does not fit the tree or a leaf, or a dim cannot be gathered
@@ -365,15 +335,7 @@ def _gathered(leaf: Leaf, axes: tuple[str, ...], dtype: DTypeLike | None) -> Any
     converts = dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
     full = gather_shard(x, leaf.spec, axes, mesh_in_force(), dtype if converts else None)
     rest = without_axes(leaf.spec, axes)
-    if leaf.unpadded is not None:
-        full = _without_padding(full, leaf.unpadded, rest)
-    return leaf.resharded(full, rest, leaf.unpadded)
-
-
-def _without_padding(x: Any, unpadded: Shape, spec: PartitionSpec) -> Any:
-    """An array without the padding of its dims, but for those that `spec` still shards."""
-    lengths = zip(unpadded, dim_entries(spec, x.ndim), strict=True)
-    return x[tuple(slice(None if axes else length) for length, axes in lengths)]
+    return leaf.resharded(full, rest)
 
 
 # ------------------------------------------------------------------ average

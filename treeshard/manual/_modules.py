@@ -40,7 +40,6 @@ def shard_module_params(
     min_size: int | None = None,
     dtype: DTypeLike | None = None,
     remat: bool = False,
-    pad: bool = False,
 ) -> Any:
     """Wraps a module so that its parameters are gathered when it is called, and only then.
 
@@ -63,7 +62,6 @@ def shard_module_params(
         dtype: As in `gather_params`.
         remat: Whether the backward pass gathers again, instead of keeping the gathered
             parameters (`jax.checkpoint`).
-        pad: For classes, as in `shard_params`.
 
     Returns:
         The same kind of object as `target`: a function, a pytree that is called like the
@@ -89,7 +87,7 @@ def shard_module_params(
     Source:
         The function of this name in the UvA deep-learning tutorials on FSDP.
     """
-    how = _How(axis_tuple(axis_names, "shard_module_params"), specs, min_size, dtype, remat, pad)
+    how = _How(axis_tuple(axis_names, "shard_module_params"), specs, min_size, dtype, remat)
     linen = sys.modules.get("flax.linen")  # unless imported, `target` is not a Linen class
     is_class = isinstance(target, type)
     if linen is not None and is_class and issubclass(target, linen.Module):
@@ -118,7 +116,6 @@ class _How(NamedTuple):
     min_size: int | None
     dtype: Any
     remat: bool
-    pad: bool
     # Whether `shard_params` made the shards, and put boxes around them.
     is_made: bool = False
 
@@ -191,7 +188,7 @@ def _class(kind: type, how: _How) -> Callable[..., Any]:
     @wraps(kind, updated=())
     def make(*args: Any, **kwargs: Any) -> Any:
         full = kind(*args, **kwargs)
-        shards = shard_params(full, how.axes, how.specs, min_size=how.min_size, pad=how.pad)
+        shards = shard_params(full, how.axes, how.specs, min_size=how.min_size)
         return _gathering(shards, how._replace(is_made=how.specs is None))
 
     return make
@@ -205,14 +202,11 @@ def _linen_class(linen: Any, kind: type, how: _How) -> type:
         return tree_map(lambda x: value_in(x) if is_box(x) else x, gathered, is_leaf=is_box)
 
     def shard(params: Any) -> Any:
-        sharded = shard_params(params, how.axes, min_size=how.min_size, pad=how.pad)
+        sharded = shard_params(params, how.axes, min_size=how.min_size)
         return tree_map(in_linens_box, sharded, is_leaf=is_box)
 
     def in_linens_box(leaf: Any) -> Any:
-        # Linen's box has no place for the true shape of what is padded.
-        if not isinstance(leaf, Partitioned) or leaf.unpadded is not None:
-            return leaf
-        return linen.Partitioned(leaf.value, leaf.names)
+        return linen.Partitioned(leaf.value, leaf.names) if isinstance(leaf, Partitioned) else leaf
 
     # `mutable` lets the module write its parameters, as it does in `init`.
     mapped = linen.map_variables(

@@ -6,6 +6,7 @@ each leaf that a change of a rule or of a name moves, and a review can refuse it
 
 import os
 from collections.abc import Sequence
+from difflib import unified_diff
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from treeshard._core.arrays import array_text, has_shape
 from treeshard._core.mesh import AnyMesh, describe_mesh, same_axes
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.spec_trees import SpecCarrier, SpecTree, specs_of_leaves
-from treeshard._core.specs import axes_of, entries
+from treeshard._core.specs import axes_of, entries, trimmed
 from treeshard._planning.plan import Plan
 from treeshard.errors import SpecError, UnexpectedShardingError, listed
 from treeshard.programs._lock import diff_of_locks, lock_text, write_lock
@@ -30,7 +31,7 @@ _UPDATE = "TREESHARD_UPDATE_PLANS"
 def assert_same_plan(plan: Plan, path: str | os.PathLike[str], *, update: bool = False) -> None:
     """Checks that a plan is equal to the one stored in a file.
 
-    The file is the plan's JSON, with one line per leaf: commit it, and a review shows every
+    The file is text, with the mesh and one line per leaf: commit it, and a review shows every
     leaf whose sharding changes. Run the test with `TREESHARD_UPDATE_PLANS=1` in the
     environment to write the file, the first time and after an intended change.
 
@@ -39,38 +40,48 @@ def assert_same_plan(plan: Plan, path: str | os.PathLike[str], *, update: bool =
 
     Args:
         plan: The plan. It needs no devices: plan from `jax.eval_shape` and a mesh as text.
-        path: The file, by convention `*.json`. Missing directories are created.
+        path: The file, by convention `*.txt`. Missing directories are created.
         update: Whether to write the file instead of comparing, whatever the environment.
 
     Raises:
         UnexpectedShardingError: If the plan differs from the stored one; the message lists
             every leaf that changes. If the file does not exist. It is an `AssertionError`.
-        FormatError: If the file is not a plan.
-        ShardingRuleError: If the file is to be written and leaves share a path.
 
     Examples:
         >>> shapes = {"w": jax.ShapeDtypeStruct((512, 64), "float32")}
         >>> decided = plan(shapes, [("w", fsdp("fsdp"))], "data=2,fsdp=16")
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     assert_same_plan(decided, folder + "/mlp.json", update=True)
-        ...     assert_same_plan(decided, folder + "/mlp.json")
+        ...     assert_same_plan(decided, folder + "/mlp.txt", update=True)
+        ...     assert_same_plan(decided, folder + "/mlp.txt")
     """
-    file = Path(path)
+    file, text = Path(path), _plan_text(plan)
     if update or _is_set(_UPDATE):
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(plan.to_json(), encoding="utf-8")
+        file.write_text(text, encoding="utf-8")
         return
     if not file.exists():
         raise UnexpectedShardingError(
             f"{file} does not exist. Run this test with {_UPDATE}=1 in the environment to write it."
         )
-    changes = Plan.from_json(file.read_text(encoding="utf-8")).diff(plan)
-    if changes:
+    stored = file.read_text(encoding="utf-8")
+    if stored != text:
+        lines = [*unified_diff(stored.splitlines(), text.splitlines(), n=0, lineterm="")][2:]
+        changes = "\n".join(line for line in lines if not line.startswith("@@"))
         raise UnexpectedShardingError(
             f"The plan differs from the one stored in {file}:\n{changes}\n"
             f"If this is intended, run the test with {_UPDATE}=1 in the environment to store the"
             " new plan."
         )
+
+
+def _plan_text(plan: Plan) -> str:
+    """What equal plans have in common: the mesh, and a line for each leaf."""
+    leaves: list[str] = []
+    for leaf in plan.leaves:
+        memory = "" if leaf.memory is None else f" in {leaf.memory}"
+        # `P("fsdp", None)` is the same as `P("fsdp")`.
+        leaves.append(f"{leaf.path}: {array_text(leaf)} {trimmed(leaf.given)}{memory}")
+    return "\n".join([f"mesh: {describe_mesh(plan.mesh)}", *sorted(leaves)]) + "\n"
 
 
 def assert_step(

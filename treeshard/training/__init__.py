@@ -25,7 +25,6 @@ from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.processes import participating_processes, require_agreement
 from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
 from treeshard._core.specs import entry_of
-from treeshard._placement.padding import resize
 from treeshard._placement.targets import without_names
 from treeshard._planning.axis_names import may_split_rows, use_of
 from treeshard._planning.plan import Plan, plan
@@ -64,7 +63,6 @@ def init_sharded(
     mesh: MeshLike,
     min_size: int | None = None,
     strict: bool = True,
-    pad: bool = False,
 ) -> tuple[PyTree, Plan]:
     """Calls `fn(*args)` and returns its result initialised sharded: no device holds all of it.
 
@@ -94,8 +92,6 @@ def init_sharded(
         min_size: Leaves with fewer elements are replicated.
         strict: Whether an unmatched leaf, or a spec that does not fit its leaf, is an error.
             Otherwise what fits is kept, with a warning, as in `treeshard.plan`.
-        pad: Whether to pad dims with zeros where the rules' axes do not divide them, as
-            `Plan.padded` says. In a step, `treeshard.unpad_leaves` removes the padding.
 
     Returns:
         The tree, and the `Plan` that it is sharded by. An array that `fn` returns at two paths
@@ -150,7 +146,6 @@ def init_sharded(
             structs, pairs = eqx.filter_eval_shape(make_and_compare, arguments)
             tree_plan = plan(structs, rules, mesh, min_size=min_size, strict=strict)
             tree_plan = tree_plan.with_same_arrays(pairs)
-            tree_plan = tree_plan.padded() if pad else tree_plan
             tree_plan.check_before_use()
             shardings = tree_plan.sharding_of_each()
             if processes:  # all of them must compile the same program
@@ -159,11 +154,7 @@ def init_sharded(
                 _add_inputs(facts, args, processes)
 
         def make_arrays(arguments: Any) -> list[Any]:
-            arrays = filter(is_array, tree_leaves(make(arguments)))
-            return [
-                _strong(x) if leaf.unpadded is None else resize(_strong(x), leaf.shape)
-                for x, leaf in zip(arrays, tree_plan.leaves, strict=True)
-            ]
+            return [_strong(x) for x in tree_leaves(make(arguments)) if is_array(x)]
 
         # The partitioner splits the initialisers too. Random bits are the same for all splits
         # since JAX 0.5, by its default `jax_threefry_partitionable`.

@@ -19,7 +19,7 @@ from treeshard._core.meetings import (
     count_program,
     count_step,
     exclusive,
-    note_step,
+    record_step,
     set_origin,
 )
 from treeshard._core.mesh import axes_of_type, can_wait
@@ -117,7 +117,7 @@ class Step:
                 call = count_step(self._processes)
                 set_origin(new, self._processes, call, [leaf.path for leaf in program.leaves])
                 set_origin(tree_leaves(aux), self._processes, f"{call}, aux,")
-                note_step(self._processes, f"{self._called(program)}, {entry}")
+                record_step(self._processes, f"{self._called(program)}, {entry}")
         if self._donate and self._looks_first:
             mark_as_separate(new)
         return program.state.combine(new), aux

@@ -1,0 +1,182 @@
+"""The result of planning: a record for each array of a tree, and what follows from all of them.
+
+`PlannedTree` is what the checks, the text and the difference of plans read. `Plan` adds what can be
+done with it, and calls them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import tree_structure
+
+from treeshard._core.arrays import StaticSplit
+from treeshard._core.mesh import AnyMesh, axis_sizes
+from treeshard._core.paths import PyTree
+from treeshard._core.spec_trees import SpecCarrier, SpecTree
+from treeshard._core.specs import all_axes, entries, trimmed
+from treeshard._planning.axis_names import splits_rows
+from treeshard._planning.matching import PlannedLeaf
+from treeshard._planning.tactics import Tactic
+from treeshard.errors import MeshError
+
+
+class ArrayFacts(NamedTuple):
+    """What only arrays tell, and shapes do not: a plan for another mesh keeps it."""
+
+    # The paths of arrays that are one object with another leaf, and of that leaf.
+    same: tuple[tuple[str, str], ...] = ()
+    # The paths of arrays that devices hold in a narrower dtype, and their own dtype.
+    narrowed: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PlannedTree(SpecCarrier):
+    """How every leaf of a tree is to be sharded over a mesh."""
+
+    mesh: AnyMesh
+    rules: tuple[tuple[Any, Any], ...]
+    min_size: int
+    leaves: tuple[PlannedLeaf, ...]
+    # The tree's structure, and its non-array leaves.
+    _split: StaticSplit
+    strict: bool = True
+    _array_facts: ArrayFacts = field(default_factory=ArrayFacts)
+
+    @property
+    def _follows(self) -> bool:
+        """Whether another plan decided the leaves, and no rules."""
+        return False
+
+    # -------------------------------------------------------------- the tree
+
+    @property
+    def specs(self) -> SpecTree:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The tree with a `PartitionSpec` at every leaf; `P()` at non-array leaves."""
+        return self._split.without_static([leaf.given for leaf in self.leaves], PartitionSpec())
+
+    @property
+    def shardings(self) -> SpecTree:
+        """The tree with a `NamedSharding` at every array; `P()` at non-array leaves."""
+        return self._split.without_static(self.sharding_of_each(), PartitionSpec())
+
+    @property
+    def structs(self) -> PyTree:
+        """The tree of types: a `ShapeDtypeStruct` with its sharding at every array; non-array
+        leaves as they are.
+
+        It stands for the tree where only types matter, as in `jax.eval_shape`, `step.lower` and
+        `step.compile`. On Explicit axes, `jax.typeof` of one prints as in the plan:
+        `float32[512@fsdp,64]`.
+        """
+        pairs = zip(self.leaves, self.sharding_of_each(), strict=True)
+        structs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where) for x, where in pairs]
+        return self.with_arrays(structs)
+
+    def with_arrays(self, arrays: Sequence[Any]) -> PyTree:
+        """The tree with these arrays, which are in the order of `leaves`; non-array leaves as they
+        are."""
+        return self._split.combine(arrays)
+
+    @property
+    def placements(self) -> SpecTree:
+        """The specs, with a `NamedSharding` for a leaf that is in other memory."""
+        pairs = zip(self.leaves, self.sharding_of_each(), strict=True)
+        placements = [x.given if x.memory is None else sharding for x, sharding in pairs]
+        return self._split.without_static(placements, PartitionSpec())
+
+    def sharding_of_each(self) -> list[NamedSharding]:
+        """The sharding of every array; equal ones are one object.
+
+        Raises:
+            MeshError: If the devices lack the memory of a leaf.
+        """
+        kinds = [(leaf.given, leaf.memory) for leaf in self.leaves]
+        wanted = sorted({memory for _, memory in kinds if memory is not None})
+        headline = f"The plan places leaves in {', '.join(wanted)}: "
+        try:
+            of_kind = {x: NamedSharding(self.mesh, x[0], memory_kind=x[1]) for x in set(kinds)}
+        except ValueError as error:
+            raise MeshError(f"{headline}{error}") from None
+        # JAX leaves out the memory of devices of which it knows none.
+        if not {sharding.memory_kind for sharding in of_kind.values()}.issuperset(wanted):
+            devices: Any = self.mesh.devices
+            raise MeshError(
+                f"{headline}JAX knows of no such memory for {devices.flat[0].device_kind} that is"
+                " not attached, and would keep these leaves on the devices. Compile where it is"
+                " attached, or plan without `memory`."
+            )
+        return [of_kind[kind] for kind in kinds]
+
+    def _bare_structs(self) -> PyTree:
+        """The tree with a `ShapeDtypeStruct` without a sharding at every array."""
+        structs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.leaves]
+        return self.with_arrays(structs)
+
+    @cached_property
+    def structure_of_arrays(self) -> Any:
+        """The structure of the tree without its non-array leaves."""
+        return tree_structure(self._split.without_static([0] * len(self.leaves)))
+
+    def leaf_at_each_index(self) -> list[PlannedLeaf | None]:
+        """A `PlannedLeaf` for every leaf of the tree, in JAX's order; `None` for non-arrays."""
+        planned: list[PlannedLeaf | None] = [None] * self._split.treedef.num_leaves
+        for index, leaf in zip(self._split.indices, self.leaves, strict=True):
+            planned[index] = leaf
+        return planned
+
+    # -------------------------------------------------------------- sums
+
+    def bytes_per_device(self, memory: str | None = None) -> int:
+        """Returns the bytes that the tree takes on the device that holds the most.
+
+        A leaf that is sharded unevenly counts as its largest shard.
+
+        Args:
+            memory: The kind of memory, such as `"pinned_host"`; by default that of the devices.
+
+        Examples:
+            >>> tree = {"w": jax.ShapeDtypeStruct((1024, 1024), "float32")}
+            >>> plan(tree, [("w", P("fsdp"))], make_mesh("fsdp=8")).bytes_per_device()
+            524288
+        """
+        leaves = (leaf for leaf in self.leaves if leaf.memory == memory)
+        return sum(leaf.bytes_per_device(self.mesh) for leaf in leaves)
+
+    def fsdp_axes(self) -> frozenset[str]:
+        """The axes over which parameters are sharded, and gathered for use.
+
+        They are those of the `fsdp` tactic, whatever their names; and those of specs, logical
+        names and functions that split a batch by their names: `data`, `dp`, `batch`, `replica`,
+        `fsdp`, also as part of a name (`dcn_data`, `fsdp_transpose`). Devices along them do the
+        same work unless the batch is sharded over them too.
+
+        Examples:
+            >>> tree = {"w": jax.ShapeDtypeStruct((1024, 1024), "float32")}
+            >>> decided = plan(tree, [("w", P("fsdp", "tensor"))], make_mesh("fsdp=4,tensor=2"))
+            >>> decided.fsdp_axes()
+            frozenset({'fsdp'})
+        """
+        axes: set[str] = set()
+        for decision in {leaf.decision for leaf in self.leaves}:
+            split = set(all_axes(entries(decision.given)))
+            axes.update(filter(splits_rows, split))
+            action = None if decision.rule is None else self.rules[decision.rule][1]
+            if isinstance(action, Tactic):
+                axes |= action.fsdp_axes & split
+        return frozenset(axes)
+
+    def __eq__(self, other: object) -> bool:
+        return self._key() == other._key() if isinstance(other, PlannedTree) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[Any, ...]:
+        short = {spec: trimmed(spec) for spec in {x.given for x in self.leaves}}
+        leaves = sorted(self.leaves, key=lambda leaf: leaf.path)
+        rows = [(x.path, x.shape, x.dtype, short[x.given], x.memory) for x in leaves]
+        return tuple(axis_sizes(self.mesh).items()), tuple(rows)
