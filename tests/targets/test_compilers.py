@@ -3,8 +3,8 @@
 `make test-targets` runs this with the compilers of these devices; other runs skip it.
 """
 
-import os
 import math
+import os
 import re
 import subprocess
 import sys
