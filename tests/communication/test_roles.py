@@ -76,14 +76,6 @@ def test_the_report_shows_roles_in_a_column() -> None:
     assert " updated only " in roles["opts/actor/0/count"]
 
 
-def test_frozen_weights_are_among_the_parameters_in_memory() -> None:
-    program = made("low-rank factors")
-    plan = program.plan
-    weights = [leaf for leaf in plan.leaves if not leaf.path.startswith("opt/")]
-    memory = program.step.compile(plan.structs, program.batch).memory()
-    assert memory.kinds["parameters"] == sum(leaf.bytes_per_device(plan.mesh) for leaf in weights)
-
-
 # ------------------------------------------------------------------ one leaf at a time
 
 

@@ -3,6 +3,7 @@
 `make test-targets` runs this with the compilers of these devices; other runs skip it.
 """
 
+import math
 import os
 import re
 import subprocess
@@ -98,7 +99,10 @@ def test_a_program_is_read_as_it_is(name: str, target: str) -> None:
     if not target.startswith("v"):
         assert memory.temporaries == analysis.temp_size_in_bytes
     # As planned, up to the tiles of small arrays.
-    planned = sum(memory.kinds.values())
+    of_batch = sum(
+        x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in compiled.batch
+    )
+    planned = compiled.plan.bytes_per_device() + of_batch
     assert planned <= memory.arguments <= 1.01 * planned + 2**16
     memory.assert_fits()
     if target == "v5e:2x4" and name in TEMPORARIES:

@@ -51,8 +51,8 @@ class CompiledStep:
         >>> compiled = step.compile(plan.structs, np.ones((16, 8), "float32"))
         >>> [row.kind for row in compiled.communication().rows if row.count]
         ['all-gather', 'all-reduce']
-        >>> compiled.memory().kinds
-        {'parameters': 32, 'other state': 0, 'batch': 64}
+        >>> compiled.memory().arguments  # 32 bytes of weights and 64 of the batch
+        96
     """
 
     plan: Plan
@@ -83,7 +83,7 @@ class CompiledStep:
         Returns:
             A `Memory`.
         """
-        return memory_of(self.compiled, self._read, self.plan, self.roles, self.batch)
+        return memory_of(self.compiled, self._read, self.plan)
 
     @cached_property
     def _compared(self) -> Comparison:
