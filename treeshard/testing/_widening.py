@@ -89,7 +89,7 @@ class Widening:
             name = eqn.primitive.name
             invars = [self._value(x, values) for x in eqn.invars]
             if name in _INLINED:
-                yield from self._inlined(eqn, invars, values)
+                yield from self._inline_call(eqn, invars, values)
                 continue
             outvars = [self._variable(x) for x in eqn.outvars]
             values.update(zip(eqn.outvars, outvars, strict=True))
@@ -100,7 +100,9 @@ class Widening:
                 params.update(self._exact(name, eqn.params))
                 yield eqn.replace(invars=invars, outvars=outvars, params=params)
 
-    def _inlined(self, eqn: Any, invars: list[Any], values: dict[Var, Any]) -> Iterator[JaxprEqn]:
+    def _inline_call(
+        self, eqn: Any, invars: list[Any], values: dict[Var, Any]
+    ) -> Iterator[JaxprEqn]:
         closed = eqn.params["call_jaxpr"]
         inner = closed.jaxpr
         own: dict[Var, Any] = dict(zip(inner.invars, invars, strict=True))
