@@ -83,39 +83,34 @@ _COARSE = 0.01
 
 
 class Comparison:
-    """A computation on one device, and how layouts differ from it.
-
-    Attributes:
-        precisions: Its results with wide floats, where the program has narrower ones, and with its
-            own.
-        gaps: The results of which a comparison shows little, by index, and why.
-        cells: For each result and layout, a word for the table.
-        visible: For each result, the smallest error that would be seen in all layouts, errors of
-            rounding too.
-        finest: The same without those, where it is compared with wider floats.
-        layouts: The layouts that ran, by name.
-        findings: For each of these, what is wrong, by the index of the result.
-        raised: For each layout that raised, what it raised.
-        notes: What was compared in another way.
-    """
+    """A computation on one device, and how layouts differ from it."""
 
     def __init__(self, computation: Computation, layout: Layout) -> None:
         self.computation = computation
+        # What was compared in another way than usual, in words.
         self.notes: list[str] = []
+        # The results of one device: in wide floats, if the program has narrower ones, and in its
+        # own, which are the last.
         self.precisions = self._run_alone(layout.alone())
         for each in self.precisions:
             self._note(*each.notes)
         if kept := _find_kept_keys(self.precisions[-1]):
             self._note(_KEPT_KEY.format(paths=", ".join(kept)))
         rows = OwnRows(self.precisions[0].computation, layout)
+        # The results of which a comparison shows little, by index: a word of `WHY`.
         self.gaps = uninformative_results(self.precisions, rows)
         if rows.error is not None:
             self._note(_NO_OWN_ROWS.format(error=_first_line(rows.error)))
+        # The table of the report: for each result and each layout that ran, a word.
         self.cells: dict[str, dict[str, str]] = {x.path: {} for x in computation.outputs}
+        # For each result, the smallest error that every layout would show, errors of rounding too.
         self.visible: dict[str, float] = {}
+        # The same of other errors, which wider floats show better.
         self.finest: dict[str, float] = {}
+        # The layouts that ran, by name; for each, what is wrong, by the index of the result.
         self.layouts: dict[str, Layout] = {}
         self.findings: dict[str, dict[int, Finding]] = {}
+        # The layouts that raised, by name.
         self.raised: dict[str, Exception] = {}
 
     def _note(self, *texts: str) -> None:

@@ -74,21 +74,13 @@ class Output(NamedTuple):
 
 
 class Computation:
-    """A computation that runs in any layout, from values on the host.
-
-    Attributes:
-        outputs: What it returns.
-        start: What its differentiated or updated leaves are before it runs.
-        batch: The leaves of the batch, on the host.
-        widening: What its traces are rewritten by before they run; `None` if they are not.
-        narrow: The computation in its own dtypes.
-        notes: What was seen while a result was traced, by layout name and index of the result.
-    """
+    """A computation that runs in any layout, from values on the host."""
 
     def __init__(self, tree: PyTree, batch: PyTree, plan: Plan) -> None:
         leaves, treedef = tree_flatten(tree)
         self.plan = plan
         self.split = StaticSplit(leaves, treedef, has_shape)
+        # What its differentiated or updated leaves are before it runs.
         self.start = [_host(x) for x in self.split.dynamic(leaves)]
         if [np.shape(x) for x in self.start] != [leaf.shape for leaf in plan.leaves]:
             plan_paths = [leaf.path for leaf in plan.leaves]
@@ -99,11 +91,15 @@ class Computation:
         data, batch_def = tree_flatten(batch)
         self.batch_split = StaticSplit(data, batch_def, has_shape)
         self.batch = [_host(x) for x in self.batch_split.dynamic(data)]
+        # What was seen while a result was traced, by the layout's name and the result's index.
         self.notes: dict[tuple[str, int], Finding] = {}
+        # What it returns; of a step, this is known when it has run.
         self.outputs: list[Output] = []
+        # What rewrites its traces before they run, if anything; and the computation without that.
         self.widening: Widening | None = None
         self.narrow = self
-        self._made: dict[str, Any] = {}  # traces, and functions that are compiled
+        # Traces and compiled functions: noise is measured by a dozen runs of one program.
+        self._made: dict[str, Any] = {}
         self._has_x64 = jax.dtypes.canonicalize_dtype("float64") == "float64"
 
     @property
@@ -152,7 +148,7 @@ class Computation:
 
     def widen(self, widening: Widening) -> "Computation":
         """The same computation with wider floats."""
-        wide = copy(self)
+        wide = copy(self)  # shares `narrow`, which keeps the traces
         wide.start = [widening.array(x) for x in self.start]
         wide.batch = [widening.array(x) for x in self.batch]
         wide.widening = widening
@@ -192,6 +188,8 @@ class Computation:
     def _on_mesh(
         self, layout: Layout, arrays: list[Any], data: list[Any], position: Position
     ) -> list[Any]:
+        # The program as the user wrote it runs by itself. Only a trace can be rewritten, or get the
+        # index of a device as an argument.
         if self.widening is None and not position:
             with self._enter(layout):
                 return self._call(layout, arrays, data)
@@ -449,6 +447,7 @@ class Steps(Computation):
         """A state, saved and restored in a layout, and the batch there."""
         from treeshard import checkpoint  # needs TensorStore
 
+        # By numbers, since paths of a state may not be names of files.
         named = {f"{i:05}": x for i, x in enumerate(arrays)}
         specs = [leaf.given for leaf in layout.plan.leaves]
         shapes = [leaf.shape for leaf in layout.plan.leaves]
@@ -508,6 +507,7 @@ def _devices_are(mesh: Mesh) -> AbstractContextManager[Any]:
     not would be wrong by the same factor everywhere.
     """
     local = sum(x.process_index == jax.process_index() for x in mesh.devices.flat)
+    # Patched and not passed: the user's code asks `jax` itself.
     return mock.patch.multiple(
         jax,
         device_count=lambda *_, **__: mesh.devices.size,

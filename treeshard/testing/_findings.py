@@ -74,13 +74,7 @@ def uninformative_results(precisions: Sequence[Tolerance], rows: OwnRows) -> dic
 
 
 class Compared:
-    """The results of one layout, beside those that it should have.
-
-    Attributes:
-        unknown: The results of which the right ones are not known.
-        found: What is wrong with random numbers, by the first result that shows it.
-        notes: What they were compared with.
-    """
+    """The results of one layout, beside those that it should have."""
 
     def __init__(
         self,
@@ -91,8 +85,13 @@ class Compared:
         found: Mapping[int, Finding] | None = None,
         notes: Sequence[str] = (),
     ) -> None:
-        self.expected, self.result, self.unknown = expected, result, unknown
-        self.found, self.notes = found or {}, notes
+        self.expected, self.result = expected, result
+        # The indices of results of which the right ones are not known.
+        self.unknown = unknown
+        # What is wrong with random numbers, by the first result that shows it.
+        self.found = found or {}
+        # What the results were compared with, in words.
+        self.notes = notes
         by_layout = expected.computation.notes.items()
         self._of_form = {i: note for (name, i), note in by_layout if name == layout.name}
 

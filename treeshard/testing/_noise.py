@@ -42,37 +42,32 @@ Results = list[np.ndarray]
 class Tolerance:
     """The results of one device, and the noise of each.
 
-    Attributes:
-        computation: The computation.
-        reference: The results.
-        noise: The largest difference that was measured, element by element, by the index of the
-            result. Integers and keys have none: they must be equal.
-        eps: The relative rounding error of the least precise dtype of the computation.
-        notes: What was measured in another way than usual, in words.
-        random: Whether the computation draws random numbers.
+    The noise of a result is the largest change, element by element, of three kinds of samples:
+
+    1. inputs that are perturbed by as much as one rounding can change them;
+    2. the rows of the batch in other orders, unless the result depends on their order;
+    3. twice the precision, where the platform and the program have it.
     """
 
     def __init__(self, computation: Computation, layout: Layout, exact: Results | None) -> None:
         """`exact` are the results in twice the precision, if there are any."""
         self.computation = computation
+        # What was measured in another way than usual, in words.
         self.notes: list[str] = []
         self.reference = computation.alone(layout)
         eqns = list(equations(computation.trace(layout)))
-        self.eps = _precision(computation, eqns, layout.mesh.devices.flat[0].platform)
+        # The relative rounding error of the least precise dtype.
+        self.eps = _find_precision(computation, eqns, layout.mesh.devices.flat[0].platform)
+        # Whether the computation draws random numbers.
         self.random = any(eqn.primitive.name in _DRAWS for eqn in eqns)
+        # By the index of the result. Integers and keys have none: they must be equal.
         self.noise = {i: np.zeros(x.shape) for i, x in enumerate(self.reference) if _is_float(x)}
         # A change of a leaf is rounded as the leaf is, which may be much larger.
         bases = ((i, output.base) for i, output in enumerate(computation.outputs))
         starts = ((i, computation.start[base]) for i, base in bases if base is not None)
         self._rounding = {i: _rounding_of(x) for i, x in starts if _is_float(x)}
         random = np.random.default_rng(0)
-        for _ in range(_PERTURBED):
-            start = [_perturb(x, self.eps, random) for x in computation.start]
-            # Of a sum that is zero but for rounding, all depends on how its terms are rounded.
-            batch = [
-                x if _is_whole(x) else _perturb(x, self.eps, random) for x in computation.batch
-            ]
-            self._add(self._measure(computation.alone(layout, start, batch)))
+        self._add_perturbed(layout, random)
         # What rounding moves by its size, such as an optimizer that takes signs, proves nothing.
         self._steady = [i for i in self.noise if self.visible(i) <= BLIND] or [*self.noise]
         most = _NOT_ROUNDING * max(self.eps, self._relative(self.noise))
@@ -84,6 +79,16 @@ class Tolerance:
                 self._add(moved)
         if exact is not None and self._relative(moved := self._measure(exact)) <= most:
             self._add(moved)
+
+    def _add_perturbed(self, layout: Layout, random: np.random.Generator) -> None:
+        computation = self.computation
+        for _ in range(_PERTURBED):
+            start = [_perturb(x, self.eps, random) for x in computation.start]
+            # Of a sum that is zero but for rounding, all depends on how its terms are rounded.
+            batch = [
+                x if _is_whole(x) else _perturb(x, self.eps, random) for x in computation.batch
+            ]
+            self._add(self._measure(computation.alone(layout, start, batch)))
 
     def _measure(self, sample: Results) -> dict[int, np.ndarray]:
         """How far each number of a sample is from the reference."""
@@ -232,7 +237,7 @@ def _perturb(x: Any, eps: float, random: np.random.Generator) -> Any:
 # ------------------------------------------------------------------ dtypes
 
 
-def _precision(computation: Computation, eqns: Sequence[Any], platform: str) -> float:
+def _find_precision(computation: Computation, eqns: Sequence[Any], platform: str) -> float:
     """The rounding error of the least precise float in a program."""
     widening = computation.widening
     dtypes = float_dtypes(eqns)

@@ -17,18 +17,16 @@ from treeshard.testing._noise import LIMIT, Results, Tolerance, distance
 
 
 class OwnRows:
-    """What the devices of a layout compute from their own rows.
-
-    Attributes:
-        axes: The mesh axes that split the batch.
-        error: What was raised where the rows of one device alone cannot be computed.
-    """
+    """What the devices of a layout compute from their own rows."""
 
     def __init__(self, computation: Computation, layout: Layout) -> None:
         self.computation, self.layout = computation, layout
         split = get_names_from_partition_spec(computation.batch_specs(layout))
+        # The mesh axes that split the batch.
         self.axes = tuple(axis for axis in layout.split_axes if axis in split)
+        # What the user's code raised for the rows of one device alone, if it did.
         self.error: Exception | None = None
+        # By the axes along which keys are folded: each way is a run for each device.
         self._results: dict[Axes, Results | None] = {}
 
     def results(self, order: Axes = ()) -> Results | None:

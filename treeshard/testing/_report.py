@@ -16,15 +16,10 @@ from treeshard._core.text import fold, fold_paths
 
 
 class Finding(NamedTuple):
-    """What is wrong with a result in one layout.
+    """What is wrong with a result in one layout."""
 
-    Attributes:
-        fact: What is wrong.
-        cell: For a cell of the table: what was measured, such as `x 8.000`.
-    """
-
-    fact: str
-    cell: str
+    fact: str  # a sentence for the report
+    cell: str  # what was measured, for a cell of the table, such as `x 8.000`
 
 
 class Problem(NamedTuple):
