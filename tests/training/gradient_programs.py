@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import treeshard as ts
 from tests.targets.counting import count_in_loops
 from treeshard.communication import collectives
-from treeshard.communication._program import platform_of
+from treeshard.communication._program import read_program
 from treeshard.training import accumulate_gradients, value_and_grad
 
 LAYERS, MINIBATCHES = 6, 4
@@ -177,7 +177,7 @@ def assert_reduced(compiled: jax.stages.Compiled, expected: Sequence[Reduced], w
         runs_and_bytes[1] += one.count * one.bytes
     assert found == {(x.kind, x.axes): [x.runs, x.part * size] for x in expected}
 
-    on_gpus = platform_of(compiled) in ("gpu", "cuda")
+    on_gpus = read_program(compiled).platform in ("gpu", "cuda")
     in_passes = max(x.depth for x in expected) == 2
     trips = (MINIBATCHES, LAYERS) if in_passes else (LAYERS, 1)
     counted = count_in_loops(compiled.as_text() or "", trips=trips)

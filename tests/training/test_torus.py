@@ -24,7 +24,7 @@ from tests.training.gradient_programs import (
 from treeshard import manual, training
 from treeshard._trace.uses import is_last_step
 from treeshard.communication import Collective, collectives
-from treeshard.communication._collectives import with_steps_joined
+from treeshard.communication._collectives import join_steps
 
 WIDTH, ROWS = 64, 32
 
@@ -151,7 +151,7 @@ def joined(steps: list[tuple[int, tuple[int, int]]]) -> list[Collective]:
         Collective("reduce-scatter", "float32", size, 0, None, 1, within=("fsdp",), part=part)
         for size, part in steps
     ]
-    return with_steps_joined(moved, {"fsdp": 256})
+    return join_steps(moved, {"fsdp": 256})
 
 
 def test_steps_that_leave_something_are_not_one() -> None:

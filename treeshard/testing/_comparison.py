@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from treeshard._core.arrays import data_of, is_raw_key
+from treeshard._core.jaxprs import equations
 from treeshard._core.text import fold_paths
 from treeshard._planning.plan_in_force import AVERAGES_PARTS
 from treeshard.testing._computations import Computation
@@ -35,7 +36,6 @@ from treeshard.testing._noise import (
 from treeshard.testing._own_rows import OwnRows
 from treeshard.testing._report import UNCHECKED, Finding, Problem, Report, percent
 from treeshard.testing._widening import Widening
-from treeshard.training._pitfalls import equations
 
 # ------------------------------------------------------------------ words
 

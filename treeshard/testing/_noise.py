@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from treeshard._core.jaxprs import equations
 from treeshard.testing._computations import Computation, Shards
 from treeshard.testing._layouts import Layout
 from treeshard.testing._widening import Widening
-from treeshard.training._pitfalls import equations
 
 # A result is wrong if it is further from that of one device than this many times the noise.
 LIMIT = 12.0

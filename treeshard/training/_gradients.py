@@ -108,7 +108,7 @@ def value_and_grad(
             return out if has_aux else (out, None)
 
         differentiate = jax.value_and_grad(run, has_aux=True)
-        with nullcontext() if mesh is None else sharding_type_errors(mesh, step):
+        with nullcontext() if mesh is None else sharding_type_errors(mesh):
             if rows:
                 from treeshard.training._waiting import by_waiting
 

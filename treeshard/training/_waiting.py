@@ -11,14 +11,13 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Literal
 from jax.tree_util import tree_flatten
 
 from treeshard._core.arrays import StaticSplit
 from treeshard._core.contexts import summed_later
+from treeshard._core.jaxprs import equations, inner_jaxprs, interpret
 from treeshard._core.spec_trees import get_names_from_partition_spec
 from treeshard._placement.reduced import loses_sums, reduce_unreduced, waiting_over
-from treeshard.training._pitfalls import equations
 
 
 def by_waiting(
@@ -114,27 +113,24 @@ def _follow(jaxpr: Any, given: Sequence[set[int]], found: set[int]) -> list[set[
 
     Takes the weights that each argument of the program is, and returns those that each result is.
     """
-    weights = dict(zip(jaxpr.invars, given, strict=True))
     nothing = set[int]()
 
-    def weights_in(variables: Sequence[Any]) -> list[set[int]]:
-        return [nothing if isinstance(x, Literal) else weights.get(x, nothing) for x in variables]
-
-    for eqn in jaxpr.eqns:
-        used = weights_in(eqn.invars)
+    def apply(eqn: Any, used: list[set[int]]) -> list[set[int]]:
         here = nothing.union(*used)
+        results = [nothing] * len(eqn.outvars)
         if not here or eqn.primitive.name == "dot_general":
-            continue
-        parts = [x for x in jax.tree.leaves(list(eqn.params.values())) if hasattr(x, "eqns")]
-        inner = getattr(parts[0], "jaxpr", parts[0]) if len(parts) == 1 else None
-        sizes = (len(eqn.invars), len(eqn.outvars))
-        if inner is not None and (len(inner.invars), len(inner.outvars)) == sizes:
-            weights |= dict(zip(eqn.outvars, _follow(inner, used, found), strict=True))
-        elif eqn.primitive.name in _KEEPS and not _is_gathered(eqn):
-            weights[eqn.outvars[0]] = here
-        else:
-            found |= here
-    return weights_in(jaxpr.outvars)
+            return results
+        inner = inner_jaxprs(eqn)
+        sizes = [(len(x.invars), len(x.outvars)) for x in inner]
+        if sizes == [(len(eqn.invars), len(eqn.outvars))]:
+            return _follow(inner[0], used, found)
+        if eqn.primitive.name in _KEEPS and not _is_gathered(eqn):
+            return [here]
+        found.update(here)
+        return results
+
+    constants = [nothing] * len(jaxpr.constvars)
+    return interpret(jaxpr, [*constants, *given], lambda _: nothing, apply)
 
 
 def _is_gathered(eqn: Any) -> bool:
