@@ -75,17 +75,20 @@ def infer_sharding(tree: PyTree, strategy: Strategy, mesh: MeshLike) -> SpecTree
     mesh = as_mesh(mesh, make_mesh)
     # `u.make_mask_trees` of big_vision matches with `re.fullmatch`, the first pattern first.
     decided = decide(read_rules(strategy, _read_ops), tree, mesh, 0, whole_paths=True)
+    # A spec that does not fit is an error where a pattern chose it. What no pattern matches is
+    # replicated, and a warning lists it.
     matched = [row for row in decided.adjusted_rows() if row[2].rule is not None]
     if error := rules_error(matched, mesh):
         raise error
-    _warn_of_unmatched(decided)
+    _warn_about_unmatched(decided)
     specs = [decision.spec for decision in decided.decisions]
+    # One object for each spec, since trees of thousands of leaves have a handful.
     sharding_of = {spec: NamedSharding(mesh, spec) for spec in set(specs)}
     shardings = [sharding_of[spec] for spec in specs]
-    return _unboxed(tree, shardings)
+    return _replace_boxes(tree, shardings)
 
 
-def _warn_of_unmatched(decided: Decided) -> None:
+def _warn_about_unmatched(decided: Decided) -> None:
     unmatched = [
         f"{path}: shape {shape}"
         for path, shape, decision in decided.adjusted_rows()
@@ -100,7 +103,7 @@ def _warn_of_unmatched(decided: Decided) -> None:
     warn(f'{text}\nReplicated. To say that this is intended, end with (".*", "replicate").')
 
 
-def _unboxed(tree: Any, shardings: list[Any]) -> Any:
+def _replace_boxes(tree: Any, shardings: list[Any]) -> Any:
     """The tree of the shardings, where each box around a single leaf is replaced as a whole."""
     # big_vision maps over `nn.unbox(params)`, and `jax.jit` takes a sharding for a whole box.
     boxes, treedef = tree_flatten(tree, is_leaf=is_box)
@@ -152,7 +155,8 @@ def _user_op(call: str, update: Update) -> Tactic:
     return Tactic((Step(call, refine, by_shape=False),))
 
 
-# big_vision registers ops as "shardings.fsdp" and calls each without the prefix.
+# A registry of the module, as in big_vision: a config has an op's name, and no object. There, ops
+# are registered as "shardings.fsdp" and called without the prefix.
 _ops: dict[str, MakeTactic] = {**TACTICS, "fsdp": _fsdp}
 
 
@@ -184,6 +188,7 @@ def register_op(factory: Callable[..., Update]) -> MakeTactic:
     if name in TACTICS:
         raise ShardingRuleError(f"register_op: {name!r} is big_vision's. Use another name.")
 
+    # The tactic prints as its call, by which a plan and an error name it.
     @wraps(factory)
     def make(*args: Any, **options: Any) -> Tactic:
         call = [*map(repr, args), *(f"{key}={value!r}" for key, value in options.items())]
