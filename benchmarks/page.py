@@ -165,7 +165,7 @@ each round.
 
 def text(found: Results) -> str:
     """The page."""
-    common = _in_common(found)
+    common = _find_common(found)
     parts = [INTRO]
     if found:
         parts.append(f"Measured with {_setting(common)}.\n")
@@ -200,7 +200,7 @@ def _table(rows: list[Mapping[str, Any]]) -> str:
     cells = [column for column in zip(*cells, strict=True) if any(column[1:])]
     lines = [*zip(*cells, strict=True)]
     lines.insert(1, tuple("--:" if column[0] == "measured" else "---" for column in cells))
-    return "".join(f"| {' | '.join(_escaped(cell) for cell in line)} |\n" for line in lines)
+    return "".join(f"| {' | '.join(_escape(cell) for cell in line)} |\n" for line in lines)
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, str, str]:
@@ -214,12 +214,12 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, str, str]:
     return case, measured, others
 
 
-def _escaped(cell: str) -> str:
+def _escape(cell: str) -> str:
     # The site's Markdown shows the backslash of an escaped `<`.
     return re.sub(r"([>*_|])", r"\\\1", cell).replace("<", "&lt;")
 
 
-def _in_common(found: Results) -> dict[str, str]:
+def _find_common(found: Results) -> dict[str, str]:
     """The versions and the machine that every result names alike."""
     settings = [result["on"] for result in found.values()]
     return {

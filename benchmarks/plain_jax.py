@@ -37,7 +37,7 @@ from treeshard.communication._collectives import bytes_on_the_wire, is_scalar, t
 from treeshard.errors import DoesNotFitError
 from treeshard.programs import CompiledStep
 from treeshard.programs._compiled_step import compile_step
-from treeshard.training import by_matrix, jit_step, scan_layers, value_and_grad
+from treeshard.training import by_matrix, jit_step, value_and_grad
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "plain_jax.json"
@@ -52,7 +52,7 @@ class Case(NamedTuple):
 
     Attributes:
         strategy: A key of `RULES`, and perhaps what differs through treeshard, by these words:
-            `Muon`, `prefetch`, and `embedding and head as they are`, which are then not gathered.
+            `Muon`, and `embedding and head as they are`, which are then not gathered.
         size: A key of `SIZES`.
         topology: The devices.
         mesh: Its axes.
@@ -103,9 +103,6 @@ CASES = [
     Case("FSDP, embedding and head as they are", "1B", "h100:8", "fsdp=8", 8192),
     Case("FSDP, Muon", "0.1B", "v5e:2x4", "fsdp=8", 1024),
     Case("FSDP, Muon", "0.1B", "h100:8", "fsdp=8", 1024),
-    Case("FSDP, prefetch", "1B", "v5e:4x4", "fsdp=16", 1024),
-    Case("FSDP, prefetch", "1B", "h100:8", "fsdp=8", 8192),
-    Case("FSDP, prefetch", "8B", "h100:8", "fsdp=8", 8192),
 ]
 
 # ------------------------------------------------------------------ the two ways
@@ -131,20 +128,19 @@ def loss_of(
     use: Callable[[Any], Any],
     use_ends: Callable[[Any], Any],
     constrain: Constrain,
-    run: Callable[..., Any],
     look_up: Callable[[Any, Any], Any] = lambda table, ids: table[ids],
     losses: Callable[[Any, Any], Any] = optax.softmax_cross_entropy_with_integer_labels,
 ) -> Callable[..., Any]:
     """The loss of a Llama.
 
     `use` makes the weights of a layer ready for use, `use_ends` those of the embedding and of the
-    head, `run` runs the layers, and `losses` are those of tokens.
+    head, and `losses` are those of tokens.
     """
 
     def loss(params: Any, batch: Any) -> Any:
         x = constrain(look_up(use_ends(params["embed"]), batch[:, :-1]))
         layer = lambda x, w: constrain(llama.layer(x, w, size))  # noqa: E731
-        x = run(layer, x, params["layers"], gather=use)
+        x = scanned(layer, x, params["layers"], gather=use)
         x = llama.rms_norm(x, params["norm"].astype(x.dtype))
         logits = (x @ use_ends(params["head"])).astype("float32")
         return losses(logits, batch[:, 1:]).mean()
@@ -174,7 +170,7 @@ def by_plain_jax(case: Case, mesh: Mesh, *, constrained: bool = True) -> Compile
     constrain: Constrain = lambda x: x  # noqa: E731
     if constrained:
         constrain = partial(jax.lax.with_sharding_constraint, shardings=of_rows)
-    step = step_of(jax.value_and_grad(loss_of(size, cast, cast, constrain, scanned)), optimizer)
+    step = step_of(jax.value_and_grad(loss_of(size, cast, cast, constrain)), optimizer)
     shardings = plan.shardings
     jitted = jax.jit(
         step,
@@ -193,18 +189,17 @@ def by_treeshard(case: Case, mesh: Mesh) -> CompiledStep:
     params, rules = llama.parameters(size), rules_of(case)
     optimizer = optax.adamw(3e-4)
     if "Muon" in case.strategy:
-        rules = [("opt/matrices/", P("fsdp")), *rules]
+        rules = [("opt/matrices/.*mu$", P("fsdp")), *rules]
         optimizer = by_matrix(
             muon(), ts.plan(params, rules, mesh), is_matrix=lambda path, _: is_of_layer(path)
         )
     plan = planned(params, optimizer, rules, mesh)
     constrain = partial(ts.with_sharding_constraint, shardings=rows)
-    run = scan_layers if "prefetch" in case.strategy else scanned
     use_ends = cast if "as they are" in case.strategy else gathered
     losses = optax.softmax_cross_entropy_with_integer_labels
     if case.is_explicit:  # which JAX does not type: a lookup in logits that are split
         losses = auto_axes(llama.cross_entropy, out_sharding=rows)
-    loss = loss_of(size, gathered, use_ends, constrain, run, ts.lookup, losses)
+    loss = loss_of(size, gathered, use_ends, constrain, ts.lookup, losses)
     gradient = value_and_grad(loss)
     step = jit_step(step_of(gradient, optimizer), plan, batch=rows)
     return step.compile(plan.structs, batch_of(case, mesh))

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, auto_axes
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from treeshard.training import accumulate_gradients, jit_step, scan_layers, value_and_grad
+from treeshard.training import accumulate_gradients, jit_step, value_and_grad
 
 
 class Size(NamedTuple):
@@ -137,7 +137,6 @@ def make_llama(
     accumulate=1,
     global_batch=None,
     tokens=4096,
-    prefetch=False,
 ):
     """A training step on `mesh`, and shapes of its state and batch, for `step.compile`.
 
@@ -150,7 +149,6 @@ def make_llama(
         global_batch: Sequences per step; by default one per device and minibatch, where the
             devices along `tensor` count as one.
         tokens: The length of a sequence.
-        prefetch: Whether to gather the weights of the next layer while one computes, with `remat`.
     """
     size = SIZES.get(size, size)
     optimizer = optax.adamw(3e-4, weight_decay=0.1)
@@ -167,18 +165,12 @@ def make_llama(
         return ts.unshard(jax.tree.map(lambda w: w.astype("bfloat16"), weights))
 
     def loss(params, batch):
-        def of_layer(x, weights):
-            return ts.with_sharding_constraint(layer(x, weights, size), rows)
-
         def body(x, weights):
-            return of_layer(x, use(weights)), None
+            return ts.with_sharding_constraint(layer(x, use(weights), size), rows), None
 
         x = ts.lookup(use(params["embed"]), batch[:, :-1])
         x = ts.with_sharding_constraint(x, rows)
-        if prefetch:
-            x = scan_layers(of_layer, x, params["layers"], gather=use)
-        else:
-            x, _ = jax.lax.scan(jax.checkpoint(body) if remat else body, x, params["layers"])
+        x, _ = jax.lax.scan(jax.checkpoint(body) if remat else body, x, params["layers"])
         x = rms_norm(x, params["norm"].astype(x.dtype))
         logits = (x @ use(params["head"])).astype("float32")
         return losses(logits, batch[:, 1:]).mean()
@@ -211,7 +203,6 @@ def parse(argv=None):
     parser.add_argument("--mesh", default="fsdp=-1", help='such as "fsdp=64,tensor=4"')
     parser.add_argument("--batch", type=int, help="sequences per step; by default 1 per device")
     parser.add_argument("--tokens", type=int, default=4096, help="of a sequence")
-    parser.add_argument("--prefetch", action="store_true", help="gather the next layer early")
     parser.add_argument("--explicit", action="store_true", help="a mesh with Explicit axes")
     return parser.parse_args(argv)
 
@@ -227,7 +218,6 @@ def main(argv=None, size=None):
         size=size or args.size,
         global_batch=args.batch,
         tokens=args.tokens,
-        prefetch=args.prefetch,
     )
     print(f"{step.plan}\n")
     print(f"compiling for {mesh.devices.flat[0].device_kind} x {mesh.size:,} ...", file=sys.stderr)

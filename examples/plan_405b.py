@@ -99,24 +99,14 @@ def held_on_a_device(plan):
     return held
 
 
-def moved_in_a_step(plan):
-    """The bytes of the weights and gradients that a step has to move."""
-    batch = P(tuple(axis for axis in plan.mesh.axis_names if axis in ("data", "fsdp")))
-    planned = ts.predict_communication(plan, batch=batch, params="^params", remat="layers")
-    return sum(transfer.total_bytes for transfer in planned)
-
-
 def compare(plans, memory):
-    """Prints one line per mesh: devices, bytes per device, whether they fit, bytes moved."""
-    rows = [
-        ("mesh", "devices", *PARTS, "in all", "of it whole", "fits", "moved a step", "planned in")
-    ]
+    """Prints one line per mesh: devices, bytes per device, and whether they fit."""
+    rows = [("mesh", "devices", *PARTS, "in all", "of it whole", "fits", "planned in")]
     for text, (plan, seconds) in plans.items():
         held = held_on_a_device(plan)
         fits = "yes" if held["in all"] <= memory else "NO"
         count, took = f"{plan.mesh.size:,}", f"{seconds * 1e3:.0f} ms"
-        moved = f"{moved_in_a_step(plan) / 1e9:,.0f} GB"
-        rows.append((text, count, *map(gigabytes, held.values()), fits, moved, took))
+        rows.append((text, count, *map(gigabytes, held.values()), fits, took))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))

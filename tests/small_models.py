@@ -146,10 +146,10 @@ def step(
     return jit_step(by_jit, plan, batch=batch), model.batch
 
 
-def compiled(
+def compared(
     name: str, way: str, mesh: Any, *, scan: bool = False, remat: bool = False, rule: Any = None
-) -> tuple[ts.Plan, jax.stages.Compiled]:
-    """A model's plan and its compiled step."""
+) -> ts.Comparison:
+    """What a model's compiled step communicates, beside its plan."""
     plan = plan_of(MODELS[name], mesh, scan, rule)
     run, batch = step(MODELS[name], plan, way, scan=scan, remat=remat)
-    return plan, run.lower(plan.structs, batch).compile()
+    return run.communication(plan.structs, batch)

@@ -70,7 +70,6 @@ ts.interchange.save_safetensors("params.safetensors", placed)
 
 NEEDS = [
     ("show", lambda: ts.gather(placed, progress=True)),
-    ("show", lambda: ts.draw(placed)),
     ("show", lambda: ts.draw(placed, to="tree.svg")),
     ("checkpoint", lambda: ts.checkpoint.save("here", placed)),
     ("checkpoint", lambda: ts.checkpoint.restore("here")),

@@ -131,7 +131,7 @@ def is_right(tree: Any, step: int) -> bool:
     )
 
 
-def restored(library: str, directory: Path, step: int) -> str:
+def restore_step(library: str, directory: Path, step: int) -> str:
     """What a restore gives: right or wrong values, or an error."""
     run = None
     try:
@@ -144,14 +144,14 @@ def restored(library: str, directory: Path, step: int) -> str:
             run.close()
 
 
-def counted(outcomes: Counter[str]) -> str:
+def count_outcomes(outcomes: Counter[str]) -> str:
     return "; ".join(f"{count} x {outcome}" for outcome, count in sorted(outcomes.items()))
 
 
 # ------------------------------------------------------------------ what is done
 
 
-def killed(library: str, directory: Path) -> str:
+def kill_saves(library: str, directory: Path) -> str:
     """Kills runs that save step after step, and restores what is there."""
     draw = random.Random(0)
     outcomes: Counter[str] = Counter()
@@ -167,8 +167,8 @@ def killed(library: str, directory: Path) -> str:
         run = run_of(library, folder)
         step = run.latest()
         run.close()
-        outcomes["no step" if step is None else restored(library, folder, step)] += 1
-    return counted(outcomes)
+        outcomes["no step" if step is None else restore_step(library, folder, step)] += 1
+    return count_outcomes(outcomes)
 
 
 def save_on_and_on(library: str, directory: Path) -> None:
@@ -200,7 +200,7 @@ def power_cut(library: str, directory: Path) -> str:
                 outcomes[_found(library, later / "run", step if has_returned else None)] += 1
             saving.join()
         run.close()
-    return counted(outcomes)
+    return count_outcomes(outcomes)
 
 
 def _save_one(run: Orbax | Treeshard, step: int) -> float:
@@ -217,7 +217,7 @@ def _found(library: str, directory: Path, expected: int | None) -> str:
     run.close()
     if step is None or (expected is not None and step != expected):
         return "**a step whose save has returned is lost**"
-    return restored(library, directory, step)
+    return restore_step(library, directory, step)
 
 
 def each_file(library: str, directory: Path, damage: Callable[[Path], None]) -> str:
@@ -233,8 +233,8 @@ def each_file(library: str, directory: Path, damage: Callable[[Path], None]) -> 
         folder = directory / f"{i}"
         shutil.copytree(directory / "whole", folder)
         damage(folder / file.relative_to(directory / "whole"))
-        outcomes[restored(library, folder, 1)] += 1
-    return counted(outcomes)
+        outcomes[restore_step(library, folder, 1)] += 1
+    return count_outcomes(outcomes)
 
 
 def flip(file: Path) -> None:
@@ -259,7 +259,7 @@ def change_a_leaf(library: str, directory: Path) -> str:
         run.close()
         again = run_of(library, directory / f"{i}").restore(1, tree)
         outcomes[RIGHT if (again["counts"] == 1).all() else WRONG] += 1
-    return counted(outcomes)
+    return count_outcomes(outcomes)
 
 
 def save_a_stale_replica(library: str, directory: Path) -> str:
@@ -287,7 +287,7 @@ def save_over_stale_shards(library: str, directory: Path) -> str:
     run.save(2, state(2))
     run.close()
     left = "" if not list(directory.glob("*tmp*")) else ", and the files stay"
-    return f"{restored(library, directory, 2)}{left}"
+    return f"{restore_step(library, directory, 2)}{left}"
 
 
 def save_to_own_disks(library: str, directory: Path) -> str:
@@ -302,7 +302,7 @@ def save_to_own_disks(library: str, directory: Path) -> str:
         run.close()
     except Exception:
         return "an error"
-    again = restored(library, path, 1)
+    again = restore_step(library, path, 1)
     return f"**saved without a word**; a restore gives {again}"
 
 
@@ -313,7 +313,7 @@ ROWS = [
     Row(
         f"{KILLS} runs are killed (`kill -9`) while they save",
         "a save appears whole or not at all",
-        killed,
+        kill_saves,
     ),
     Row(
         f"The power of a disk is cut while a step is saved, or after; {CUTS} cuts",

@@ -19,7 +19,6 @@ import matplotlib
 import numpy as np
 from jax.sharding import PartitionSpec as P
 from matplotlib.figure import Figure
-from rich.text import Text
 
 import treeshard as ts
 from examples import train_fsdp
@@ -63,7 +62,7 @@ def main(argv=None):
 def draw_sharding(state, step, batch, mesh, folder):
     # The optimizer's moments are sharded like the parameters, so drawing these is enough.
     plan = ts.plan(state.model, train_fsdp.RULES, mesh)
-    (folder / "plan.svg").write_text(as_svg(Text(str(plan))), encoding="utf-8")
+    (folder / "plan.svg").write_text(as_svg(str(plan), mesh.axis_names), encoding="utf-8")
     ts.draw(state.model, to=folder / "bytes.svg")
     moved = step.communication(state, batch)
     draw_communication(moved, folder / "communication.svg")

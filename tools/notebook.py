@@ -29,7 +29,7 @@ def notebook(page: str) -> str:
         elif kind == "python":
             cells.append(_code(body))
         else:
-            cells.append({"cell_type": "markdown", "metadata": {}, "source": _lines(_linked(body))})
+            cells.append({"cell_type": "markdown", "metadata": {}, "source": _lines(_link(body))})
     cells.insert(1, _code(INSTALL))
     for i, cell in enumerate(cells):
         cell["id"] = f"cell-{i}"
@@ -51,7 +51,7 @@ def _code(text: str) -> dict[str, Any]:
     return {"cell_type": "code", **empty, "source": _lines(text)}
 
 
-def _linked(text: str) -> str:
+def _link(text: str) -> str:
     """Prose with links to the site and its pictures, since a notebook is read elsewhere."""
     text = text.replace("](pictures/", f"]({RAW}pictures/")
     return re.sub(

@@ -55,7 +55,7 @@ def blocks(text: str) -> list[Block]:
         line = text.count("\n", 0, match.start()) + 1
         body = textwrap.dedent(match[3])
         if match[2] == "console":
-            body = re.sub(r"^\$ treeshard (.*)$", _in_python, body, flags=re.MULTILINE)
+            body = re.sub(r"^\$ treeshard (.*)$", _to_python, body, flags=re.MULTILINE)
         if match[2] != "text":
             found.append(Block(line, body, None, (0, 0)))
         elif found and found[-1].printed is None:
@@ -63,7 +63,7 @@ def blocks(text: str) -> list[Block]:
     return found
 
 
-def _in_python(command: re.Match[str]) -> str:
+def _to_python(command: re.Match[str]) -> str:
     """A command line as Python, on its own line."""
     return f"__import__('treeshard._cli')._cli.main({shlex.split(command[1])})"
 
@@ -109,7 +109,7 @@ def run(page: Path) -> Iterator[tuple[Block, str]]:
                     if f"{kind}: " not in (block.printed or ""):
                         raise
                     print(f"{kind}: {error}")
-            yield block, _trimmed(printed.getvalue())
+            yield block, _trim(printed.getvalue())
 
 
 def as_printed(block: Block, printed: str) -> bool:
@@ -117,10 +117,10 @@ def as_printed(block: Block, printed: str) -> bool:
     if block.printed is None:
         return True
     same = doctest.OutputChecker().check_output
-    return same(_trimmed(block.printed) + "\n", printed + "\n", doctest.ELLIPSIS)
+    return same(_trim(block.printed) + "\n", printed + "\n", doctest.ELLIPSIS)
 
 
-def _trimmed(text: str) -> str:
+def _trim(text: str) -> str:
     return "\n".join(line.rstrip() for line in text.strip("\n").splitlines())
 
 

@@ -42,7 +42,6 @@ from ._placement.products import lookup as lookup
 from ._placement.products import matmul as matmul
 from ._placement.shard import reshard as reshard
 from ._placement.shard import shard as shard
-from ._planning.adapters import follow as follow
 from ._planning.findings import Finding as Finding
 from ._planning.logical import logical_axis_rules as logical_axis_rules
 from ._planning.matching import PlannedLeaf as PlannedLeaf

@@ -12,7 +12,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
+from treeshard._trace.roles import FROZEN, Role
+from treeshard._trace.uses import Gather
+from treeshard.communication._comparison import compare_step
 from treeshard.communication._differences import collective_line
+from treeshard.communication._program import read_program
 
 TEXTS = Path(__file__).parent / "hlo"
 STEP = "/home/me/model.py"
@@ -113,8 +117,8 @@ ENTRY %main (w: f32[2]) -> f32[16] {{
     assert (moved.kind, moved.path) == (kind, "w" if filling == "0" else None)
     assert (moved.bytes, moved.wire_bytes) == (64, 2 * 64 * 7 // 8)
     plan = ts.plan({"w": np.ones(16, "float32")}, [("w", P("fsdp"))], "fsdp=8", min_size=0)
-    compared = ts.compare_communication(plan, program, batch=P("fsdp"))
-    assert [one.code for one in compared.by_compiler] == ["by-all-reduce"] * (filling == "0")
+    roles = {"w": Role(FROZEN, (Gather(frozenset({"fsdp"}), "float32", 4, 1, 1, False),))}
+    compared = compare_step(plan, P("fsdp"), roles, read_program(program, "fsdp=8"))
     line = "The compiler gathers 64 B by all-reduces, which send twice the bytes."
     assert (line in str(compared)) == (filling == "0")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from treeshard.communication._device_groups import Groups, axes_of_sharding, groups_of
+from treeshard.communication._device_groups import Groups, groups_of
 
 AXES = {"data": 2, "fsdp": 4}
 
@@ -36,29 +36,3 @@ def test_groups_without_a_mesh_and_of_65536_devices() -> None:
     assert groups_of("{}", None, AXES) == Groups(None, None)
     axes = {"pod": 16, "fsdp": 64, "tensor": 64}
     assert groups_of("[1024,64]<=[16,64,64]T(0,2,1)", 65536, axes) == Groups(64, ("fsdp",))
-
-
-# ------------------------------------------------------------------ shardings
-
-
-@pytest.mark.parametrize(
-    ("sharding", "axes"),
-    [
-        ("{replicated}", ()),
-        ("{devices=[8]<=[8]}", ("data", "fsdp")),
-        ("{devices=[1,4,2]<=[2,4]T(1,0) last_tile_dim_replicate}", ("fsdp",)),
-        ("{devices=[2,1,4]<=[8] last_tile_dim_replicate}", ("data",)),
-        ("{devices=[4,2]0,4,1,5,2,6,3,7 last_tile_dim_replicate}", ("fsdp",)),
-        ("{mesh['data'=2,'fsdp'=4], [{'data'}, {}]}", ("data",)),
-        ("{mesh['a'=8], [{'a':(2)4}, {}]}", ("fsdp",)),
-        ("{mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)), [{'a'}, {}]}", ("fsdp",)),
-        ("{mesh['data'=2,'fsdp'=4], [{'data'}], replicated={'fsdp'}}", ("data",)),
-        ("{mesh['data'=2,'fsdp'=4], [{'data'}], unreduced={'fsdp'}}", None),
-        ("{mesh['data'=2,'fsdp'=4], [{'model'}]}", None),
-        ("{devices=[4,4]<=[8]}", None),
-        ("", None),
-        ("{devices=[2,4]0,0,0,0,0,0,0,0}", None),
-    ],
-)
-def test_the_axes_of_a_sharding(sharding: str, axes: tuple[str, ...] | None) -> None:
-    assert axes_of_sharding(sharding, AXES) == axes

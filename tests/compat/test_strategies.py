@@ -5,14 +5,13 @@ from typing import Any
 import pytest
 
 import treeshard as ts
-from treeshard import follow, fsdp, logical_partitioning, replicate, shard_dim
+from treeshard import fsdp, logical_partitioning, replicate, shard_dim
 from treeshard.compat._strategies import parse_strategy
 
 READ: list[tuple[str, Any]] = [
     ("replicate", replicate()),
     ("fsdp(['data', 'model'])", fsdp(["data", "model"])),
     ("fsdp(('data',), skip=[0])", fsdp("data", skip=(0,))),
-    ("follow('weight', blocks=True)", follow("weight", blocks=True)),
     ("fsdp('data', min_size=100)", fsdp("data", min_size=100)),
     ("replicate(memory='pinned_host')", replicate(memory="pinned_host")),
     ("shard_dim('model', 0, True)", shard_dim("model", 0, True)),
@@ -33,7 +32,7 @@ def test_a_string_and_a_repr_parse_to_their_tactic(text, meant) -> None:
     ("text", "message"),
     [
         ("fdsp('data')", "at column 1: fdsp is not a tactic. Did you mean 'fsdp'?"),
-        ("fsdp('a') | zzz()", "at column 13: zzz is not a tactic. The tactics are follow, fsdp,"),
+        ("fsdp('a') | zzz()", "at column 13: zzz is not a tactic. The tactics are fsdp,"),
         (
             "__import__('os')",
             "the strategy \"__import__('os')\", at column 1: __import__ is not a tactic.",

@@ -14,7 +14,7 @@ import treeshard as ts
 from tests.helpers import runs, wait_until
 from tests.multiprocess import exchange_checks, interrupted_checks, launcher
 from treeshard._core import meetings
-from treeshard._core.meetings import _absent, _client, exchange
+from treeshard._core.meetings import _absent, exchange
 
 WORKERS = (interrupted_checks, exchange_checks)
 *CHECKS, FAILING = launcher.checks_of(*WORKERS)
@@ -54,7 +54,7 @@ def test_whoever_sleeps_is_ended_with_what_it_started(tmp_path: Path) -> None:
 def test_without_the_service_the_error_names_the_fix() -> None:
     assert exchange("talking to itself", b"yes", timeout=0.01) == [b"yes"]
     with pytest.raises(ts.ProcessError, match=r"Call `jax\.distributed\.initialize\(\)` first"):
-        _client()
+        meetings._process.client()
 
 
 def test_each_thread_has_batches_of_its_own() -> None:

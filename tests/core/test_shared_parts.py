@@ -62,7 +62,7 @@ def test_replicas_of_one_process(mesh) -> None:
     facts = Facts()
     facts.share("w", parts)
     assert "" in facts.hashes().values()
-    found = differences({0: facts.of_groups(facts.hashes())})
+    found = differences({0: facts.select_groups(facts.hashes())})
     assert found.lines() == ["w[4:8] (values): 2 different checksums on process 0"]
     assert not list(shared_parts(jax.device_put(x, NamedSharding(mesh, P(("data", "fsdp")))), [0]))
 

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 from jax.experimental import mesh_utils
 
@@ -77,7 +78,7 @@ def _in_slices(slices: int, devices: int = 8) -> list[SimpleNamespace]:
 def test_axes_between_slices_are_passed_to_jax(monkeypatch) -> None:
     asked = []
 
-    def create(shape, dcn_shape, devices, *, process_is_granule):
+    def create(shape, dcn_shape, devices, *, process_is_granule, allow_split_physical_axes):
         asked.append((list(shape), list(dcn_shape), process_is_granule))
         raise ValueError("such devices are not on this machine")
 
@@ -85,6 +86,23 @@ def test_axes_between_slices_are_passed_to_jax(monkeypatch) -> None:
     with pytest.raises(ts.MeshError, match="such devices are not on this machine. Their product"):
         ts.make_mesh("data=1,fsdp=4", dcn_axes="data=2", devices=_in_slices(2))
     assert asked == [([1, 4], [2, 1], False)]
+
+
+def test_axes_share_a_dim_of_a_torus_where_jax_has_no_other_mesh(monkeypatch) -> None:
+    asked = []
+
+    def refuse(*args, **options):
+        raise NotImplementedError("Failed to find assignment for logical_axis_index 1 of size 4")
+
+    def create(lengths, devices, *, allow_split_physical_axes):
+        asked.append((lengths, allow_split_physical_axes))
+        return np.array(devices).reshape(lengths)
+
+    expected = ts.make_mesh("data=2,fsdp=4")
+    monkeypatch.setattr(jax, "make_mesh", refuse)
+    monkeypatch.setattr(mesh_utils, "create_device_mesh", create)
+    assert ts.make_mesh("data=2,fsdp=4") == expected
+    assert asked == [((2, 4), True)]
 
 
 @pytest.mark.parametrize(

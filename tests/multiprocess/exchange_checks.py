@@ -39,7 +39,7 @@ def check_one_message_at_most_stays_in_the_service(context: Context) -> None:
     """The one of the last meeting, since the others may not have read it yet."""
     exchange("looking", b"x" * 100, timeout=20)
     exchange("looking again", b"", timeout=20)
-    kept = meetings._client().key_value_dir_get_bytes(f"{meetings._process.names}0-1/")
+    kept = meetings._process.client().key_value_dir_get_bytes(f"{meetings._process.names}0-1/")
     mine = [value for key, value in kept if key.endswith(f"/{jax.process_index()}")]
     assert len([value for value in mine if value.startswith(b"[")]) == 1
     assert not any(value.partition(b"\n")[2] for value in mine)

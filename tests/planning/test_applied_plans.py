@@ -140,6 +140,15 @@ def test_a_copy_that_fits_is_not_placed_by_a_spec_that_does_not() -> None:
         ts.shard(moment, plan.follow(moment))
 
 
+def test_a_subtree_of_copies_has_the_errors_of_what_they_copy() -> None:
+    plan = plan_of(RULES["axis of a spec"])
+    moment = {"v_row": {"model": {"w": np.ones(16, "float32")}}}
+    part = plan.follow(moment)["v_row"]
+    for each in (part, part["model"], part.on(MESH)):
+        with pytest.raises(ts.UnknownAxisError, match="model/w: .* no axis 'fdsp'"):
+            each.check()
+
+
 def test_leaves_that_share_a_path_are_an_error_everywhere() -> None:
     tree = {"a/b": np.ones(8), "a": {"b": np.ones(8)}}
     plan = plan_of([(".*", None)], tree)

@@ -73,8 +73,8 @@ PLANTED = {
     "shadowed": (
         layers(80),
         [("norm", ROWS), ("up", ROWS), ("mlp/up$", P("data")), ("x", None)],
-        "warning shadowed-rule: rule 2 'mlp/up$' decides no leaf: rule 1 'up' takes all"
-        " 80 leaves that it matches. Move it above rule 1, or remove it.",
+        "warning shadowed-rule: rule 2 'mlp/up$' decides no leaf: it matches 80 leaves,"
+        " decided by rule 1 'up'. Move it above rule 1, or remove it.",
     ),
     "left whole by a rule": (
         W,

@@ -350,5 +350,5 @@ def test_a_plan_is_not_a_sequence() -> None:
     whole = ts.plan({}, [], "fsdp=8")
     assert whole  # and still true
     for use in (list, len):
-        with pytest.raises(TypeError, match=r"`plan.leaves` has the decision for each array, and"):
+        with pytest.raises(TypeError, match="Plan"):
             use(whole)

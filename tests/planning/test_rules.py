@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from treeshard import fsdp, leaf_paths, match_partition_rules, replicate
+from treeshard._core.spec_trees import ResolvedSpec
 from treeshard._planning.matching import decide
 from treeshard._planning.rules import read_rules
 from treeshard.compat._strategies import parse_strategy
@@ -107,10 +108,11 @@ def test_leaves_below_min_size_are_replicated_but_must_match() -> None:
     tree = {"big": struct(16), "small": struct(15), "norm": struct(2), "f": struct(2)}
     rules = [("norm", None), ("f", lambda path, leaf: 1 / 0), (".*", P("data"))]
     found = decisions(rules, tree, MESH, min_size=16)
-    assert found["big"].given == P("data")
-    assert found["small"][:4] == (P("data"), P(), 2, ".*")
+    assert found["big"].spec == P("data")
+    small = found["small"]
+    assert (small.requested, small.spec, small.rule, small.pattern) == (P("data"), P(), 2, ".*")
     assert [note.kind for note in found["small"].adjustments] == ["explicit-spec-too-small"]
-    assert found["norm"] == (P(), P(), 0, "norm", (), None)
+    assert found["norm"] == ResolvedSpec(P(), P(), rule=0, pattern="norm")
     assert [note.kind for note in found["f"].adjustments] == ["too-small"]
     assert "small: shape (15,), no rule" in message_of([("big", None)], {"small": struct(15)})
 
@@ -120,7 +122,7 @@ def test_layers_share_a_decision_unless_they_differ_in_a_shape() -> None:
     layers[7] = {"w": struct(8), "b": struct(6)}
     found = decisions([("w|b", fsdp("fsdp"))], {"layers": layers}, MESH)
     of_b = [found[f"layers/{i}/b"] for i in range(12)]
-    assert [decision.given for decision in of_b] == [P("fsdp")] * 7 + [P()] + [P("fsdp")] * 4
+    assert [decision.spec for decision in of_b] == [P("fsdp")] * 7 + [P()] + [P("fsdp")] * 4
     assert len({id(decision) for decision in found.values()}) == 2
 
 

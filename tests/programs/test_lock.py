@@ -134,8 +134,8 @@ def test_two_processes_give_the_same_text(locked, tmp_path) -> None:
     assert record["leaves"]["down"] == "float32[256,64] P('fsdp',), trained, gathered"
     assert record["batch"] == ["float32[64,64] P(('data', 'fsdp'),)"]
     # 64 x 256 weights of 4 bytes, of which each device stores a quarter; 8 of 64 rows.
-    assert record["memory"]["parameters"] == 2 * 64 * 256 * 4 // 4
-    assert record["memory"]["batch"] == 8 * 64 * 4
+    weights, rows = 2 * 64 * 256 * 4 // 4, 8 * 64 * 4
+    assert record["memory"]["arguments"] == weights + rows
 
 
 def test_bytes_are_summed_by_kind_axes_and_leaf_and_unknown_ones_are_null() -> None:

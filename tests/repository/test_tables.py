@@ -3,11 +3,8 @@
 import json
 from typing import Any
 
-from files import DOCS
-
 from benchmarks import llama_pods, plain_jax
 from tools import beside_orbax
-from treeshard.training._type_errors import TABLE
 
 # ------------------------------------------------------------------ checkpoints beside Orbax's
 
@@ -23,21 +20,6 @@ def test_the_page_beside_orbax_has_every_row_with_an_outcome_of_both() -> None:
     said = beside_orbax.outcome(index, "treeshard")
     assert said == "an error"
     assert rows[index][3] == said
-
-
-# ------------------------------------------------------------------ errors on Explicit axes
-
-
-def test_the_page_of_explicit_axes_has_the_table_that_errors_are_answered_from() -> None:
-    lines = ["| fails | JAX says | write |", "|---|---|---|"]
-    said = None
-    for row in TABLE:
-        says = "" if row.says == said else row.says or "anything else"
-        lines.append(f"| `{row.fails}` | {says} | `{row.write}` |")
-        said = row.says
-    page = DOCS["docs/guide/explicit-axes.md"]
-    written = page.partition("<!-- table -->")[2].partition("<!-- end of table -->")[0]
-    assert written.strip() == "\n".join(lines)
 
 
 # ------------------------------------------------------------------ Llamas on pods

@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from treeshard import training
+from treeshard.communication._comparison import compare_step
+from treeshard.communication._program import read_program
 from treeshard.manual import gather_params, value_and_grad
 from treeshard.training import accumulate_gradients, jit_step, shard_map_step
 
@@ -19,22 +21,21 @@ SGD, ADAMW = optax.sgd(0.1), optax.adamw(1e-3)
 
 
 class Case(NamedTuple):
-    """One step: how to compile it, and what `compare_communication` must know about it."""
+    """One step, its plan and its batch."""
 
     plan: ts.Plan
     step: Any
     batch: Any
-    scan: bool | str = False
-    remat: bool | str = False
-    dtype: Any = None
 
     def lower(self) -> jax.stages.Lowered:
         return self.step.lower(self.plan.structs, self.batch)
 
-    def compare(self, program: Any) -> ts.communication.Comparison:
-        return ts.compare_communication(
-            self.plan, program, scan=self.scan, remat=self.remat, dtype=self.dtype
-        )
+    def compare(self, text: str, mesh: Any) -> ts.communication.Comparison:
+        """Compares the text of its program, for another mesh, with what its trace predicts."""
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            roles = self.step.roles(self.plan.structs, self.batch)
+        plan = self.plan.on(mesh)
+        return compare_step(plan, self.step.batch_specs, roles, read_program(text, mesh))
 
 
 def _params(stacked: bool, dtype: str) -> dict[str, Any]:
@@ -124,7 +125,7 @@ def scanned(mesh: jax.sharding.Mesh, *, dtype: str = "float32", remat: bool = Fa
         return _update(SGD, state, grads), value
 
     struct = jax.ShapeDtypeStruct((ROWS, WIDTH), dtype)
-    return Case(plan, step, struct, scan="params", remat="params" if remat else False)
+    return Case(plan, step, struct)
 
 
 def by_hand(
@@ -159,8 +160,7 @@ def by_hand(
         value, grads = grad(state["params"], batch)
         return _update(optimizer, state, grads), value
 
-    chosen = "params" if scan else False
-    return Case(plan, step, jax.ShapeDtypeStruct((ROWS, WIDTH), dtype), chosen, chosen)
+    return Case(plan, step, jax.ShapeDtypeStruct((ROWS, WIDTH), dtype))
 
 
 def with_biases(mesh: jax.sharding.Mesh, *, stacked: bool, hand: bool = False) -> Case:
@@ -212,7 +212,7 @@ def with_biases(mesh: jax.sharding.Mesh, *, stacked: bool, hand: bool = False) -
         return _update(ADAMW, state, grads), value
 
     struct = jax.ShapeDtypeStruct((64, width), "float32")
-    return Case(plan, step, struct, scan="params/layers" if stacked else False)
+    return Case(plan, step, struct)
 
 
 def zero_1(mesh: jax.sharding.Mesh, *, gradient: Any = jax.value_and_grad) -> Case:

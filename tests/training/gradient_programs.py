@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from tests.targets.counting import count_in_loops
 from treeshard.communication import collectives
-from treeshard.communication._program import platform_of
+from treeshard.communication._program import read_program
 from treeshard.training import accumulate_gradients, value_and_grad
 
 LAYERS, MINIBATCHES = 6, 4
@@ -119,7 +119,7 @@ def in_passes(
             value, grads = differentiate(loss)(params, rows)
             return grads, {"value": value}
 
-        # Where axes are not named, gradients of Auto axes are summed over them in each pass.
+        # Where axes are not named, gradients are summed over them in each pass.
         named = axes or None
         grads, means = accumulate_gradients(of_a_minibatch, batch, minibatches, axis_names=named)
         return means["value"], grads
@@ -152,9 +152,7 @@ def gradient_step(
 def step_of(case: Case, mesh: Mesh, width: int) -> tuple[Any, ts.Plan, np.ndarray]:
     differentiate = value_and_grad
     if case.passes is not None:
-        # On Explicit axes types say what is to be summed after the loop.
-        axes = () if AxisType.Explicit in mesh.axis_types else case.passes
-        differentiate = lambda loss: in_passes(loss, axes)  # noqa: E731
+        differentiate = lambda loss: in_passes(loss, case.passes)  # noqa: E731
     return gradient_step(case.loss, mesh, case.spec, width, differentiate)
 
 
@@ -177,7 +175,7 @@ def assert_reduced(compiled: jax.stages.Compiled, expected: Sequence[Reduced], w
         runs_and_bytes[1] += one.count * one.bytes
     assert found == {(x.kind, x.axes): [x.runs, x.part * size] for x in expected}
 
-    on_gpus = platform_of(compiled) in ("gpu", "cuda")
+    on_gpus = read_program(compiled).platform in ("gpu", "cuda")
     in_passes = max(x.depth for x in expected) == 2
     trips = (MINIBATCHES, LAYERS) if in_passes else (LAYERS, 1)
     counted = count_in_loops(compiled.as_text() or "", trips=trips)

@@ -95,6 +95,38 @@ def test_axes_are_bound_in_the_loss(mesh) -> None:
     np.testing.assert_allclose(found, np.mean(of_passes), rtol=1e-5)
 
 
+def accumulated_on(mesh, loss, axes):
+    def accumulated(w, rows):
+        grads_of = lambda rows, _: (jax.grad(loss)(w, rows), ())  # noqa: E731
+        return accumulate_gradients(grads_of, rows, 2, axis_names=axes)[0]
+
+    with jax.set_mesh(mesh):
+        rows = ts.shard(BATCH["x"], P(("data", "fsdp")), mesh)
+        return jax.jit(accumulated)(ts.shard(PARAMS["a"], P("fsdp"), mesh), rows)
+
+
+def test_an_error_of_the_loss_is_raised_at_its_first_call(mesh) -> None:
+    calls = []
+
+    def loss(w, rows):
+        calls.append(rows)
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine") as error:
+        accumulated_on(mesh, loss, "data")
+    assert len(calls) == 1
+    assert error.value.__context__ is None
+
+
+def test_a_loop_that_closes_over_weights_which_shard_map_cannot_differentiate(mesh) -> None:
+    def loss(w, rows):
+        layer = lambda x, _: (jnp.tanh(x @ ts.unshard(w, P("fsdp"), "fsdp") @ w.T), None)  # noqa: E731
+        return jnp.mean(jax.lax.scan(layer, rows, None, length=3)[0] ** 2)
+
+    expected = jax.grad(loss)(PARAMS["a"], BATCH["x"])
+    np.testing.assert_allclose(accumulated_on(mesh, loss, "data"), expected, rtol=1e-4, atol=1e-6)
+
+
 def test_keys_differ_from_call_to_call(fsdp_mesh) -> None:
     def all_keys(minibatch, key):
         return jnp.zeros(()), jnp.zeros(4).at[0].add(jax.random.uniform(key))

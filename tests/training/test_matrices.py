@@ -15,6 +15,7 @@ import treeshard as ts
 from tests.training.matrix_programs import (
     FSDP,
     PARAMS,
+    STACKS,
     TENSOR,
     assert_two_exchanges,
     batch,
@@ -50,7 +51,7 @@ def by_muon() -> Any:
 
 def started(optimizer: Any, axes: str, kind: str = "auto", rules: Any = FSDP) -> tuple[Any, Any]:
     made = setup(optimizer, ts.make_mesh(axes, axis_types=kind), rules)
-    return made, ts.pad_leaves(made.init(), made.plan)
+    return made, made.init()
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def test_muon_moves_each_matrix_twice(
 ) -> None:
     made = setup(muon(), ts.make_mesh(axes, axis_types=kind))
     assert made.plan.findings == ()
-    args = {"rules": made.rules, "mesh": made.plan.mesh, "min_size": 0, "pad": True}
+    args = {"rules": made.rules, "mesh": made.plan.mesh, "min_size": 0}
     state, plan = init_sharded(made.init, **args)
     assert plan.specs == made.plan.specs
     compiled = made.step.compile(state, batch(1))
@@ -74,8 +75,12 @@ def test_muon_moves_each_matrix_twice(
     assert_close(three_updates(made, state)["params"], by_muon, 1e-6)
 
 
-def test_matrices_that_are_split_in_three_ways(by_muon: Any) -> None:
-    made, state = started(muon(), "fsdp=4,tensor=2", rules=TENSOR)
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_each_spec_of_a_shape_has_a_stack(kind: str, by_muon: Any) -> None:
+    made, state = started(muon(), "fsdp=4,tensor=2", kind, TENSOR)
+    assert len(state["opt"].matrices) == 3
+    moved = [x for x in ts.collectives(made.step.compile(state, batch(1)).compiled) if x.rank]
+    assert {x.kind for x in moved} == {"all-to-all"}
     assert_close(three_updates(made, state)["params"], by_muon, 1e-6)
 
 
@@ -87,30 +92,70 @@ def test_weight_decay_moves_the_weights_too() -> None:
     assert_close(three_updates(made, state)["params"], on_one_device(decaying), 1e-6)
 
 
-def test_what_is_kept_of_a_matrix_stays_with_it() -> None:
-    """Squares that are averaged over its columns and over its rows."""
-    factored = optax.scale_by_factored_rms(min_dim_size_to_factor=16)
-    made, state = started(factored, "fsdp=8")
-    stacks = made.plan.structs["opt"].matrices["32x64_float32"]
-    assert [x.shape for x in (stacks.v_row, stacks.v_col)] == [(8, 32), (8, 64)]
+def by_covariance() -> Any:
+    """Shampoo of rows: each gradient times the inverse root of the sum of its covariances."""
+
+    def init(params: Any) -> Any:
+        of_rows = lambda x: jnp.broadcast_to(jnp.eye(x.shape[-2]), x.shape[:-1] + x.shape[-2:-1])  # noqa: E731
+        return jax.tree.map(lambda x: of_rows(x) if x.ndim > 1 else None, params)
+
+    def update(g: Any, state: Any, _params: Any) -> Any:
+        def precondition(x: Any, covariance: Any) -> Any:
+            variances, basis = jnp.linalg.eigh(covariance)
+            return basis * variances[..., None, :] ** -0.5 @ basis.mT @ x
+
+        summed = lambda x, old: old + x @ x.mT if x.ndim > 1 else None  # noqa: E731
+        state = jax.tree.map(summed, g, state)
+        each = lambda x, old: precondition(x, old) if x.ndim > 1 else x  # noqa: E731
+        return jax.tree.map(each, g, state), state
+
+    return optax.GradientTransformation(init, update)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "tolerance"),
+    [
+        (optax.scale_by_factored_rms(min_dim_size_to_factor=16), 1e-5),
+        (by_covariance(), 1e-4),
+    ],
+    ids=["squares averaged over columns and rows", "eigenvectors"],
+)
+def test_what_is_kept_of_a_matrix_stays_with_it(optimizer: Any, tolerance: float) -> None:
+    made, state = started(optimizer, "fsdp=8")
+    for x in jax.tree.leaves(state["opt"].matrices):
+        assert x.shape[0] == 8
     compiled = made.step.compile(state, batch(1)).compiled
     assert_two_exchanges(compiled, ("fsdp",), 8)
-    assert_close(three_updates(made, state)["params"], on_one_device(factored), 1e-5)
+    assert_close(three_updates(made, state)["params"], on_one_device(optimizer), tolerance)
+
+
+def resized(state: Any, plan: ts.Plan) -> Any:
+    """The state with stacks as long as those of a plan for another number of devices."""
+
+    def resize(x: Any, new: Any) -> Any:
+        more = new.shape[0] - x.shape[0]
+        return x[: len(x) + more] if more < 0 else jnp.pad(x, [(0, more)] + [(0, 0)] * (x.ndim - 1))
+
+    stacks = jax.tree.map(resize, state["opt"].matrices, plan.structs["opt"].matrices)
+    return {**state, "opt": state["opt"]._replace(matrices=stacks)}
 
 
 def test_a_state_goes_on_on_another_mesh(tmp_path: Path, by_muon: Any) -> None:
     made, state = started(muon(), "fsdp=8")
-    padded = jax.tree.map(
-        lambda x, leaf: x if leaf.unpadded is None else x.at[leaf.unpadded[0] :].set(1e30),
-        state,
-        jax.tree.unflatten(jax.tree.structure(state), made.plan.leaves),
-    )
+    [large, _] = made.plan.structs["opt"].matrices
+    poisoned = state["opt"].matrices | {
+        large: jax.tree.map(
+            lambda x: x.at[STACKS[0] :].set(jnp.asarray(10**6, x.dtype)),
+            state["opt"].matrices[large],
+        )
+    }
+    padded = {**state, "opt": state["opt"]._replace(matrices=poisoned)}
     state, updates = made.step(state, batch(1))
     assert_same(made.step(padded, batch(1))[1], updates)  # padding changes no matrix
-    save(tmp_path / "state", ts.unpad_leaves(state, made.plan))
+    save(tmp_path / "state", state)
     other = setup(muon(), ts.make_mesh("data=2,fsdp=4", axis_types="explicit"))
-    restored = restore(tmp_path / "state", other.plan.unpadded())
-    state = ts.pad_leaves(restored, other.plan)
+    restored = restore(tmp_path / "state", jax.tree.map(np.zeros_like, ts.gather(state)))
+    state = ts.shard(resized(restored, other.plan), other.plan)
     for seed in (2, 3):
         state, _ = other.step(state, batch(seed))
     assert_close(state["params"], by_muon, 1e-6)
@@ -118,8 +163,9 @@ def test_a_state_goes_on_on_another_mesh(tmp_path: Path, by_muon: Any) -> None:
 
 def test_experts_are_a_stack_where_they_are() -> None:
     mesh = ts.make_mesh("expert=2,fsdp=4")
-    tree = {"moe": {"up": np.ones((8, 3, 32, 16), "float32")}}
-    plan = ts.plan(tree, [(".*", P("expert", None, "fsdp"))], mesh, min_size=0)
+    tree = {"moe": {"up": np.ones((8, 3, 32, 16), "float32"), "down": np.ones((32, 16), "float32")}}
+    rules = [("up", P("expert", None, "fsdp")), ("down", P("fsdp"))]
+    plan = ts.plan(tree, rules, mesh, min_size=0)
     seen: list[Any] = []
 
     def update(g: Any, state: Any, _params: Any) -> Any:
@@ -128,20 +174,36 @@ def test_experts_are_a_stack_where_they_are() -> None:
 
     optimizer = by_matrix(optax.GradientTransformation(lambda _: (), update), plan)
     update = jax.jit(lambda g: optimizer.update(g, optimizer.init(g))[0])
-    grads = {"moe": {"up": np.random.default_rng(0).random((8, 3, 32, 16), "float32")}}
+    draw = np.random.default_rng(0).random
+    grads = jax.tree.map(lambda x: draw(x.shape, "float32"), tree)
     with jax.set_mesh(mesh):
+        compiled = update.lower(ts.shard(grads, plan)).compile()
         updates = update(ts.shard(grads, plan))
     assert {*seen} == {(32, 16)}
-    norms = np.linalg.norm(grads["moe"]["up"], axis=(-1, -2), keepdims=True)
-    assert_close(updates, {"moe": {"up": grads["moe"]["up"] / norms}})
-    assert optimizer.init(grads).matrices.keys() == {"moe.up"}
+    moved = [x for x in ts.collectives(compiled) if x.rank]
+    assert {(x.kind, x.axes) for x in moved} == {("all-to-all", ("fsdp",))}
+    norm = lambda x: np.linalg.norm(x, axis=(-1, -2), keepdims=True)  # noqa: E731
+    assert_close(updates, jax.tree.map(lambda x: x / norm(x), grads))
+    assert len(optimizer.init(grads).matrices) == 2
+
+
+def test_a_state_is_never_that_of_other_matrices() -> None:
+    """With other rules, stacks of the same shape may have other matrices."""
+    params = {name: struct(32, 64) for name in "abcd"}
+    states = []
+    for pattern in ("a|b", "a|c"):
+        rules = [(pattern, P("fsdp")), (".*", P(None, "fsdp"))]
+        plan = ts.plan(params, rules, ts.make_mesh("fsdp=8"), min_size=0)
+        states.append(jax.eval_shape(by_matrix(optax.sgd(0.1, momentum=0.9), plan).init, params))
+    assert states[0].matrices.keys().isdisjoint(states[1].matrices.keys())
 
 
 def test_leaves_that_are_left_to_the_optimizer() -> None:
     plan = ts.plan(PARAMS, FSDP, ts.make_mesh("fsdp=8"), min_size=0)
     optimizer = by_matrix(optax.adam(0.1), plan, is_matrix=lambda path, x: path != "down")
     state = jax.eval_shape(optimizer.init, PARAMS)
-    assert state.matrices.keys() == {"32x64_float32"}
+    [name] = state.matrices
+    assert name.startswith("32x64_float32_")
     rest = state.rest[0].mu
     assert {name: x is not None for name, x in rest.items()} == {
         name: name in ("bias", "down") for name in PARAMS
@@ -150,16 +212,12 @@ def test_leaves_that_are_left_to_the_optimizer() -> None:
 
 @pytest.mark.usefixtures("unchecked")
 def test_messages() -> None:
-    mesh = ts.make_mesh("expert=4,fsdp=2")
-    params = {"experts": struct(4, 32, 16), "w": struct(32, 16)}
-    plan = ts.plan(params, [("w", None), (".*", P("expert", "fsdp"))], mesh, min_size=0)
+    params = {"w": struct(32, 16)}
+    plan = ts.plan(params, [("w", None)], ts.make_mesh("fsdp=8"), min_size=0)
     with pytest.raises(ts.SpecError) as caught:
         by_matrix(optax.sgd(0.1), plan).init({**params, "new": struct(3, 3)})
     assert str(caught.value) == (
-        "by_matrix: leaves cannot be stacked:\n"
-        "  experts: P('expert', 'fsdp') leaves 1 of dim 0 on a device, and 2 devices cannot share"
-        " them.\n"
-        "  new: float32[3,3] is not in the plan."
+        "by_matrix: new: float32[3,3] is not in the plan."
         " `is_matrix=` can leave them to the optimizer as they are."
     )
     with pytest.raises(ts.errors.ArgumentError, match="not an optax GradientTransformation"):

@@ -1,6 +1,5 @@
 """`unshard(tree)` inside a step finds the specs of the tree in the step's plan."""
 
-import re
 from typing import Any
 
 import equinox as eqx
@@ -12,7 +11,6 @@ from helpers import assert_close, struct
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from tests.training import gradient_programs
 from treeshard._planning.plan_in_force import current_plan
 from treeshard.manual import value_and_grad
 
@@ -159,63 +157,3 @@ def test_another_plan_compiles_a_jitted_layer_again() -> None:
         plan = ts.plan({"w": struct(16, 16)}, [("w", P(axis))], mesh, min_size=0)
         step = ts.jit_step(lambda s, x: (s, layer(s["w"], x)), plan, batch=P(("a", "b")))
         assert f'[{{"{axis}"}}, {{}}]' in step.lower(plan.structs, struct(16, 16)).as_text()
-
-
-MODEL = {"embed": struct(64, 16), "layers": {"up": struct(4, 16, 64), "down": struct(4, 64, 16)}}
-
-
-def token_step(hint: bool) -> tuple[Any, ts.Plan]:
-    """After an embedding, compilers do not know that rows are split as the batch is."""
-    use = ts.unshard if hint else lambda x: x
-
-    def layer(x: Any, w: Any) -> Any:
-        w = use(w)
-        return x + jax.nn.relu(x @ w["up"]) @ w["down"], None
-
-    def loss(p: Any, tokens: Any) -> Any:
-        return jnp.mean(jax.lax.scan(layer, use(p["embed"])[tokens], p["layers"])[0] ** 2)
-
-    def step(state: Any, tokens: Any) -> Any:
-        value, grads = jax.value_and_grad(loss)(state, tokens)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
-
-    rules = [("layers", ts.fsdp("fsdp", skip=(0,), min_size=0)), (".*", P("fsdp"))]
-    plan = ts.plan(MODEL, rules, ts.make_mesh("fsdp=8"), min_size=0)
-    return ts.jit_step(step, plan), plan
-
-
-def state_of(plan: ts.Plan) -> Any:
-    return ts.shard(jax.tree.map(lambda x: np.ones(x.shape, x.dtype), MODEL), plan)
-
-
-TOKENS = np.zeros((256, 16), "int32")
-
-
-def test_activations_that_are_moved_in_place_of_weights_are_reported_once(
-    compiles, monkeypatch
-) -> None:
-    monkeypatch.setenv("TREESHARD_CHECK", "1")
-    step, plan = token_step(hint=False)
-    state, tokens = state_of(plan), ts.shard(TOKENS, P("fsdp"), plan.mesh)
-    compiles.clear()
-    with pytest.warns(ts.ShardingWarning, match="activations") as warned:
-        state, _ = step(state, tokens)
-    assert len(compiles) == 1
-    [message] = [str(one.message) for one in warned]
-    assert re.search(r"^jit_step: the compiled step moves [\d.]+ MiB of activations", message)
-    assert "because the compiler does not gather layers/down, layers/up for use" in message
-    assert "gather these weights (32.0 KiB)" in message
-    assert "begin the layers that use them with `weights = treeshard.unshard(weights)`" in message
-    step(state, tokens)  # a second warning would be an error
-    with pytest.warns(ts.ShardingWarning, match="activations"):
-        token_step(hint=False)[0].compile(plan.structs, TOKENS)
-
-
-def test_weights_that_are_gathered_and_few_activations_are_not_reported() -> None:
-    for hint, rows in ((True, 256), (False, 8)):
-        step, plan = token_step(hint)
-        step(state_of(plan), TOKENS[:rows, : rows // 8])  # a warning would be an error
-    # Nor are weights that are gathered in each minibatch.
-    case = gradient_programs.CASES["fsdp in passes"]
-    step, plan, x = gradient_programs.step_of(case, ts.make_mesh(case.axes), 256)
-    step.compile(plan.structs, x)

@@ -215,82 +215,23 @@ def test_batches_that_do_not_fit_their_specs(initialised, step) -> None:
         jit_step(train_step, initialised[1], batch=P("fdsp"))
 
 
-GATHERED = (
-    "parameters are sharded over 'fsdp', and gathered along it for use, but the batch is not split"
-    " over it (batch=P('data',)), so all devices along it do the same work. Split the batch too:"
-    " batch=P(('data', 'fsdp'))."
-)
-SEQUENCE = (
-    "no `batch=` is given, and 'sp' splits sequences by its name: the batch is not split over it"
-    " (batch=P(('data', 'fsdp'),)). If dim 1 of the batch is a sequence, pass"
-    " batch=P(('data', 'fsdp'), 'sp'). To split activations alone, pass batch=P(('data', 'fsdp'),)."
-)
-UNCLEAR = (
-    "no `batch=` is given, and the name 'shard' does not say whether it splits the batch, which is"
-    " not split over it (batch=P('data',)). If parameters are gathered along it for use, as in"
-    " FSDP, pass batch=P(('data', 'shard')): without that, all devices along it do the same work."
-    " Otherwise, as in tensor parallelism, pass batch=P('data',)."
-)
-
-
 @pytest.mark.parametrize(
-    ("shape", "spec", "given", "batch", "message"),
+    ("shape", "spec", "batch"),
     [
-        ("data=2,fsdp=4", P("fsdp"), None, P(("data", "fsdp")), None),
-        ("data=2,tensor=4", P("tensor"), None, P("data"), None),
-        ("dp=2,fsdp=2,mp=2", P("fsdp", "mp"), None, P(("dp", "fsdp")), None),
-        ("dcn_data=2,ici_fsdp=4", P(), None, P(("dcn_data", "ici_fsdp")), None),
-        ("fsdp=2,tensor=4", ts.fsdp(("fsdp", "tensor")), None, P(("fsdp", "tensor")), None),
-        ("devices=8", ts.fsdp("devices"), None, P("devices"), None),
-        ("tensor=8", P(), None, P(), "'tensor' shards neither the state nor the batch"),
-        ("data=2,shard=4", P("shard"), None, P("data"), UNCLEAR),
-        ("data=2,fsdp=2,sp=2", P(("fsdp", "sp")), None, P(("data", "fsdp")), SEQUENCE),
-        ("data=2,fsdp=4", P("fsdp"), P("data"), P("data"), GATHERED),
-        ("data=2,fsdp=4", P("fsdp"), P("fsdp"), P("fsdp"), "'data' shards neither the state"),
-        ("fsdp=8", P(), P(), P(), None),
-        ("devices=8", P("devices"), P(), P(), None),
-        ("data=2,fsdp=1,sp=4", P("fsdp"), P("data", "sp"), P("data", "sp"), None),
+        ("data=2,fsdp=4", P("fsdp"), P(("data", "fsdp"))),
+        ("data=2,tensor=4", P("tensor"), P("data")),
+        ("dp=2,fsdp=2,mp=2", P("fsdp", "mp"), P(("dp", "fsdp"))),
+        ("dcn_data=2,ici_fsdp=4", P(), P(("dcn_data", "ici_fsdp"))),
+        ("fsdp=2,tensor=4", ts.fsdp(("fsdp", "tensor")), P(("fsdp", "tensor"))),
+        ("devices=8", ts.fsdp("devices"), P("devices")),
+        ("tensor=8", P(), P()),
+        ("data=2,shard=4", P("shard"), P("data")),
+        ("data=2,fsdp=2,sp=2", P(("fsdp", "sp")), P(("data", "fsdp"))),
     ],
 )
-def test_the_axes_that_split_the_batch(shape, spec, given, batch, message, recwarn) -> None:
+def test_the_axes_that_split_the_batch_by_default(shape, spec, batch) -> None:
     plan = ts.plan({"w": struct(16, 16)}, [("w", spec)], ts.make_mesh(shape), min_size=0)
-    assert jit_step(lambda state, batch: (state, 0), plan, batch=given).batch_specs == batch
-    told = [str(one.message) for one in recwarn]
-    assert len(told) == (message is not None)
-    assert all(text.startswith(f"jit_step: {message}") for text in told)
-
-
-def test_device_put_to_one_device_inside_the_step() -> None:
-    plan = ts.plan({"w": struct(16)}, [("w", P("fsdp"))], ts.make_mesh("fsdp=8"), min_size=0)
-
-    def step(state, batch):
-        def body(total, x):
-            return total + jax.device_put(x, jax.devices()[1]), None
-
-        total, _ = jax.lax.scan(body, jnp.zeros(16), batch)
-        return {"w": state["w"] + total}, total.sum()
-
-    run, batch = jit_step(step, plan, batch=P(None, "fsdp")), np.ones((4, 16), "float32")
-    with pytest.warns(ts.ShardingWarning) as told:
-        state, _ = run(ts.shard({"w": np.ones(16, "float32")}, plan), batch)
-    [line] = [line for line in str(told[0].message).splitlines() if "`device_put` of" in line]
-    assert line.startswith("  `device_put` of float32[16] to cpu:1 at ")
-    assert "test_training.py:" in line
-    run(state, batch)  # which says it once
-
-
-def test_a_state_that_comes_from_the_host_in_each_step(recwarn) -> None:
-    plan = ts.plan({"w": struct(16), "v": struct(8)}, [(".*", P())], ts.make_mesh("fsdp=8"))
-    run = jit_step(lambda state, batch: (state, batch.sum()), plan, batch=P("fsdp"))
-    batch = np.ones(8, "float32")
-    state, _ = run({"w": np.ones(16, "float32"), "v": np.ones(8, "float32")}, batch)
-    state, _ = run(state, batch)
-    assert not recwarn
-    run({**state, "w": np.asarray(state["w"])}, batch)
-    assert [str(one.message) for one in recwarn] == [
-        "jit_step: w: in host memory in every step, so that each step copies it to the devices."
-        " Pass the state that the step returned, and only read from it."
-    ]
+    assert jit_step(lambda state, batch: (state, 0), plan).batch_specs == batch
 
 
 def test_as_a_decorator(initialised) -> None:
@@ -387,8 +328,7 @@ def test_a_batch_of_one_row_has_a_spec_that_it_can_be_stepped_with(fsdp_mesh) ->
     with pytest.raises(ts.SpecError, match="3 is not divisible by 8") as caught:
         jit_step(loop, plan)(ts.shard(state, plan), jnp.ones((3, 1)))
     assert "batch=P()" not in str(caught.value)
-    with pytest.warns(ts.ShardingWarning, match="all devices along it do the same work"):
-        step = jit_step(loop, plan, batch=P())
+    step = jit_step(loop, plan, batch=P())
     assert step(ts.shard(state, plan), jnp.ones((1, 3)))[1] == 3
 
 

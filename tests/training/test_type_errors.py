@@ -2,19 +2,20 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from files import DOCS
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from treeshard.training import value_and_grad
-from treeshard.training._type_errors import TABLE, Row
+from treeshard.training._type_errors import PAGE, SUGGESTIONS
 
 ROWS = ("data", "fsdp")
 BATCH = {"x": ((16, 8), P(ROWS)), "h": ((16, 32), P(ROWS, "tensor")), "ids": ((16,), P(ROWS))}
@@ -28,6 +29,29 @@ WEIGHTS = {
     "a": ((12, 12), P("fsdp")),
     "c": ((12, 12), P(None, "fsdp")),
 }
+
+
+class Row(NamedTuple):
+    """An operation that JAX cannot type on Explicit axes, and what to write in its place."""
+
+    fails: str  # an example
+    says: str  # a part of JAX's message
+    write: str  # the example, written so that JAX can type it
+
+
+def rows_of_page() -> list[Row]:
+    """The table of the page that messages link to."""
+    page = DOCS["docs/guide/explicit-axes.md"]
+    table = page.partition("<!-- table -->")[2].partition("<!-- end of table -->")[0]
+    rows: list[Row] = []
+    for line in table.strip().splitlines()[2:]:
+        fails, says, write = (cell.strip() for cell in line.strip("| ").split(" | "))
+        said = {"": rows[-1].says if rows else "", "anything else": ""}
+        rows.append(Row(fails.strip("`"), said.get(says, says), write.strip("`")))
+    return rows
+
+
+TABLE = rows_of_page()
 NAMES = {"jax": jax, "jnp": jnp, "lax": lax, "ts": ts, "P": P}
 
 pytestmark = pytest.mark.usefixtures("compile_cache", "quick_compiles", "loose_promotion")
@@ -119,21 +143,30 @@ def test_a_line_that_fails_is_answered_with_one_that_is_right(
     with pytest.raises(ts.errors.ShardingTypeError) as raised:
         in_a_step([compile(row.fails, file, "eval")], "explicit")
     first, line, *others = str(raised.value).splitlines()
+    suggestion = next((x for x in SUGGESTIONS if x.says in row.says), None)
+    operation = suggestion.operation if suggestion else "an operation"
     assert first == (
-        f"{file}:1: JAX cannot tell how the result of {row.operation} is split over the Explicit"
+        f"{file}:1: JAX cannot tell how the result of {operation} is split over the Explicit"
         " axes data=2, fsdp=2, tensor=2."
     )
     assert line == f"  {row.fails}"
-    written = others[others.index("Write:") + 1 : -1]
-    assert len(written) <= 2
-    assert f"  {row.write}" in [way.partition("  # ")[0] for way in written]
-    assert others[-1].startswith("JAX says: ")
-    assert row.says in others[-1]
+    assert others[0].startswith("JAX says: ")
+    assert row.says in str(raised.value)
+    assert others[-1].endswith(PAGE)
+    offered = [line for line in others if line.startswith("Write ")]
+    assert offered == (
+        [f"Write `{suggestion.write}` in place of `{suggestion.fails}`."] if suggestion else []
+    )
     assert_right([row], "explicit", alone)
 
 
 def test_what_to_write_is_right_on_auto_axes_too(alone: Any) -> None:
     assert_right([row for row in TABLE if "out_sharding" not in row.write], "auto", alone)
+
+
+def test_what_a_message_offers_is_in_the_table() -> None:
+    rows = {(row.fails, row.says, row.write) for row in TABLE}
+    assert rows.issuperset((x.fails, x.says, x.write) for x in SUGGESTIONS)
 
 
 def assert_right(rows: list[Row], kind: str, alone: Any) -> None:
@@ -198,35 +231,17 @@ IDS = np.arange(16, dtype="int32")
 X = np.ones((16, 8), "float32")
 
 
-def test_a_layer_of_equinox_that_looks_up_is_answered_in_the_words_of_its_line() -> None:
-    _, *lines = message(lambda model, ids: model(ids).mean(), IDS).splitlines()
-    assert lines[:-1] == [
-        "  x = jax.vmap(self.embed)(ids)",
-        "  self.embed: float32[16@fsdp,8], as embed/weight by rule 0 'embed'",
-        "  ids: int32[16@(data,fsdp)]",
-        "Write:",
-        "  ts.lookup(self.embed.weight, ids)",
-    ]
-    assert lines[-1].startswith("JAX says: Use `.at[...].get(out_sharding=)`")
-
-
-def test_leaves_of_one_type_are_told_with_their_rule() -> None:
-    def loss(model: Any, x: Any) -> Any:
-        weight = model.layers[0]["weight"]
-        x = jnp.einsum(
-            "bi,io->bo",  # é: columns of tracebacks count bytes
-            x,
-            weight,
-        )
-        return x.mean()
-
-    first, *lines = message(loss, X).splitlines()
+def test_a_message_has_the_line_the_types_what_to_write_and_a_link() -> None:
+    first, *lines = message(lambda model, ids: model(ids).mean(), IDS).splitlines()
     assert first.startswith(f"{__file__}:")
-    assert first.endswith("the result of a product is split over the Explicit axes data=2, fsdp=4.")
-    assert "  x: float32[16@(data,fsdp),8]" in lines
-    leaves = "layers/{0..1}/weight by rule 1 '.*'"
-    assert f"  weight: float32[8,8@fsdp], as {leaves}" in lines
-    assert "  x @ ts.unshard(w)  # in place of x @ w" in lines
+    assert first.endswith("the result of a lookup is split over the Explicit axes data=2, fsdp=4.")
+    assert lines[0] == "  x = jax.vmap(self.embed)(ids)"
+    assert lines[1].startswith("JAX says: Use `.at[...].get(out_sharding=)`")
+    assert "float32[16@fsdp,8]" in lines[1]
+    assert lines[2:] == [
+        "Write `ts.lookup(table, ids)` in place of `table[ids]`.",
+        f"Operations that fail, and what to write instead: {PAGE}",
+    ]
 
 
 def test_a_statement_that_adds_in_place_on_a_mesh_whose_last_axis_is_explicit() -> None:
@@ -238,20 +253,21 @@ def test_a_statement_that_adds_in_place_on_a_mesh_whose_last_axis_is_explicit() 
     kinds = (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
     first, *lines = message(loss, X, kinds).splitlines()
     assert first.endswith("is split over the Explicit axes fsdp=4.")
-    assert "  row: float32[1,8@fsdp]" in lines
-    assert "  x + ts.unshard(b)  # in place of x + b" in lines
+    assert lines[0] == "  x += row"
+    assert "f32[1,8@fsdp]" in lines[1]
+    assert "Write `x + ts.unshard(b)` in place of `x + b`." in lines
 
 
 def test_in_a_check_of_gradients() -> None:
     loss = lambda model, ids: (model(ids) ** 2).mean()  # noqa: E731
-    with pytest.raises(ts.errors.ShardingTypeError, match=r"ts\.lookup\(self\.embed\.weight, ids"):
+    with pytest.raises(ts.errors.ShardingTypeError, match=r"ts\.lookup\(table, ids\)"):
         ts.testing.check_gradients(loss, model(), IDS, plan=plan_of_model(), batch_specs=P(ROWS))
 
 
 def test_code_whose_source_is_elsewhere() -> None:
     names: dict[str, Any] = {}
     exec("def loss(model, x): return (x @ model.layers[0]['weight']).mean()", names)
-    assert "x @ ts.unshard(w)  # in place of x @ w" in message(names["loss"], X)
+    assert "Write `x @ ts.unshard(w)` in place of `x @ w`" in message(names["loss"], X)
 
 
 def test_an_error_that_is_not_about_types_is_raised_as_it_is() -> None:

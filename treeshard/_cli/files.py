@@ -17,7 +17,7 @@ from treeshard._cli.stored_trees import StoredTree, use_stored
 from treeshard._core.processes import TIMEOUT, show_progress, wants_bar
 from treeshard._core.text import human_bytes, parse_bytes, parse_dtype, parse_pattern
 from treeshard._disk.files import file_path
-from treeshard._disk.leaves import SavedLeaf, describe_leaf, raise_damages
+from treeshard._disk.leaves import Contents, SavedLeaf, describe_leaf, raise_damages
 from treeshard.errors import (
     CheckpointError,
     DamagedError,
@@ -37,7 +37,6 @@ from treeshard.interchange._tensors import tensor_names
 
 def run_inspect(options: argparse.Namespace) -> tuple[str, int]:
     """Prints the leaves of a stored tree."""
-    _off_accelerators()
     tree = use_stored(options.path, options.step, lambda tree: tree)
     contents = tree.contents
     if not options.json:
@@ -50,12 +49,12 @@ def run_inspect(options: argparse.Namespace) -> tuple[str, int]:
         "steps": tree.steps,
         "meshes": contents.meshes,
         "bytes": contents.bytes,
-        "leaves": [_row(leaf) for leaf in contents.leaves],
+        "leaves": [_to_json(leaf) for leaf in contents.leaves],
     }
     return json.dumps(facts), 0
 
 
-def _row(leaf: SavedLeaf) -> dict[str, Any]:
+def _to_json(leaf: SavedLeaf) -> dict[str, Any]:
     what: dict[str, Any] = {"value": leaf.value}
     if leaf.dtype:
         what = {"shape": leaf.shape, "dtype": leaf.dtype, "spec": leaf.spec}
@@ -67,30 +66,26 @@ def _row(leaf: SavedLeaf) -> dict[str, Any]:
 
 def run_verify(options: argparse.Namespace) -> tuple[str, int]:
     """Prints which leaves are damaged. Returns 1 if any is."""
-    _off_accelerators()
     try:
-        return use_stored(options.path, options.step, _verified)
-    except (DamagedError, FormatError) as error:
+        return use_stored(options.path, options.step, _verify)
+    except (DamagedError, FormatError) as error:  # of what lists the leaves
         return str(error), 1
 
 
-_NO_CHECKSUMS_IN_FORMAT = (
-    "Headers and sizes are correct. The format has no checksums, so the values cannot be verified."
-)
-
-
-def _verified(tree: StoredTree) -> tuple[str, int]:
-    leaves = tree.contents.leaves
+def _verify(tree: StoredTree) -> tuple[str, int]:
+    path, leaves = tree.contents.path, tree.contents.leaves
     count = counted(len(leaves), "leaf")
-    total = f"{tree.contents.path}: {count}, {human_bytes(tree.contents.bytes)}."
+    total = f"{path}: {count}, {human_bytes(tree.contents.bytes)}."
     if tree.damages is None:
-        return f"{total} {_NO_CHECKSUMS_IN_FORMAT}", 0
+        return (
+            f"{total} Headers and sizes are correct. The format has no checksums, so the values"
+            " cannot be verified."
+        ), 0
     read = tree.damages(show_progress(leaves, "verify", show=wants_bar()))
     damages = [f"  {short(row.path)}: {why}" for row, why in read if why]
     tree.check()
     if damages:
-        head = f"{tree.contents.path}: {len(damages):,} of {count} damaged:"
-        return "\n".join([head, *damages]), 1
+        return "\n".join([f"{path}: {len(damages):,} of {count} damaged:", *damages]), 1
     return f"{total} All match their checksums.", 0
 
 
@@ -99,25 +94,24 @@ def _verified(tree: StoredTree) -> tuple[str, int]:
 
 def run_export(options: argparse.Namespace) -> tuple[str, int]:
     """Writes the arrays of a stored tree to safetensors."""
-    _off_accelerators()
     return use_stored(options.path, options.step, partial(_export, options)), 0
 
 
 def _export(options: argparse.Namespace, tree: StoredTree) -> str:
     most = None if options.max_file_size is None else parse_bytes(options.max_file_size)
     metadata = dict(_split("--metadata", x, "=", "'format=pt'") for x in options.metadata)
-    arrays, left_out = _select(tree, options)
-    leaves = _named(arrays, options.rename)
-    rows = [Tensor(name, _code(x) or "", x.shape) for name, x in leaves.items()]
+    arrays, others = _choose(tree.contents, options.only, options.skip)
+    leaves = _rename(arrays, options.rename)
+    rows = [Tensor(name, _code(leaf) or "", leaf.shape) for name, leaf in leaves.items()]
     out = file_path(options.out)
     files = lay_out_files(out, rows, most, metadata)
-    write_files(out, files, _values(tree, leaves), "export", TIMEOUT)
+    write_files(out, files, _read_values(tree, leaves), "export", TIMEOUT)
     *parts, last = [file.path for file in files]
     names = f"{counted(len(parts), 'file')} and {last}" if parts else last
-    total = human_bytes(sum(leaf.bytes for leaf in leaves.values()))
-    lines = [f"{counted(len(leaves), 'tensor')}, {total}: {names}"]
-    if left_out:
-        lines += [f"{counted(len(left_out), 'leaf')} left out:", *(f"  {x}" for x in left_out)]
+    total = human_bytes(sum(leaf.bytes for leaf in arrays))
+    lines = [f"{counted(len(arrays), 'tensor')}, {total}: {names}"]
+    if others:
+        lines += [f"{counted(len(others), 'leaf')} left out:", *(f"  {x}" for x in others)]
     return "\n".join(lines)
 
 
@@ -126,25 +120,26 @@ def _code(leaf: SavedLeaf) -> str | None:
     return code_of(parse_dtype(leaf.dtype)) if leaf.kind == "array" else None
 
 
-def _select(tree: StoredTree, options: argparse.Namespace) -> tuple[list[SavedLeaf], list[str]]:
-    """The arrays to write, and the leaves to leave out, in words."""
-    path, only = tree.contents.path, parse_pattern(options.only or "", "--only")
-    leaves = [x for x in tree.contents.leaves if x.kind != "none" and only.search(x.path)]
-    arrays = [leaf for leaf in leaves if _code(leaf)]
-    others = [f"{leaf.path}: {describe_leaf(leaf)}" for leaf in leaves if not _code(leaf)]
-    if others and not options.skip:
+def _choose(contents: Contents, only: str | None, skip: bool) -> tuple[list[SavedLeaf], list[str]]:
+    """The arrays with a path that a pattern matches, and what is said of other such leaves."""
+    pattern = parse_pattern(only or "", "--only")
+    chosen = [x for x in contents.leaves if x.kind != "none" and pattern.search(x.path)]
+    arrays = [leaf for leaf in chosen if _code(leaf)]
+    others = [f"{leaf.path}: {describe_leaf(leaf)}" for leaf in chosen if not _code(leaf)]
+    if others and not skip:
         misfits = listed("safetensors cannot hold these leaves:", others, headed=True)
         raise LeafError(
-            f"{path}: {misfits}\n--skip leaves them out; --only selects the leaves to export."
+            f"{contents.path}: {misfits}\n--skip leaves them out; --only selects the leaves to"
+            " export."
         )
     if not arrays:
-        which = f" with a path that {options.only!r} matches" if options.only else ""
-        paths = ", ".join([*(leaf.path for leaf in tree.contents.leaves[:5]), "..."])
-        raise CheckpointError(f"{path} has no array to export{which}. It has {paths}")
+        which = f" with a path that {only!r} matches" if only else ""
+        paths = ", ".join([*(leaf.path for leaf in contents.leaves[:5]), "..."])
+        raise CheckpointError(f"{contents.path} has no array to export{which}. It has {paths}")
     return arrays, others
 
 
-def _named(arrays: Sequence[SavedLeaf], rules: Sequence[str]) -> dict[str, SavedLeaf]:
+def _rename(arrays: Sequence[SavedLeaf], rules: Sequence[str]) -> dict[str, SavedLeaf]:
     """Arrays by their new names, from rules `REGEX=>NEW` applied in order."""
     rename = {x.path: x.path for x in arrays}
     for rule in rules:
@@ -161,7 +156,9 @@ def _named(arrays: Sequence[SavedLeaf], rules: Sequence[str]) -> dict[str, Saved
     return {name_of[x.path]: x for x in arrays}
 
 
-def _values(tree: StoredTree, leaves: dict[str, SavedLeaf]) -> Iterator[tuple[str, list[Piece]]]:
+def _read_values(
+    tree: StoredTree, leaves: dict[str, SavedLeaf]
+) -> Iterator[tuple[str, list[Piece]]]:
     """Reads leaves one by one, as `write_files` takes them."""
     damages: dict[str, str] = {}
     read = tree.read(show_progress(list(leaves.values()), "export", show=wants_bar()))
@@ -172,19 +169,6 @@ def _values(tree: StoredTree, leaves: dict[str, SavedLeaf]) -> Iterator[tuple[st
             yield name, [Piece(full_region(leaf.array.shape), leaf.array)]
     tree.check()
     raise_damages(tree.contents.path, damages)
-
-
-# ------------------------------------------------------------------ shared
-
-
-def _off_accelerators() -> None:
-    """Keeps JAX on the CPU, which is enough for files, unless the user chose a platform.
-
-    JAX would otherwise take most of a GPU's memory, and fail on a TPU that a training run has.
-    """
-    # The attribute is defined when JAX is imported.
-    if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
-        jax.config.update("jax_platforms", "cpu")
 
 
 def _split(option: str, text: str, mark: str, example: str) -> tuple[str, str]:

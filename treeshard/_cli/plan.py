@@ -22,7 +22,6 @@ from treeshard._core.text import (
     parse_dtype,
     parse_names,
     parse_spec,
-    typed,
 )
 from treeshard._disk.untrusted import parse, read_file
 from treeshard._planning.logical import logical_axis_rules
@@ -81,7 +80,7 @@ def _read_shapes(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
         arrays = [leaf for leaf in contents.leaves if leaf.dtype]
         return {x.path: jax.ShapeDtypeStruct(x.shape, parse_dtype(x.dtype)) for x in arrays}
     try:
-        entries = typed(parse(read_file(path, pipes=True)), dict, "the file", "an object")
+        entries = _check_type(parse(read_file(path, pipes=True)), dict, "the file", "an object")
     except FormatError as error:
         raise FormatError(f"{path}: {error} {_SHAPES}") from None
     structs: dict[str, jax.ShapeDtypeStruct] = {}
@@ -103,7 +102,7 @@ def _struct(entry: Any) -> jax.ShapeDtypeStruct:
     # Python's booleans are integers, and JSON has `true`.
     if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
         raise FormatError(f"the shape is {shape!r}, not a list of lengths.")
-    return jax.ShapeDtypeStruct(shape, parse_dtype(typed(dtype, str, "the dtype", "a name")))
+    return jax.ShapeDtypeStruct(shape, parse_dtype(_check_type(dtype, str, "the dtype", "a name")))
 
 
 # ------------------------------------------------------------------ rules
@@ -128,22 +127,22 @@ def _read_rules(path: Path) -> _Rules:
         raise FormatError(f"{path}: {error}") from None
     try:
         _check_keys(raw, ("rules", "min_size", "logical"), "the file")
-        rules = typed(raw.get("rules", []), list, "rules", "[[rules]] tables")
+        rules = _check_type(raw.get("rules", []), list, "rules", "[[rules]] tables")
         min_size = raw.get("min_size")
         if min_size is not None:
-            typed(min_size, int, "min_size", "a number of elements")
+            _check_type(min_size, int, "min_size", "a number of elements")
         logical = raw.get("logical")
         if logical is not None:
-            logical = list(typed(logical, dict, "logical", "a table of axes by name").items())
+            logical = list(_check_type(logical, dict, "logical", "a table of axes by name").items())
         return _Rules([_rule(x, f"rules[{i}]") for i, x in enumerate(rules)], min_size, logical)
     except TreeShardError as error:
         raise FormatError(f"{path}: {error}") from None
 
 
 def _rule(raw: Any, where: str) -> tuple[str, Any]:
-    _check_keys(typed(raw, dict, where, "a table"), ("pattern", "action"), where)
-    pattern = typed(raw.get("pattern"), str, f"{where}.pattern", "a string")
-    action = typed(raw.get("action"), str, f"{where}.action", "a string")
+    _check_keys(_check_type(raw, dict, where, "a table"), ("pattern", "action"), where)
+    pattern = _check_type(raw.get("pattern"), str, f"{where}.pattern", "a string")
+    action = _check_type(raw.get("action"), str, f"{where}.action", "a string")
     try:
         return pattern, _parse_action(action.strip())
     except TreeShardError as error:
@@ -158,6 +157,13 @@ def _parse_action(text: str) -> Any:
     if text.startswith("("):  # ('embed', 'heads')
         return parse_names(text)
     return parse_strategy(text)  # shard_dim('tensor', -1) | fsdp('fsdp')
+
+
+def _check_type(value: Any, kind: type, where: str, what: str) -> Any:
+    """Returns a value of a file, or raises if its type is not `kind`; `what` names the type."""
+    if type(value) is not kind:
+        raise FormatError(f"{where} is {value!r} ({type(value).__name__}), not {what}.")
+    return value
 
 
 def _check_keys(raw: Mapping[str, Any], known: Sequence[str], where: str) -> None:

@@ -4,9 +4,10 @@ What is at a path is told by its files, and not by an option: commands take what
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple, TypeVar
+
+import jax
 
 from treeshard._disk.files import file_path
 from treeshard._disk.leaves import Contents, ReadLeaf, SavedLeaf
@@ -17,18 +18,16 @@ from treeshard.interchange._tensors import read_full
 
 
 class StoredTree(NamedTuple):
-    """A tree on disk. Tensors have neither specs nor checksums.
+    """A tree on disk."""
 
-    `read` reads some of its leaves, a few at a time, and `damages` says how each is damaged.
-    `steps` are all steps of the directory of checkpoints that it is in. `check` raises if its
-    writer has removed it meanwhile.
-    """
-
-    format: str
-    contents: Contents
+    format: str  # "checkpoint" or "safetensors"
+    contents: Contents  # what `inspect` prints; tensors have no specs
+    # Reads some of the leaves, a few at a time.
     read: Callable[[Iterable[SavedLeaf]], Iterator[ReadLeaf]]
+    # Says how each leaf is damaged; `None` for safetensors, which have no checksums.
     damages: Callable[[Iterable[SavedLeaf]], Iterable[tuple[SavedLeaf, str]]] | None = None
-    steps: tuple[int, ...] = ()
+    steps: tuple[int, ...] = ()  # of the directory of checkpoints that it is in
+    # Raises `RemovedError` if its writer has removed it meanwhile.
     check: Callable[[], None] = lambda: None
 
 
@@ -38,31 +37,18 @@ R = TypeVar("R")
 def use_stored(
     path: str, step: int | None, use: Callable[[StoredTree], R], *, shapes_only: bool = False
 ) -> R:
-    """Calls a function with a stored tree, as `open_stored` opens it.
+    """Calls a function with a checkpoint, one of a directory of them, or safetensors files.
 
-    If the writer removes the latest step meanwhile, calls it with the later one.
+    By default it is the latest of a directory: if its writer removes that one meanwhile, the
+    function is called again, with a later one. With `shapes_only`, the data of safetensors files
+    may be missing.
     """
-    while True:
-        try:
-            with open_stored(path, step, shapes_only) as tree:
-                return use(tree)
-        except RemovedError:
-            if step is not None or not _has_steps(path):
-                raise
-
-
-@contextmanager
-def open_stored(
-    path: str, step: int | None = None, shapes_only: bool = False
-) -> Iterator[StoredTree]:
-    """Opens a checkpoint, one of a directory of them (by default the latest), or safetensors files.
-
-    With `shapes_only`, the data of safetensors files may be missing.
-    """
+    # The CPU is enough for files, unless the user chose a platform. JAX would otherwise take most
+    # of a GPU's memory, and fail on a TPU that a training run has.
+    if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
+        jax.config.update("jax_platforms", "cpu")
     if not _has_tensors(path):
-        with _open_checkpoint(path, step) as tree:
-            yield tree
-        return
+        return _use_checkpoint(path, step, use)
     if step is not None:
         raise CheckpointError(f"{path} is not a directory of checkpoints: it has no step {step}.")
     file = file_path(path)
@@ -72,47 +58,46 @@ def open_stored(
             SavedLeaf(name, "array", x.tensor.shape, dtypes[name], stored=dtypes[name])
             for name, x in stored.items()
         )
-        yield StoredTree("safetensors", Contents(str(file), rows, ()), partial(_read, stored))
+        contents = Contents(str(file), rows, ())
+        return use(StoredTree("safetensors", contents, partial(_read_tensors, stored)))
 
 
 def _has_tensors(path: str) -> bool:
+    """Whether there are safetensors at a path, rather than a checkpoint or nothing."""
     if path.startswith(("gs://", "s3://")):  # only checkpoints are read from there
         return False
     target = file_path(path)
     if not target.is_dir():
         return target.exists() or target.with_name(f"{target.name}.index.json").exists()
-    # A checkpoint has its arrays in `leaves`; a directory of checkpoints has one for each step.
+    # A directory may have both, since people export next to their checkpoints. A checkpoint has its
+    # arrays in `leaves`; a directory of checkpoints has one for each step.
     folders = [x.name for x in target.iterdir() if x.is_dir()]
     is_checkpoint = "leaves" in folders or any(map(str.isdigit, folders))
     return not is_checkpoint and any(target.glob("*.safetensors*"))
 
 
-def _has_steps(path: str) -> bool:
-    from treeshard.checkpoint import _paths
-
-    return bool(_paths.steps_in(_paths.checkpoint_path(path)))
-
-
-@contextmanager
-def _open_checkpoint(path: str, step: int | None) -> Iterator[StoredTree]:
+def _use_checkpoint(path: str, step: int | None, use: Callable[[StoredTree], R]) -> R:
     # These load TensorStore, which safetensors do not need.
     from treeshard.checkpoint import _paths, _restore
 
-    directory = _paths.checkpoint_path(path)
-    steps = _paths.steps_in(directory)
-    if step is None and steps:
-        step = steps[-1]
-    if step is not None:
-        directory = directory / str(step)
-    with _paths.reading(directory, listed=step in steps) as check:
-        table = _restore.table_at(directory)
-        contents = Contents(str(directory), table.leaves, table.meshes)
-        read = partial(_restore.read_each, directory, table.files)
-        damages = partial(_restore.damages_of, directory, table.files)
-        yield StoredTree("checkpoint", contents, read, damages, steps, check)
+    root = _paths.checkpoint_path(path)
+    while True:
+        steps = _paths.steps_in(root)
+        chosen = steps[-1] if steps and step is None else step
+        directory = root if chosen is None else root / str(chosen)
+        try:
+            with _paths.reading(directory, listed=chosen in steps) as check:
+                table = _restore.table_at(directory)
+                contents = Contents(str(directory), table.leaves, table.meshes)
+                read = partial(_restore.read_each, directory, table.files)
+                damages = partial(_restore.damages_of, directory, table.files)
+                return use(StoredTree("checkpoint", contents, read, damages, steps, check))
+        except RemovedError:
+            if step is not None or not steps:
+                raise
 
 
-def _read(stored: dict[str, Stored], rows: Iterable[SavedLeaf]) -> Iterator[ReadLeaf]:
+def _read_tensors(stored: dict[str, Stored], rows: Iterable[SavedLeaf]) -> Iterator[ReadLeaf]:
     for row in rows:
         x = stored[row.path]
         check_memory(x.file.name, x.tensor.nbytes)

@@ -46,6 +46,7 @@ def check_tree(tree: Any, where: str, call: str, name: str = "the tree") -> None
         name: What the message calls the tree.
     """
     check_no_refs(tree, where)
+    # JAX calls a class, a function or an opaque object a tree of one leaf. So is a number.
     if not all_leaves([tree]) or isinstance(tree, PLAIN_VALUES) or hasattr(tree, "shape"):
         return
     if callable(tree):

@@ -73,7 +73,7 @@ def same_arrays(paths: Sequence[str], leaves: Sequence[Any]) -> tuple[tuple[str,
 
     An array of one element does not count: programs share constants.
     """
-    if len(set(map(id, leaves))) == len(leaves):
+    if len(set(map(id, leaves))) == len(leaves):  # nearly always, and fast
         return ()
     first: dict[int, int] = {}
     pairs: list[tuple[str, str]] = []
@@ -124,6 +124,7 @@ class StaticSplit:
         return [
             i
             for i, x in self.static.items()
+            # Of another type is another value to a program: `1 == 1.0`, and `True == 1`.
             if leaves[i] is not x and not (type(leaves[i]) is type(x) and bool(leaves[i] == x))
         ]
 
@@ -131,13 +132,13 @@ class StaticSplit:
         return [leaves[i] for i in self.indices] if self.static else leaves
 
     def combine(self, dynamic: Sequence[Any]) -> Any:
-        return self._joined(dynamic, self._template)
+        return self._join(dynamic, self._template)
 
     def without_static(self, dynamic: Sequence[Any], fill: Any = None) -> Any:
         """The tree with these dynamic leaves, and `fill` in place of the static ones."""
-        return self._joined(dynamic, [fill] * len(self._template))
+        return self._join(dynamic, [fill] * len(self._template))
 
-    def _joined(self, dynamic: Sequence[Any], others: list[Any]) -> Any:
+    def _join(self, dynamic: Sequence[Any], others: list[Any]) -> Any:
         if not self.static:
             return self.treedef.unflatten(dynamic)
         leaves = others.copy()
@@ -199,28 +200,23 @@ def relative_slices(part: Region, region: Region) -> tuple[slice, ...]:
     return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(part, region, strict=True))
 
 
-def run_dim(part: Sequence[int], shape: Sequence[int]) -> int:
-    """The dim from which a part of an array is contiguous in C order: the last split one, else
-    0."""
-    split = (dim for dim, length in enumerate(part) if length < shape[dim])
-    return max(split, default=0)
-
-
 def runs(region: Region, shape: Sequence[int]) -> tuple[np.ndarray, int]:
     """The starts of the contiguous runs of a region in the C order of its array, and their length.
 
-    Both count items; the starts have the shape of the region before `run_dim`.
+    Both count items; the starts have the shape of the region before its last split dim.
 
     Examples:
         >>> runs(((1, 3), (2, 4)), (4, 8))
         (array([10, 18]), 2)
     """
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    dim = run_dim(region_shape(region), shape)
+    # From the last split dim on, the region is contiguous.
+    lengths = region_shape(region)
+    dim = max((i for i, length in enumerate(lengths) if length < shape[i]), default=0)
     begins = [np.arange(*span) * stride for span, stride in zip(region, strides, strict=True)]
     starts = reduce(np.add.outer, begins[:dim], np.zeros((), np.int64))
     first = region[dim][0] * strides[dim] if region else 0
-    return np.asarray(starts + first), math.prod(region_shape(region[dim:]))
+    return np.asarray(starts + first), math.prod(lengths[dim:])
 
 
 # ------------------------------------------------------------------ reading on the host

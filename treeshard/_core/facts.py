@@ -28,17 +28,15 @@ UNKNOWN = "made by another program"  # the fact about an array that no call of t
 
 
 class Facts(dict[str, str]):
-    """What this process is about to do, by leaf path or another name: the same on all processes.
-
-    Attributes:
-        shared: What only some processes hold, by these processes, leaf and part: its checksums on
-            the devices of this one.
-        unread: Arrays whose values are compared once all have agreed on everything else.
-    """
+    """What this process is about to do, by leaf path or another name: the same on all processes."""
 
     def __init__(self) -> None:
         super().__init__()
+        # What only some processes hold, by these processes, leaf and part: its checksums on the
+        # devices of this one.
         self.shared = defaultdict[tuple[int, ...], dict[str, dict[str, list[int]]]](dict)
+        # Arrays whose values are compared once all have agreed on everything else: reading one
+        # waits for the program that makes it, which other processes may not have started.
         self.unread: dict[str, Any] = {}
 
     def describe(
@@ -54,6 +52,8 @@ class Facts(dict[str, str]):
         `among` that made it is compared too; of other arrays of at most `compared_bytes`, a
         checksum. Of arrays that no call of treeshard made, values are read once all have agreed.
         """
+        # All facts about forms come before those about values: a message that lists the first
+        # few should say that shapes differ, and not what follows from it.
         meshes: dict[Any, str] = {}
         leaves: dict[str, Any] = {}
         placements: dict[str, str] = {}
@@ -108,7 +108,7 @@ class Facts(dict[str, str]):
             hashes[_hash(processes)] = "" if counts - {1} else _hash(leaves)
         return hashes
 
-    def of_groups(self, groups: Container[str]) -> list[Any]:
+    def select_groups(self, groups: Container[str]) -> list[Any]:
         """The facts as JSON has them: what all processes compare, and what groups of them share."""
         shared = [
             (leaf, parts)
@@ -147,15 +147,12 @@ def _ids(mesh: Mesh) -> str:
 
 
 class Differences(NamedTuple):
-    """In what processes differ.
+    """In what processes differ."""
 
-    Attributes:
-        facts: What each is about to do, by name.
-        values: By leaf, the first part whose holders differ, and its checksums.
-    """
-
-    facts: dict[str, str]
-    values: dict[str, tuple[str, str]]
+    facts: dict[str, str]  # what each is about to do, by name
+    values: dict[
+        str, tuple[str, str]
+    ]  # by leaf: the first part whose holders differ, its checksums
 
     def lines(self) -> list[str]:
         lines = [f"{name}: {groups}" for name, groups in self.facts.items()]
@@ -164,7 +161,7 @@ class Differences(NamedTuple):
 
 
 def differences(by_process: Mapping[int, list[Any]]) -> Differences:
-    """Compares what each process has sent of its facts: see `Facts.of_groups`."""
+    """Compares what each process has sent of its facts: see `Facts.select_groups`."""
     facts = _differences_of_all({i: facts for i, (facts, _) in by_process.items()})
     values = _differences_of_some({i: shared for i, (_, shared) in by_process.items()})
     # Arrays of other shapes have other values, which says nothing more.
@@ -183,6 +180,7 @@ def _differences_of_all(by_process: Mapping[int, Mapping[str, str]]) -> dict[str
             differing[name] = in_groups(row)
     if differing:
         return differing
+    # Equal facts in another order: programs would take the leaves in another order, too.
     for position, order in enumerate(zip(*by_process.values(), strict=True)):
         if len(set(order)) > 1:
             row = dict(zip(by_process, map(repr, order), strict=True))

@@ -36,11 +36,13 @@ def check_memory_of_hosts(
         if lacking := lacking_memory(needed, threads):
             raise error(*lacking)
         messages.append(json.dumps([host_id(), needed, shared_memory()]).encode())
+    # Each process has found its own need below what is free. Together they may need more.
     hosts = defaultdict[str, list[tuple[int, int | None]]](list)
     for host, there, free in map(json.loads, messages):
         hosts[host].append((there, free))
     for rows in hosts.values():
         total = sum(there for there, _ in rows)
+        # They have looked at different moments, while others took some.
         free = min((free for _, free in rows if free is not None), default=total)
         if len(rows) > 1 and total > free:
             fact = f"{human_bytes(total)} of host memory in {len(rows)} processes of one host"

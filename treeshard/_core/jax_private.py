@@ -196,18 +196,6 @@ def argument_names(program: jax.stages.Compiled) -> list[str] | None:
     return list(names[len(names) - program.in_tree.num_leaves :])
 
 
-def unreduced_kind(name: str) -> dict[str, Any]:
-    """The argument of `PartitionSpec` for `unreduced_kind=sum` in the repr of one.
-
-    Why: JAX versions without `UnreducedKind` know sums only, and have no such argument.
-    Without it: only sums can be read; another name raises `KeyError`.
-    Versions: 0.10 has no `UnreducedKind`. It can go when 0.10 is dropped.
-    """
-    if name == "sum":  # the default
-        return {}
-    return {"unreduced_kind": getattr(jax.sharding, "UnreducedKind", {})[name]}
-
-
 def varying_axes(x: Any) -> frozenset[str]:
     """The Manual axes along which devices may have different values of `x`, by its type.
 

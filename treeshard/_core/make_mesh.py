@@ -7,8 +7,7 @@ size of -1, several slices, axes that share a dim of a torus, and devices that a
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -24,7 +23,7 @@ from treeshard._core.mesh import (
     describe_sizes,
     parse_axes,
 )
-from treeshard.errors import MeshError, NoDevicesError, warn
+from treeshard.errors import MeshError, NoDevicesError
 
 AxisTypeLike = AxisType | Literal["auto", "explicit"]
 
@@ -48,6 +47,9 @@ def make_mesh(
     dcn_axes: Mapping[str, int] | str | None = None,
 ) -> Mesh:
     """Like `jax.make_mesh`, but also takes axes as text, and devices that are not attached.
+
+    Where JAX has no mesh since an axis cannot have whole dims of the torus between TPUs, as 8 on
+    4x4x4, axes share a dim: collectives along these axes use fewer links.
 
     Examples:
         >>> dict(make_mesh("data=2,fsdp=-1").shape)  # on 8 devices
@@ -84,10 +86,6 @@ def make_mesh(
             with `devices`.
         ImportError: If the compiler for `topology` is not installed.
         UnknownAxisError: If `dcn_axes` names an axis that is not in `axes`.
-
-    Warns:
-        ShardingWarning: If axes share a dim of the torus between TPUs, for which JAX has no mesh
-            (except of v5e).
 
     Source:
         `jax.make_mesh` and `jax.experimental.mesh_utils`; the notation of EasyLM's
@@ -157,6 +155,7 @@ def _fill_sizes(
     sizes: dict[str, int], between: dict[str, int], devices: int
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Both with the size that is -1 replaced, so that they multiply to the number of devices."""
+    # The size of an axis is the product of its two factors, so both count.
     factors = [*sizes.values(), *between.values()]
     known = math.prod(size for size in factors if size != -1)
     remaining = devices // known if -1 in factors else 1
@@ -195,6 +194,7 @@ def _missing_dcn_axes(sizes: Mapping[str, int], slices: int) -> MeshError:
 
 def _grid_on_one_network(sizes: Mapping[str, int], devices: Sequence[Any]) -> Any:
     names, lengths = tuple(sizes), tuple(sizes.values())
+    # Only TPUs have coordinates.
     if max(lengths) == len(devices) == _CHIPS_OF_4X4 and hasattr(devices[0], "coords"):
         # Along one axis JAX puts the chips of v5e:4x4 into a ring. In the order of their
         # coordinates, gradients can be scattered over one dim of the torus after the other.
@@ -202,10 +202,10 @@ def _grid_on_one_network(sizes: Mapping[str, int], devices: Sequence[Any]) -> An
         return np.array(ordered).reshape(lengths)
     try:
         return jax.make_mesh(lengths, names, devices=devices).devices
-    except NotImplementedError:  # as where axes have to share a dim of the torus
+    except NotImplementedError:  # an axis cannot have whole dims of the torus
         from jax.experimental import mesh_utils  # slow to import, and few meshes need it
 
-        return _arrange(partial(mesh_utils.create_device_mesh, lengths, devices), sizes)
+        return mesh_utils.create_device_mesh(lengths, devices, allow_split_physical_axes=True)
 
 
 def _grid_on_two_networks(
@@ -217,36 +217,20 @@ def _grid_on_two_networks(
 ) -> Any:
     from jax.experimental import mesh_utils  # slow to import, and few meshes need it
 
-    make = partial(
-        mesh_utils.create_hybrid_device_mesh,
-        list(sizes.values()),
-        [between.get(name, 1) for name in sizes],
-        devices,
-        process_is_granule=process_is_granule,
-    )
     try:
-        return _arrange(make, sizes)
+        return mesh_utils.create_hybrid_device_mesh(
+            list(sizes.values()),
+            [between.get(name, 1) for name in sizes],
+            devices,
+            process_is_granule=process_is_granule,
+            allow_split_physical_axes=True,  # JAX gives axes whole dims of the torus if it can
+        )
     except ValueError as error:
         raise MeshError(
             f"make_mesh: dcn_axes {describe_sizes(between)} does not match how the devices are"
             f" connected: {error}. Their product must be the number of slices, or of processes"
             " where there are no slices."
         ) from error
-
-
-def _arrange(make: Callable[..., Any], sizes: Mapping[str, int]) -> Any:
-    """The devices as `make` arranges them; if it cannot give each axis whole dims of the torus,
-    with axes that share one."""
-    try:
-        return make()
-    except NotImplementedError:
-        grid = make(allow_split_physical_axes=True)
-    warn(
-        f"make_mesh: {describe_sizes(sizes)}: the axes cannot each have whole dims of the devices'"
-        " torus, so some share a dim, and collectives along them use fewer links. Where that"
-        " matters, take sizes that are products of dims, such as 4 x 16 on a torus of 4x4x4."
-    )
-    return grid
 
 
 # ------------------------------------------------------------------ devices
@@ -259,6 +243,7 @@ def with_devices(mesh: MeshLike | None, where: str, *, compile_only: bool = Fals
     and it is not to `compile_only`.
     """
     mesh = make_mesh(mesh) if isinstance(mesh, str) else current_or_given(mesh)
+    # A mesh has devices that are attached, or that can only be compiled for, or none.
     if not isinstance(mesh, Mesh):
         what = "an AbstractMesh: it has sizes, but no devices to hold arrays"
         use = "a mesh with devices, as `treeshard.make_mesh` returns"

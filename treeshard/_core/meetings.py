@@ -61,8 +61,8 @@ class MeetingOptions(TypedDict, total=False):
 def indices(among: Sequence[int] | None) -> list[int]:
     """The indices of the participating processes; `among` is that of `exchange`."""
     if among is None:
-        return list(range(jax.process_count()))
-    return sorted(set(among)) or [jax.process_index()]
+        return list(range(_process.count))
+    return sorted(set(among)) or [_process.index]
 
 
 def exchange(
@@ -95,7 +95,7 @@ def exchange(
         channel: Names a sequence of meetings of its own.
     """
     participants = indices(among)
-    if participants == [jax.process_index()]:
+    if participants == [_process.index]:
         return [payload]
     if timeout < AS_LONG_AS_IT_TAKES:  # others wait for what goes on, and would never end
         check_not_broken(what, participants)
@@ -132,9 +132,9 @@ def mark_broken(what: str, among: Sequence[int] | None) -> None:
     # The first process to say so decides what all of them name. Without the service: this one.
     key = f"{_process.names}{_BROKEN}{'-'.join(map(str, indices(among)))}"
     with suppress(jax.errors.JaxRuntimeError, ProcessError):
-        _client().key_value_set(key, _process.broken)
+        _process.client().key_value_set(key, _process.broken)
     with suppress(jax.errors.JaxRuntimeError, ProcessError):
-        _process.broken = _client().key_value_try_get(key)
+        _process.broken = _process.client().key_value_try_get(key)
 
 
 @contextmanager
@@ -199,7 +199,7 @@ def _broken_of_others() -> str:
     if not participants:
         return ""
     with suppress(jax.errors.JaxRuntimeError, ProcessError):
-        for key, call in _client().key_value_dir_get(_process.names + _BROKEN):
+        for key, call in _process.client().key_value_dir_get(_process.names + _BROKEN):
             if key.rpartition("/")[2] in participants:
                 return call
     return ""
@@ -208,12 +208,12 @@ def _broken_of_others() -> str:
 def _let_others_end() -> None:
     """Waits on process 0, which has the service: without it JAX aborts the others, which could not
     say why they end."""
-    client, me, ends = _client(), jax.process_index(), f"{_process.names}ends/"
+    client, me, ends = _process.client(), _process.index, f"{_process.names}ends/"
     client.key_value_set(f"{ends}{me}", "")
     if me != 0:
         return
     until = time.monotonic() + _SECONDS_TO_END
-    while len(client.key_value_dir_get(ends)) < jax.process_count():
+    while len(client.key_value_dir_get(ends)) < _process.count:
         if time.monotonic() > until:
             return
         time.sleep(0.05)
@@ -409,7 +409,7 @@ class _Channel:
         self._is_over = True
         mark_broken(_thread.call.what, self.participants)
         call = _thread.call._replace(left=type(error).__name__)
-        others = [i for i in self.participants if i != jax.process_index()]
+        others = [i for i in self.participants if i != _process.index]
         for number in (self._number - 1, self._number):
             with suppress(jax.errors.JaxRuntimeError):
                 self._send(number, call, b"")
@@ -417,7 +417,7 @@ class _Channel:
             # other participants. (If this process is waiting at it, this call fails alone, and the
             # others read the message above.)
             with suppress(jax.errors.JaxRuntimeError):
-                _client().wait_at_barrier(f"{self._key}/{number}", 1, others)
+                _process.client().wait_at_barrier(f"{self._key}/{number}", 1, others)
 
     def _attend(
         self, call: _Call, payload: bytes, timeout: float
@@ -442,11 +442,11 @@ class _Channel:
         # The service keeps values until they are deleted. All have come to this meeting, so they
         # have read the messages of the one before.
         if number:
-            _client().key_value_delete(f"{self._key}/{number - 1}/{jax.process_index()}")
+            _process.client().key_value_delete(f"{self._key}/{number - 1}/{_process.index}")
         return messages
 
     def _wait(self, number: int, seconds: float) -> None:
-        client, interrupts = _client(), _thread.interrupts
+        client, interrupts = _process.client(), _thread.interrupts
         milliseconds = max(1, round(1000 * seconds))
 
         def wait() -> None:
@@ -461,8 +461,8 @@ class _Channel:
     def _send(self, number: int, call: _Call, payload: bytes) -> None:
         # Other versions of treeshard must be able to read the version: it stays the last of a list.
         header = json.dumps([*call, sys.modules["treeshard"].__version__])
-        _client().key_value_set_bytes(
-            f"{self._key}/{number}/{jax.process_index()}",
+        _process.client().key_value_set_bytes(
+            f"{self._key}/{number}/{_process.index}",
             header.encode() + b"\n" + payload,
             allow_overwrite=True,  # by `leave`
         )
@@ -471,7 +471,7 @@ class _Channel:
         """The messages that have come to a meeting, by process."""
         headers: dict[int, list[str]] = {}
         payloads: dict[int, bytes] = {}
-        for key, value in _client().key_value_dir_get_bytes(f"{self._key}/{number}/"):
+        for key, value in _process.client().key_value_dir_get_bytes(f"{self._key}/{number}/"):
             header, _, payload = value.partition(b"\n")
             process = int(key.rpartition("/")[2])
             headers[process], payloads[process] = json.loads(header), payload
@@ -499,7 +499,7 @@ class _Channel:
 
 
 class _Process:
-    """This process among the others, and what it remembers from call to call.
+    """This process among the others: what it asks JAX, and what it remembers from call to call.
 
     It has to be a global: the calls of a program share nothing else, and a later one, of whichever
     function, must know that an earlier one has failed.
@@ -522,6 +522,26 @@ class _Process:
     def all_channels(self) -> list[_Channel]:
         return list(self._channels.values())
 
+    # The three things that meetings ask JAX. No other function of this module does.
+
+    @property
+    def index(self) -> int:
+        return jax.process_index()
+
+    @property
+    def count(self) -> int:
+        return jax.process_count()
+
+    def client(self) -> Any:
+        """The client of the coordination service, through which all messages go."""
+        client = coordination_client()
+        if client is None:
+            raise ProcessError(
+                f"There are {self.count} processes, and this one is not connected to the others."
+                " Call `jax.distributed.initialize()` first, on each of them."
+            )
+        return client
+
 
 class _Thread(threading.local):
     """The last meeting of this thread."""
@@ -542,17 +562,6 @@ os.register_at_fork(after_in_child=_process.start_again)
 
 def _channel(among: Sequence[int], name: str = "") -> _Channel:
     return _process.channel(among, name)
-
-
-def _client() -> Any:
-    """The client of the coordination service, which is all that meetings talk to."""
-    client = coordination_client()
-    if client is None:
-        raise ProcessError(
-            f"There are {jax.process_count()} processes, and this one is not connected to the"
-            " others. Call `jax.distributed.initialize()` first, on each of them."
-        )
-    return client
 
 
 @contextmanager
@@ -602,7 +611,7 @@ def _absent(
             f" ({reason}). Nothing was done. See the logs of the other processes."
         )
     names = ", ".join(map(str, absent))
-    who = f"{'process' if len(absent) == 1 else 'processes'} {names} of {jax.process_count()}"
+    who = f"{'process' if len(absent) == 1 else 'processes'} {names} of {_process.count}"
     here = f" This process called it at {call.line}." if call.line else ""
     if is_lost:
         return (

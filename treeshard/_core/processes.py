@@ -60,6 +60,7 @@ def all_or_none(what: str, **options: Unpack[MeetingOptions]) -> Iterator[list[b
     try:
         told, failures = exchange_outcomes(what, own_error, messages, **options)
     except ProcessError as absent:
+        # The user's own error says more than that the others did not hear of it.
         raise (own_error or absent) from None
     if own_error is not None:
         raise own_error
@@ -82,6 +83,7 @@ def exchange_outcomes(
 
     Returns the message of each process, and the errors, by process.
     """
+    # The first byte says which it is: an error of one process is a message to the others.
     outcome = b"+" + b"".join(messages)
     if error is not None:
         outcome = f"-{type(error).__name__}: {error}".removesuffix(": ").encode()
@@ -163,7 +165,7 @@ def _differences(
     differing = {group for group, texts in found.items() if len(texts) > 1 or "" in texts}
     if not differing:
         return Differences({}, {})
-    payload = zlib.compress(json.dumps(facts.of_groups(differing)).encode())
+    payload = zlib.compress(json.dumps(facts.select_groups(differing)).encode())
     phase = f"{options.get('phase', '')} differences"
     messages = exchange(what, payload, **{**options, "phase": phase})
     told = (json.loads(zlib.decompress(message)) for message in messages)

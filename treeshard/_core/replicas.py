@@ -32,17 +32,11 @@ _FOR_A_THREAD = 2**22  # bytes from which on a thread pays off: `crc32` releases
 
 
 class Part(NamedTuple):
-    """A part of an array that several devices or processes hold.
+    """A part of an array that several devices or processes hold."""
 
-    Attributes:
-        name: `[0:4, 8:16]`; empty for the full array.
-        holders: The processes that hold it, ascending.
-        copies: The values that this process has: one copy, or one of each of its devices.
-    """
-
-    name: str
-    holders: tuple[int, ...]
-    copies: list[Any]
+    name: str  # `[0:4, 8:16]`; empty for the full array
+    holders: tuple[int, ...]  # the processes that hold it, ascending
+    copies: list[Any]  # the values that this process has: one copy, or one of each of its devices
 
     def checksums(self) -> list[int]:
         """The different checksums of the copies: a single one if all are equal."""
@@ -59,6 +53,7 @@ def shared_parts(x: Any, among: Sequence[int]) -> Iterator[Part]:
     if not isinstance(x, jax.Array):
         yield Part("", tuple(among), [x])
         return
+    # An array on devices of this process alone: each of the others has one of the same shape.
     owners = dict.fromkeys(regions_here(x.sharding, x.shape).values(), tuple(among))
     if not x.is_fully_addressable:
         owners = shared_regions(x.sharding, x.shape)

@@ -33,6 +33,7 @@ from treeshard.errors import SpecError, TreeShardError, UnknownAxisError, listed
 SpecTree = Any
 
 
+# `Plan` is one level up, and functions of the core take it.
 class SpecCarrier:
     """Base of classes that are accepted wherever a tree of specs is. `Plan` is one."""
 
@@ -129,6 +130,7 @@ def specs_of_leaves(
     """
     if isinstance(specs, SpecCarrier):
         specs = specs.specs
+    # JAX matches the structures, which is fast. Only if it fails are both walked for a message.
     try:
         prefixes, treedef = flatten_specs(specs, name, resolve)
     except SpecError:
@@ -159,7 +161,9 @@ def flatten_specs(
     specs: SpecTree, name: str = "specs", resolve: Callable[[Any], Any] | None = None
 ) -> tuple[list[Any], Any]:
     """Flattens a tree of specs, with `None`s as leaves and tuples of logical names resolved."""
+    # `None` and tuples are nodes of a pytree, and `is_leaf` makes them leaves here.
     flat, treedef = tree_flatten(specs, is_leaf=is_spec_entry)
+    # The common case, without paths, which take longer than all else.
     if all(spec is None or is_spec(spec) for spec in flat):
         return flat, treedef
     resolved: list[Any] = []
@@ -224,6 +228,7 @@ def _first_difference(specs: SpecTree, tree: PyTree, path: str, name: str) -> st
         deeper = _first_difference(spec_children[key], tree_children[key], child_path, name)
         if deeper is not None:
             return deeper
+    # The same type and keys, and still other structures: a module's static fields.
     if tree_structure(specs, is_leaf=is_spec_entry) != tree_structure(tree):
         return (
             f"at {here}: both are {type(tree).__name__}, but their static fields differ. Make"
@@ -233,6 +238,7 @@ def _first_difference(specs: SpecTree, tree: PyTree, path: str, name: str) -> st
 
 
 def _one_level(x: Any) -> dict[str, Any] | None:
+    """The children of a node by key; `None` for a leaf."""
     if x is None:
         return {}
     if tree_structure(x).num_nodes == 1 and tree_structure(x).num_leaves == 1:
@@ -261,26 +267,38 @@ def _describe(x: Any) -> str:
 
 
 class Misfit(NamedTuple):
-    """Why a leaf cannot have the placement `requested`, or none at all; and which error to
-    raise."""
+    """Why a leaf cannot be placed as requested, or not at all."""
 
+    # The error to raise if no other leaf has a more specific one.
     error: type[TreeShardError]
+    # The reason, and what to do.
     why: str
+    # The spec and its mesh, as messages show them, if these are the reason.
     requested: str = ""
 
 
 @dataclass(frozen=True)
 class ResolvedSpec:
-    """The spec of one leaf as requested, and the part of it that fits a mesh and the leaf.
+    """The spec of one leaf as requested, and the part of it that fits a mesh and the leaf."""
 
-    `memory_kind` is that of the `NamedSharding` that gave the spec, if one did.
-    """
-
+    # As the caller or a rule requests it; `P()` if no rule matched.
     requested: PartitionSpec
+    # What the leaf gets.
     spec: PartitionSpec
-    mesh: AnyMesh | None
+    # The mesh that it was resolved on. In a plan, which has one for all leaves, it is `None`.
+    mesh: AnyMesh | None = None
+    # The kind of memory; `None` for that of the devices.
     memory_kind: str | None = None
+    # How `spec` differs from `requested`, and why.
     adjustments: tuple[Adjustment, ...] = ()
+    # The index of the rule that requested it, and its pattern; `None` without a rule.
+    rule: int | None = None
+    pattern: str | None = None
+
+    @property
+    def errors(self) -> list[Adjustment]:
+        """The adjustments that are errors if rules are strict."""
+        return [x for x in self.adjustments if x.kind in MISFITS or x.kind == "unmatched"]
 
     @cached_property
     def sharding(self) -> NamedSharding:
@@ -294,8 +312,9 @@ class ResolvedSpec:
         """
         notes = [note for note in self.adjustments if note.kind in kinds]
         reasons = [note.why for note in notes]
-        if "unconstrained" in kinds and UNCONSTRAINED in entries(self.requested):
-            dim = entries(self.requested).index(UNCONSTRAINED)
+        requested = entries(self.requested)
+        if "unconstrained" in kinds and UNCONSTRAINED in requested:
+            dim = requested.index(UNCONSTRAINED)
             reasons.append(
                 f"dim {dim} is UNCONSTRAINED, which has a meaning only inside jit. Write an axis,"
                 " or None to replicate the dim."
@@ -358,6 +377,8 @@ def resolve_specs(
         else:
             own_mesh = choose_mesh(own_mesh, leaf)
         shape = tuple(leaf.shape)
+        # Layers have equal shapes and specs. One record for all of them also makes their shardings
+        # one object, which JAX compares by identity first.
         key = (spec, own_mesh, memory_kind, shape)
         if key not in cache:
             given, adjustments = project(spec, own_mesh, shape, manual=manual, typed=typed)

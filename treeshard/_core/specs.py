@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from treeshard._core.jax_private import spec_entries
 from treeshard._core.mesh import (
@@ -34,8 +34,7 @@ class Adjustment(NamedTuple):
     Attributes:
         kind: `"axis-not-in-mesh"`, `"axis-already-used"`, `"axis-is-manual"`,
             `"already-sharded"`, `"indivisible"`, `"rank"`, `"reduced-type"`, `"too-small"`,
-            `"explicit-spec-too-small"`, `"no-dim"`, `"no-logical-rule"`, `"no-base"`,
-            `"cuts-block"` or `"unmatched"`.
+            `"explicit-spec-too-small"`, `"no-dim"`, `"no-logical-rule"` or `"unmatched"`.
         why: The reason in words, and the fix.
         axes: The mesh axes that were dropped, if any.
         dim: The dim from which they were dropped, if it is one dim.
@@ -71,6 +70,7 @@ def is_spec(x: Any) -> bool:
 
 def is_logical(x: Any) -> bool:
     """Whether `x` is a plain tuple of logical names, which is one spec and not a tree."""
+    # `type(x) is tuple`: a `NamedTuple` is a node of a tree. `(None, None)` may be a tree, too.
     if type(x) is not tuple or not any(isinstance(entry, str) for entry in x):
         return False
     return all(
@@ -120,6 +120,7 @@ def part_count(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
 
 def entry_of(axes: Sequence[str]) -> Entry:
     """One entry from its axes: `None`, the name, or a tuple of names."""
+    # `P(("data",))` and `P("data")` are the same and not equal: one form for all.
     if not axes:
         return None
     return axes[0] if len(axes) == 1 else tuple(axes)
@@ -128,10 +129,11 @@ def entry_of(axes: Sequence[str]) -> Entry:
 def with_entries(spec: PartitionSpec, new: Sequence[Entry]) -> PartitionSpec:
     """`spec` with new entries and its `unreduced` and `reduced` axes; trailing `None`s are
     dropped."""
-    trimmed = list(new)
-    while trimmed and trimmed[-1] is None:
-        trimmed.pop()
-    return spec.update(partitions=tuple(trimmed))
+    kept = list(new)
+    while kept and kept[-1] is None:
+        kept.pop()
+    # `update` keeps the axes over which values are unreduced; `PartitionSpec(*kept)` would not.
+    return spec.update(partitions=tuple(kept))
 
 
 def trimmed(spec: PartitionSpec) -> PartitionSpec:
@@ -182,10 +184,13 @@ def project(
     """Projects a spec on a mesh and a shape: returns the part that is possible there, and what is
     not.
 
-    Drops axes that the mesh lacks, Manual axes and repeated axes (an axis goes to the first dim
-    that names it). Per dim, keeps the longest prefix of axes that divides it. Drops entries beyond
-    the rank, and `unreduced` and `reduced` axes where values have no such types. No axis moves to
-    another dim. If nothing has to change, returns `spec` itself.
+    1. Drops axes that the mesh lacks, Manual axes, and repeated axes: an axis goes to the first
+       dim that names it.
+    2. Keeps, per dim, the longest prefix of the axes left that divides it.
+    3. Drops entries beyond the rank.
+    4. Drops `unreduced` and `reduced` axes where values have no such types.
+
+    No axis moves to another dim. If nothing has to change, returns `spec` itself.
 
     Args:
         spec: The requested spec.
@@ -205,43 +210,68 @@ def project(
     used: set[str] = set()
     for dim, entry in enumerate(requested[:rank]):
         axes = axes_of(entry)
+        # An entry without axes is `None` or `UNCONSTRAINED`, and stays.
         if sizes is None or not axes:
             given.append(entry)
             continue
-        free: list[str] = []
-        for axis in axes:
-            note = _absent(axis, sizes, manual, dim)
-            if note is None and axis in used:
-                why = f"{spec} names the axis {axis!r} twice. An axis can split one dim only."
-                note = Adjustment("axis-already-used", why, (axis,), dim)
-            if note is None:
-                free.append(axis)
-                used.add(axis)
-            else:
-                adjustments.append(note)
+        free, notes = _free_axes(spec, dim, axes, sizes, manual, used)
+        adjustments += notes
+        used.update(free)
         kept = free
         if divisible and shape is not None:
             kept = _dividing_axes(free, sizes, shape[dim])
             if kept != free:
                 adjustments.append(_indivisible(spec, dim, shape, free, kept, sizes))
         given.append(entry if len(kept) == len(axes) else entry_of(kept))
-    beyond = all_axes(requested[rank:])
-    if beyond:
-        extra = len(requested) - rank
-        last = "the last entry" if extra == 1 else f"the last {extra} entries"
-        why = (
-            f"{spec} has {counted(len(requested), 'entry')}, but shape {shape} has"
-            f" {counted(rank, 'dim')}. Drop {last}."
-        )
-        adjustments.append(Adjustment("rank", why, tuple(beyond)))
+    if (beyond := _beyond_rank(spec, shape)) is not None:
+        adjustments.append(beyond)
     lost = _lost_types(spec, mesh, manual, typed)
     adjustments += lost
+    # The same object: callers compare by identity, and JAX caches by it.
     if not adjustments and len(requested) <= rank:
         return spec, ()
     if lost:
         gone = {axis for note in lost for axis in note.axes}
         spec = with_types(spec, spec.unreduced - gone, spec.reduced - gone)
     return with_entries(spec, given), tuple(adjustments)
+
+
+def _free_axes(
+    spec: PartitionSpec,
+    dim: int,
+    axes: Sequence[str],
+    sizes: Mapping[str, int],
+    manual: frozenset[str],
+    used: Collection[str],
+) -> tuple[list[str], list[Adjustment]]:
+    """The axes of one dim that a spec can name here, and why it cannot name the others."""
+    free: list[str] = []
+    notes: list[Adjustment] = []
+    for axis in axes:
+        note = _absent(axis, sizes, manual, dim)
+        # One entry may name an axis twice, too.
+        if note is None and (axis in used or axis in free):
+            why = f"{spec} names the axis {axis!r} twice. An axis can split one dim only."
+            note = Adjustment("axis-already-used", why, (axis,), dim)
+        if note is None:
+            free.append(axis)
+        else:
+            notes.append(note)
+    return free, notes
+
+
+def _beyond_rank(spec: PartitionSpec, shape: tuple[int, ...] | None) -> Adjustment | None:
+    """Why a spec is too long for a shape. Entries of `None` beyond the rank do no harm."""
+    requested = entries(spec)
+    if shape is None or not (beyond := all_axes(requested[len(shape) :])):
+        return None
+    extra = len(requested) - len(shape)
+    last = "the last entry" if extra == 1 else f"the last {extra} entries"
+    why = (
+        f"{spec} has {counted(len(requested), 'entry')}, but shape {shape} has"
+        f" {counted(len(shape), 'dim')}. Drop {last}."
+    )
+    return Adjustment("rank", why, tuple(beyond))
 
 
 def _absent(
@@ -258,6 +288,8 @@ def _absent(
 
 def _dividing_axes(axes: list[str], sizes: Mapping[str, int], length: int) -> list[str]:
     """The longest prefix of the axes that divides a dim."""
+    # A prefix: the axes are outermost first, and shards of the outer ones stay where they are if
+    # the inner ones are dropped.
     end = len(axes)
     while length % part_count(axes[:end], sizes):
         end -= 1
@@ -289,6 +321,7 @@ def _lost_types(
     axes = sorted(spec.unreduced | spec.reduced)
     if not axes:
         return []
+    # On Auto axes the compiler decides what is reduced, and types do not say it.
     auto = () if mesh is None else axes_of_type(as_mesh(mesh), AxisType.Auto)
     if typed and not auto:
         if mesh is None:
@@ -308,10 +341,19 @@ def _lost_types(
 def shard_size(shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh) -> int:
     """The number of elements of the largest shard of an array of `shape`."""
     sizes = axis_sizes(mesh)
+    # JAX rounds up: all shards but the last ones are of this size.
     elements = 1
     for length, entry in zip(shape, dim_entries(spec, len(shape)), strict=False):
         elements *= -(-length // part_count(axes_of(entry), sizes))
     return elements
+
+
+def items_per_device(shape: tuple[int, ...], sharding: Sharding | None) -> int:
+    """The number of elements of the largest shard of an array with any sharding, or without one."""
+    if isinstance(sharding, NamedSharding):
+        # `shard_shape` of JAX raises where the axes do not divide a dim.
+        return shard_size(shape, sharding.spec, sharding.mesh)
+    return math.prod(shape if sharding is None else sharding.shard_shape(shape))
 
 
 def is_mesh_axes(value: Any) -> bool:

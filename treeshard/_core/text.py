@@ -4,7 +4,6 @@ Parsing evaluates nothing but literals.
 """
 
 import ast
-import html
 import json
 import math
 import re
@@ -19,8 +18,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import PartitionSpec
 
-from treeshard._core.jax_private import unreduced_kind
-from treeshard._core.specs import UNCONSTRAINED, is_logical, is_mesh_axes
+from treeshard._core.specs import is_logical, is_mesh_axes
 from treeshard.errors import FormatError, short
 
 N = TypeVar("N", int, str)
@@ -46,29 +44,18 @@ def dtype_name(dtype: Any) -> str:
 
 def parse_spec(text: str) -> PartitionSpec:
     """Parses `P('data', None, ('fsdp', 'tensor'))`."""
-    # JAX prints specs as Python calls, of which this reads what they have: names, tuples, keywords.
-    node = _parse_expression(text)
-    if not isinstance(node, ast.Call) or _name(node.func) not in ("P", "PartitionSpec"):
-        raise FormatError(
-            f"{text!r} is not a spec. Write it as P('data', None, ('fsdp', 'tensor'))."
-        )
-    entries = [
-        UNCONSTRAINED if _name(arg) == "UNCONSTRAINED" else _literal(arg, text) for arg in node.args
-    ]
-    more: dict[str, Any] = {}
-    for word in node.keywords:
-        if word.arg == "unreduced_kind":
-            more |= _unreduced_kind(word.value, text)
-        else:
-            more[str(word.arg)] = _literal(word.value, text)
-    if bad := [entry for entry in entries if not (entry is UNCONSTRAINED or is_mesh_axes(entry))]:
+    match _parse_expression(text):
+        case ast.Call(func=ast.Name(id="P" | "PartitionSpec"), args=args, keywords=[]):
+            entries = [_literal(arg, text) for arg in args]
+        case _:
+            raise FormatError(
+                f"{text!r} is not a spec. Write it as P('data', None, ('fsdp', 'tensor'))."
+            )
+    if bad := [entry for entry in entries if not is_mesh_axes(entry)]:
         raise FormatError(
             f"{text!r} is not a spec: {bad[0]!r} is neither an axis name nor a tuple of them."
         )
-    try:
-        return PartitionSpec(*[tuple(e) if isinstance(e, list) else e for e in entries], **more)
-    except Exception as error:  # whatever JAX rejects
-        raise FormatError(f"{text!r} is not a spec: {error}") from None
+    return PartitionSpec(*[tuple(e) if isinstance(e, list) else e for e in entries])
 
 
 def parse_names(text: str) -> tuple[Any, ...]:
@@ -108,20 +95,6 @@ def _literal(node: ast.expr, text: str) -> Any:
     except (ValueError, TypeError, RecursionError):
         part = ast.get_source_segment(text, node)  # `ast.unparse` would recurse
         raise FormatError(f"{text!r}: {part!r} is not a literal.") from None
-
-
-def _unreduced_kind(node: ast.expr, text: str) -> dict[str, Any]:
-    try:
-        return unreduced_kind(_name(node) or "")
-    except KeyError:
-        raise FormatError(
-            f"{text!r} is not a spec: this version of JAX has no unreduced_kind {_name(node)!r}."
-        ) from None
-
-
-def _name(node: ast.expr) -> str | None:
-    """The name of a node, or its last part: `UNCONSTRAINED` of `P.UNCONSTRAINED`."""
-    return node.id if isinstance(node, ast.Name) else getattr(node, "attr", None)
 
 
 _UNITS = {"": 1, "B": 1, "KB": 1000}
@@ -164,15 +137,6 @@ def _each_key_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return mapping
 
 
-def typed(value: Any, kind: type, where: str, what: str = "") -> Any:
-    """Returns `value`, or raises `FormatError` if its type is not `kind`; `what` names the type."""
-    if type(value) is not kind:
-        raise FormatError(
-            f"{where} is {value!r} ({type(value).__name__}), not {what or kind.__name__}."
-        )
-    return value
-
-
 # ------------------------------------------------------------------ sizes and tables
 
 
@@ -193,21 +157,6 @@ def columns(rows: Sequence[tuple[str, ...]], right: int = 3) -> str:
         cells[right] = row[right].rjust(widths[right])
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
-
-
-def html_table(rows: Sequence[Sequence[str]], right: int = 3) -> str:
-    """As `columns`, for notebooks; the first row is the head."""
-
-    def line(tag: str, row: Sequence[str]) -> str:
-        sides = ["right" if column == right else "left" for column in range(len(row))]
-        cells = [
-            f'<{tag} style="text-align: {side}">{html.escape(cell)}</{tag}>'
-            for side, cell in zip(sides, row, strict=True)
-        ]
-        return f"<tr>{''.join(cells)}</tr>"
-
-    body = "".join(line("td", row) for row in rows[1:])
-    return f"<table><thead>{line('th', rows[0])}</thead><tbody>{body}</tbody></table>"
 
 
 # ------------------------------------------------------------------ processes

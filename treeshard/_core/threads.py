@@ -20,14 +20,10 @@ _LOOK_AGAIN = 0.2  # seconds
 
 
 class Outcome(Generic[T]):
-    """What a call returns or raises, perhaps in a thread. A Ctrl-C may interrupt any of its waits.
-
-    Attributes:
-        done: Whether the call has ended.
-    """
+    """What a call returns or raises, perhaps in a thread. A Ctrl-C may interrupt its waits."""
 
     def __init__(self) -> None:
-        self.done = False
+        self.done = False  # whether the call has ended
         self._value: Any = None
         self._error: BaseException | None = None
         self._running = threading.Lock()  # released once, when the call ends

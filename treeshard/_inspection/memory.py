@@ -18,7 +18,7 @@ from jax.tree_util import tree_leaves
 from treeshard._core.arrays import has_shape
 from treeshard._core.mesh import AnyMesh, axis_sizes
 from treeshard._core.paths import PyTree, leaf_paths
-from treeshard._core.specs import axes_of, entries, shard_size, with_entries
+from treeshard._core.specs import axes_of, entries, items_per_device, with_entries
 from treeshard._planning.plan import Plan
 from treeshard.errors import SpecError, listed
 
@@ -95,7 +95,7 @@ def bytes_by_device(leaves: Iterable[PlacedLeaf]) -> dict[int, int]:
             part = size * elements_by_device(shape, sharding.spec, sharding.mesh)
             by_mesh[sharding.mesh] = by_mesh.get(sharding.mesh, 0) + part
         elif sharding is not None:
-            part = size * math.prod(sharding.shard_shape(shape))
+            part = size * items_per_device(shape, sharding)
             by_device.update({device.id: part for device in sharding.device_set})
     for mesh, sizes in by_mesh.items():
         ids: Iterable[int] = range(mesh.size)
@@ -109,12 +109,7 @@ def largest_part(leaf: PlacedLeaf) -> int:
     """The bytes of a leaf's largest shard."""
     if leaf.sharding is None or not leaf.takes_device_memory:
         return 0
-    if isinstance(leaf.sharding, NamedSharding):
-        # `shard_shape` of JAX raises where the axes do not divide a dim.
-        part = shard_size(leaf.shape, leaf.sharding.spec, leaf.sharding.mesh)
-    else:
-        part = math.prod(leaf.sharding.shard_shape(leaf.shape))
-    return part * leaf.dtype.itemsize
+    return items_per_device(leaf.shape, leaf.sharding) * leaf.dtype.itemsize
 
 
 def elements_by_device(shape: Shape, spec: PartitionSpec, mesh: AnyMesh) -> np.ndarray:

@@ -20,7 +20,7 @@ from treeshard._core.specs import entries, with_entries
 from treeshard._core.text import fold
 from treeshard._inspection.memory import named_leaves
 from treeshard._planning.plan import Plan
-from treeshard.errors import UnstableStepError, counted, listed
+from treeshard.errors import UnstableStepError, counted, listed, short
 
 
 class LeafDifference(NamedTuple):
@@ -119,6 +119,7 @@ def assert_stable_step(step: Callable[..., Any], state: PyTree, *args: Any) -> A
     check_no_refs(state, "assert_stable_step")
     treedef, before = tree_structure(state), _facts_by_path(state)  # the step may donate it
     out = step(state, *args)
+    # A tuple is the state itself if it has its structure, or else the state and what comes with it.
     new_state = out
     if isinstance(out, tuple) and tree_structure(out) != treedef:
         new_state = out[0] if out else None
@@ -127,6 +128,7 @@ def assert_stable_step(step: Callable[..., Any], state: PyTree, *args: Any) -> A
     for path, what, old, new in differences:
         by_leaf.setdefault(path, []).append(f"{what} {old} -> {new}")
     facts = [f"{path or 'the state'}: {'; '.join(changes)}" for path, changes in by_leaf.items()]
+    # Of two structures with the same paths, each is a key of its own to JAX's caches.
     if not facts and tree_structure(new_state) != treedef:
         facts = ["the tree: the type of a container, or a static field, changed."]
     if facts:
@@ -172,7 +174,10 @@ def _diff(a: list[tuple[str, _Facts]], b: list[tuple[str, _Facts]]) -> ShardingD
         elif new is None:
             differences.append(LeafDifference(path, "leaf", "present", "gone"))
         elif (old.keys() == {"value"}) != (new.keys() == {"value"}):
-            shown = (repr(x["value"]) if "value" in x else "an array" for x in (old, new))
+            # An array and a leaf of another kind have no fact in common.
+            shown = (
+                _shown("value", x["value"]) if "value" in x else "an array" for x in (old, new)
+            )
             differences.append(LeafDifference(path, "value", *shown))
         else:
             differences += [
@@ -193,11 +198,8 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _shown(what: str, fact: Any) -> str:
-    if what == "value":
-        return repr(fact)
-    if what == "devices":
-        return ",".join([*map(str, fact[:16]), *(["..."] if len(fact) > 16 else [])])
-    return str(fact)
+    # A mesh may have 65,536 devices, and a value any length.
+    return short(repr(fact) if what == "value" else str(fact))
 
 
 def _facts(leaf: Any) -> _Facts:
@@ -216,6 +218,7 @@ def _facts(leaf: Any) -> _Facts:
         facts = {"sharding": "one device (uncommitted)", "committed": "no"}
         if isinstance(leaf, jax.Array) and leaf.committed:
             facts = _facts_of_sharding(leaf.sharding) | {"committed": "yes"}
+    # `1.0` and `jnp.float32(1)` have one dtype, and promote other arrays differently.
     facts |= {"shape": aval.shape, "dtype": aval.dtype}
     facts["weak type"] = "yes" if aval.weak_type else "no"
     if is_number:
@@ -234,7 +237,7 @@ def _facts_of_sharding(sharding: Sharding) -> _Facts:
         facts["mesh"] = describe_mesh(mesh)
         facts["axis types"] = ", ".join(map(str, mesh.axis_types))
         if isinstance(mesh, Mesh):
-            facts["devices"] = tuple(device.id for device in mesh.devices.flat)
+            facts["devices"] = ",".join(str(device.id) for device in mesh.devices.flat)
     if sharding.memory_kind is not None:
         facts["memory kind"] = sharding.memory_kind
     return facts

@@ -56,7 +56,7 @@ from treeshard._core.specs import (
     without_axes,
 )
 from treeshard._placement.shard import shard
-from treeshard._placement.targets import on_meshes
+from treeshard._placement.targets import meshes_of
 from treeshard._planning.logical import resolve_names
 from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import (
@@ -260,15 +260,13 @@ def _specs_here(tree: PyTree, step: PlanInForce | None, axis: Any) -> SpecTree |
     if plan_in_force.value is INITIALISING:
         return None
     mesh = context_mesh()
+    asked = () if axis is None else axis_tuple(axis, "unshard")
+    explicit = () if mesh is None else axes_of_type(mesh, AxisType.Explicit)
     # Types name Explicit axes only. A plan names Auto axes too.
-    if is_all_explicit(mesh):
+    if is_all_explicit(mesh) or (step is None and asked and {*asked} <= {*explicit}):
         return tree_map(_spec_of_type, tree)
     if step is not None:
         return step.specs_of(tree, *_CALL)
-    if mesh is not None and axis is not None:
-        explicit = axes_of_type(mesh, AxisType.Explicit)
-        if {*axis_tuple(axis, "unshard")} <= {*explicit}:
-            return tree_map(_spec_of_type, tree)
     is_missing = _misses_a_mesh(tree) if mesh is None else mesh.size > 1
     if is_missing:
         warn(f"unshard: nothing is gathered: no plan is in force here. Pass it, {_NO_PLAN}.")
@@ -304,7 +302,7 @@ def _gather_manual_axes(
     misfits = {
         i: Misfit(SpecError, why)
         for i, spec in shards.items()
-        if (why := _why_not_gathered(leaves[i], spec, by_hand))
+        if (why := _explain_not_gathered(leaves[i], spec, by_hand))
     }
     raise_misfits(tree, misfits, "unshard", "leaves cannot be gathered:")
     for i, spec in shards.items():
@@ -312,7 +310,7 @@ def _gather_manual_axes(
     return treedef.unflatten(leaves)
 
 
-def _why_not_gathered(x: Any, spec: PartitionSpec, axes: Sequence[str]) -> str:
+def _explain_not_gathered(x: Any, spec: PartitionSpec, axes: Sequence[str]) -> str:
     _, notes = project(spec, None, x.shape)
     return " ".join(note.why for note in notes) or why_not_innermost(spec, axes)
 
@@ -398,6 +396,7 @@ def _targets(
     for i, target in enumerate(targets):
         if target is None or target.mesh is None:
             targets[i] = None
+        # Outside of a trace nobody fills in the dims that are `UNCONSTRAINED`.
         elif not tracing or isinstance(leaves[i], jax.ShapeDtypeStruct):
             spec = fill_unconstrained(target.spec, _current_spec(target.mesh, leaves[i]))
             targets[i] = replace(target, spec=spec)
@@ -421,20 +420,27 @@ def _with_uneven_dims(
 
 def _mesh_for(requested: AnyMesh | None, value: Any) -> AnyMesh | None:
     """Returns the mesh that shardings must name here; `None` if there is none, or several
-    conflict."""
+    conflict.
+
+    1. Outside of a mesh: the one that is requested, with Auto axes in a trace.
+    2. Inside of another mesh: the same, if all axes of the context are Auto. Else none.
+    3. In a `shard_map`: the context.
+    4. Inside of the same mesh: the one of the two that knows the devices, and the axis types of the
+       context.
+    """
     context = context_mesh() or _mesh_of_type(value)
     mesh = get_incontext_mesh(raise_error=False) if requested is None else requested
     mesh = context if mesh is None else mesh
     if mesh is None:
         return None
-    if context is None:
+    if context is None:  # 1
         return _on_auto_axes(mesh)
     if not same_axes(mesh, context):
-        # Of another mesh than that of the context, JAX accepts shardings on Auto axes only.
+        # 2: JAX accepts shardings of another mesh than the context's on Auto axes only.
         return _on_auto_axes(mesh) if context.are_all_axes_auto else None
-    if manual_axes():
+    if manual_axes():  # 3
         return context  # JAX compares the axis types too, and Manual is one
-    # Both are the same mesh: the context knows the axis types and, in a trace, the devices.
+    # 4: the context knows the axis types and, in a trace, the devices.
     if isinstance(context, Mesh) and (is_tracing() or not isinstance(mesh, Mesh)):
         return context
     return mesh.update(axis_types=context.axis_types)
@@ -471,7 +477,7 @@ def _report(
     adjusted = {i: t for i, t in enumerate(targets) if t is not None and t.adjustments}
     if not adjusted:
         return
-    kinds = {"rank", "reduced-type"}
+    kinds = {"rank", "reduced-type"}  # which no other spec stands in for
     if uneven in ("error", "keep"):
         kinds.add("indivisible")
     misfits = {i: misfit for i, target in adjusted.items() if (misfit := target.misfit(kinds))}
@@ -484,14 +490,14 @@ def _report(
         f"{paths[i] or 'the array'}: {why}"
         for i, target in adjusted.items()
         for note in target.adjustments
-        if (why := _why_applied_in_part(note, target, uneven))
+        if (why := _explain_applied_in_part(note, target, uneven))
     ]
     if warnings:
         headline = f"{len(warnings)} constraints were only applied in part:"
         warn(f"{where}: {listed(headline, warnings)}")
 
 
-def _why_applied_in_part(note: Adjustment, target: ResolvedSpec, uneven: Uneven) -> str:
+def _explain_applied_in_part(note: Adjustment, target: ResolvedSpec, uneven: Uneven) -> str:
     """What to warn of, if anything: an axis of another mesh is dropped in silence."""
     if note.kind == "indivisible" and uneven == "warn":
         mesh = describe_mesh(target.mesh)
@@ -520,9 +526,9 @@ def _constrain_tree(
     where: str, tree: PyTree, shardings: SpecTree, mesh: AnyMesh | None, uneven: Uneven = "warn"
 ) -> Any:
     targets = _targets(tree, shardings, mesh, uneven == "keep")
-    is_missing = (
-        not any(targets) and _misses_a_mesh(tree) and not on_meshes(shardings, mesh, where)[1]
-    )
+    # Where neither the call nor the context has a mesh, JAX would raise; a model should run there,
+    # but not in silence if its arrays are on several devices.
+    is_missing = not any(targets) and _misses_a_mesh(tree) and not meshes_of(shardings, mesh)
     if is_missing and get_names_from_partition_spec(shardings):
         warn(
             f"{where}: there is no mesh here, so nothing is constrained. Pass the plan or the mesh,"

@@ -43,7 +43,7 @@ from treeshard._core.processes import (
     show_progress,
 )
 from treeshard._core.spec_trees import SpecCarrier, SpecTree, flatten_specs, is_spec_entry
-from treeshard._placement.moves import through_host, unchanged
+from treeshard._placement.moves import return_unchanged, through_host
 from treeshard._placement.shard import Call, place
 from treeshard._placement.targets import raise_unmovable, resolver, unreadable
 from treeshard._placement.transport import deliver
@@ -157,24 +157,19 @@ def _arrays(named: Iterable[tuple[str, Any]], read: Iterator[Any]) -> Iterator[t
 
 
 class _Call(NamedTuple):
-    """One call of `gather` or `iter_gather`.
+    """One call of `gather` or `iter_gather`."""
 
-    Attributes:
-        where: The function, for messages.
-        processes: Those that hold parts of the leaves, and the receiver; none if this process has
-            all parts, or no part.
-        prefix: The path of the tree in a larger one.
-        leaf_by_leaf: Whether one leaf is in memory at a time. Then the processes wait for each
-            other at each leaf whose data travels.
-    """
-
-    where: str
+    where: str  # the function, for messages
     tree: PyTree
-    leaves: list[Any]
+    leaves: list[Any]  # of the tree
     to: To
+    # Those that hold parts of the leaves, and the receiver; none if this process has all parts, or
+    # no part.
     processes: list[int]
     timeout: float
-    prefix: str = ""
+    prefix: str = ""  # the path of the tree in a larger one
+    # Whether one leaf is in memory at a time. Then the processes wait for each other at each leaf
+    # whose data travels.
     leaf_by_leaf: bool = False
 
 
@@ -191,12 +186,13 @@ def _reader(call: _Call) -> Iterator[Any]:
     spread = [leaf for leaf in call.leaves if is_spread(leaf)]
     if not call.processes:
         receives = call.to in ("all", me) and not spread
-        return _received(call.leaves, repeat({}), receives)
+        return _receive(call.leaves, repeat({}), receives)
     receivers = call.processes if call.to == "all" else [call.to]
     data = list(map(data_of, spread))
+    # Receivers want each array in one piece.
     wanted = [[(r, region_of((slice(None),) * x.ndim, x.shape)) for r in receivers] for x in data]
     delivered = deliver(data, wanted, call.processes, _turns(call, paths))
-    return _received(call.leaves, delivered, me in receivers)
+    return _receive(call.leaves, delivered, me in receivers)
 
 
 def _agreed_paths(call: _Call) -> list[str]:
@@ -239,10 +235,11 @@ def _turns(call: _Call, paths: list[str]) -> Callable[[int], AbstractContextMana
     return turn
 
 
-def _received(
+def _receive(
     leaves: list[Any], delivered: Iterator[dict[Region, np.ndarray]], receives: bool
 ) -> Iterator[Any]:
     for leaf in leaves:
+        # Also where nothing is received: other processes wait for what this one sends.
         regions = next(delivered) if is_spread(leaf) else {}
         if not receives:
             yield jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array(leaf) else leaf
@@ -277,6 +274,7 @@ def _check_memory(call: _Call) -> None:
         return
     if call.to not in ("all", jax.process_index()):
         needed = 0
+    # What this process sends, it reads first.
     needed += max(map(bytes_to_read, arrays), default=0)
 
     def error(fact: str, free: int) -> DoesNotFitError:
@@ -333,8 +331,8 @@ def make_shard_and_gather_fns(
     gather_fns: list[Callable[[Any], Any]] = []
     for path, spec in zip(leaf_paths(specs, is_leaf=is_spec_entry), leaf_specs, strict=True):
         if spec is None:
-            shard_fns.append(unchanged)
-            gather_fns.append(unchanged)
+            shard_fns.append(return_unchanged)
+            gather_fns.append(return_unchanged)
         else:
             own = spec.mesh if isinstance(spec, NamedSharding) else None
             spec_mesh = with_devices(own if mesh is None else mesh, "make_shard_and_gather_fns")

@@ -52,10 +52,10 @@ def extract_shardings(tree: PyTree, mesh: MeshLike | None = None) -> SpecTree:
     shardings = treedef.unflatten([_named_sharding(leaf) for leaf in leaves])
     if mesh is None:
         return shardings
-    laid = resolve_specs(tree, shardings, as_mesh(mesh, make_mesh))
-    misfits = {i: misfit for i, spec in enumerate(laid) if spec and (misfit := spec.misfit())}
+    resolved = resolve_specs(tree, shardings, as_mesh(mesh, make_mesh))
+    misfits = {i: misfit for i, spec in enumerate(resolved) if spec and (misfit := spec.misfit())}
     raise_misfits(tree, misfits, "extract_shardings")
-    return treedef.unflatten([spec and spec.sharding for spec in laid])
+    return treedef.unflatten([spec and spec.sharding for spec in resolved])
 
 
 def get_partition_spec(tree: PyTree) -> SpecTree:
@@ -88,7 +88,9 @@ def get_partition_spec(tree: PyTree) -> SpecTree:
     if any(spec is None for spec in specs):
         rows = zip(leaf_paths(tree), leaves, specs, strict=True)
         facts = [
-            f"{path or 'the tree'}: {_why_none(leaf)}" for path, leaf, spec in rows if spec is None
+            f"{path or 'the tree'}: {_explain_missing_spec(leaf)}"
+            for path, leaf, spec in rows
+            if spec is None
         ]
         raise SpecError(listed(f"{len(facts)} leaves have no PartitionSpec:", facts))
     return treedef.unflatten(specs)
@@ -109,6 +111,7 @@ def _spec(leaf: Any) -> PartitionSpec | None:
     sharding = _named_sharding(leaf)
     if sharding is not None:
         return sharding.spec
+    # Python's numbers have no sharding: in a step, JAX replicates them.
     if isinstance(leaf, bool | int | float | complex):
         return PartitionSpec()
     if isinstance(leaf, Tracer) or not is_array(leaf):
@@ -118,7 +121,7 @@ def _spec(leaf: Any) -> PartitionSpec | None:
     return PartitionSpec() if on_one_device else None
 
 
-def _why_none(leaf: Any) -> str:
+def _explain_missing_spec(leaf: Any) -> str:
     if isinstance(leaf, Tracer):
         return (
             "it is traced, and on Auto axes the compiler chooses its sharding. Read the inputs or"

@@ -3,6 +3,15 @@
 `jax.device_put` moves any array to any sharding. But where shards differ it copies through the host
 and keeps that copy on the source, it compiles a program for each shape that leaves a single device,
 on CPUs its result may share memory with a numpy array, and it does not move between processes.
+
+`choose_move` looks at where the values are, and where they go:
+
+1. Each process has all values, on the host or on its own devices: it cuts its shards out of them.
+2. They are sharded as they should be: nothing moves. On another mesh, they get its name.
+3. On one device: `shard` copies them through the host, `reshard` to all devices, to split there.
+4. On the devices of the target, in its order: one compiled program for all such leaves.
+5. On other devices of this process: shard by shard, without a full copy.
+6. On other devices of several processes: in packets, see `transport`.
 """
 
 import weakref
@@ -42,24 +51,29 @@ Read = Callable[[str, tuple[slice, ...]], Any]
 
 def choose_move(leaf: Any, target: NamedSharding, from_single_device: Move) -> Move | None:
     """Returns how to move a leaf to its target; `None` if it is already there."""
+    # 1
     if not isinstance(leaf, jax.Array):
         return through_host if target.is_fully_addressable else shard_from_full
     if leaf.is_fully_addressable and not target.is_fully_addressable:
         return shard_from_full
+    # 2
     current = leaf.sharding
     if current.is_equivalent_to(target, leaf.ndim):
         # A compiled step distinguishes meshes, so the same placement on another mesh is still
         # relabelled, without a copy.
         if isinstance(current, NamedSharding) and current.mesh == target.mesh:
             return None
-        return _by_jax if target.is_fully_addressable else _compiled
+        return _put_by_jax if target.is_fully_addressable else _move_compiled
     if leaf.dtype.name in ("int2", "uint2"):
         # Compiled programs that move these end the process or are wrong (JAX 0.10 to 0.12).
         return through_host if leaf.is_fully_addressable else transfer_across_processes
+    # 3
     if len(current.device_set) == 1 and leaf.is_fully_addressable:
-        return _by_jax if target.is_fully_replicated else from_single_device
+        return _put_by_jax if target.is_fully_replicated else from_single_device
+    # 4
     if isinstance(current, NamedSharding) and _devices(current.mesh) == _devices(target.mesh):
-        return _compiled
+        return _move_compiled
+    # 5, 6
     return _shard_by_shard if leaf.is_fully_addressable else transfer_across_processes
 
 
@@ -70,7 +84,7 @@ def _devices(mesh: AnyMesh) -> list[Any]:
 # ------------------------------------------------------------------ within one process
 
 
-def _by_jax(arrays: list[Any], targets: list[NamedSharding]) -> list[jax.Array]:
+def _put_by_jax(arrays: list[Any], targets: list[NamedSharding]) -> list[jax.Array]:
     # Where shards differ, JAX copies through the host and caches that copy on its argument.
     return jax.device_put([x if is_key(x) else alias_array(x) for x in arrays], targets)
 
@@ -82,19 +96,19 @@ def _shard_by_shard(arrays: list[Any], targets: list[NamedSharding]) -> list[jax
     other one is assembled on the host, once for all devices that need it.
     """
     pairs = zip(arrays, targets, strict=True)
-    return [as_keys(_reassembled(data_of(x), target), x) for x, target in pairs]
+    return [as_keys(_reassemble(data_of(x), target), x) for x, target in pairs]
 
 
-def _reassembled(x: jax.Array, target: NamedSharding) -> jax.Array:
+def _reassemble(x: jax.Array, target: NamedSharding) -> jax.Array:
     before = {shard.device: shard.data for shard in to_read(x).addressable_shards}
     regions = regions_here(x.sharding, x.shape)
     device_of = {region: device for device, region in regions.items()}
     held = {region: before[device] for region, device in device_of.items()}
     shards: list[jax.Array] = []
     for device, region in regions_here(target, x.shape).items():
-        if regions.get(device) == region:
+        if regions.get(device) == region:  # stays
             source: Any = before[device]
-        elif region in held:
+        elif region in held:  # goes from device to device
             source = held[region]
         else:
             source = np.empty(region_shape(region), x.dtype)
@@ -108,15 +122,15 @@ def _reassembled(x: jax.Array, target: NamedSharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(x.shape, target, shards)
 
 
-def _compiled(arrays: list[Any], targets: list[NamedSharding]) -> list[jax.Array]:
-    return jax.jit(unchanged, out_shardings=targets)(arrays)
+def _move_compiled(arrays: list[Any], targets: list[NamedSharding]) -> list[jax.Array]:
+    return jax.jit(return_unchanged, out_shardings=targets)(arrays)
 
 
 def replicate_then_split(arrays: list[Any], targets: list[NamedSharding]) -> list[jax.Array]:
     """Copies each array to all devices, and splits them there in one program."""
     # Splitting them on their single device would take one program for each shape.
     replicated = [target.update(spec=PartitionSpec()) for target in targets]
-    return _compiled(jax.device_put(arrays, replicated), targets)
+    return _move_compiled(jax.device_put(arrays, replicated), targets)
 
 
 class _TrackedView(np.ndarray):
@@ -158,7 +172,7 @@ def host_copy(x: Any) -> np.ndarray:
     return np.array(_source(x))
 
 
-def unchanged(x: Any) -> Any:
+def return_unchanged(x: Any) -> Any:
     return x
 
 
@@ -195,13 +209,16 @@ def transfer_across_processes(
     participates = jax.process_index() in among
     received = deliver(data, wanted, among) if participates else repeat(dict[Region, Any]())
     placed = []
+    # A process that takes no part still gets an array, which has no shards here.
     for x, keyless, target, parts in zip(arrays, data, targets, received, strict=participates):
-        placed.append(as_keys(jax.block_until_ready(_of_parts(keyless, target, parts)), x))
+        placed.append(as_keys(jax.block_until_ready(_assemble_parts(keyless, target, parts)), x))
         parts.clear()  # before the next ones arrive
     return placed
 
 
-def _of_parts(x: jax.Array, target: NamedSharding, parts: Mapping[Region, np.ndarray]) -> jax.Array:
+def _assemble_parts(
+    x: jax.Array, target: NamedSharding, parts: Mapping[Region, np.ndarray]
+) -> jax.Array:
     return assemble(x.shape, x.dtype, target, lambda index: parts[region_of(index, x.shape)])
 
 
@@ -215,16 +232,14 @@ def read_shards(
     def read_once(index: Any) -> np.ndarray:
         region = region_of(index[: struct.ndim], struct.shape)
         if region not in cache:
-            cache[region] = _read_checked(
-                read, path, struct, tuple(slice(*ends) for ends in region)
-            )
+            cache[region] = _call_read(read, path, struct, tuple(slice(*ends) for ends in region))
         return cache[region]
 
     array = assemble(full.shape, full.dtype, target, read_once)
     return as_keys(jax.block_until_ready(array), struct)  # then the host memory can be freed
 
 
-def _read_checked(
+def _call_read(
     read: Read, path: str, struct: jax.ShapeDtypeStruct, index: tuple[slice, ...]
 ) -> np.ndarray:
     region = f"{path or 'the array'}[{', '.join(f'{i.start}:{i.stop}' for i in index)}]"
@@ -254,7 +269,9 @@ def assemble(
     Each shard is copied into fresh memory, which JAX may adopt. 64-bit values become 32-bit
     ones unless JAX's x64 mode is on.
     """
-    dtype = device_dtype(np.dtype(dtype))
+    dtype = device_dtype(
+        np.dtype(dtype)
+    )  # as the shards are, which JAX would narrow with a warning
     # Without local devices, JAX would still ask for the value of a replicated array.
     if not target.addressable_devices:
         return jax.make_array_from_single_device_arrays(shape, target, [], dtype=dtype)

@@ -39,9 +39,9 @@ from treeshard._placement.moves import as_keys, host_copy, through_host
 from treeshard._placement.shard import Call, place
 from treeshard._placement.targets import (
     UNPLACEABLE,
-    lay_on_devices,
-    on_meshes,
+    meshes_of,
     raise_unmovable,
+    resolve_on_devices,
     unmovable,
 )
 from treeshard.errors import LeafError, SpecError
@@ -119,8 +119,7 @@ def from_process_local(
         return treedef.unflatten(leaves)
     if jax.process_count() == 1:
         return place(tree, specs, mesh, Call(WHERE, through_host))
-    specs, meshes = on_meshes(specs, mesh, WHERE)
-    processes = tuple(participating_processes((), meshes))
+    processes = tuple(participating_processes((), meshes_of(specs, mesh)))
     check_not_broken(WHERE, processes)
     batch = count_batch(processes) if processes else 0  # before anything can fail on one process
     shardings = _joint_shardings(tree, leaves, specs, mesh)
@@ -221,6 +220,7 @@ def _joint_array(part: Any, target: NamedSharding) -> jax.Array:
     data = host_copy(part)  # JAX may keep the memory that it is given
     shape = _joint_shape(part.shape, target.mesh, target.spec)
     shape = (*shape, *data.shape[part.ndim :])  # the data of keys have more dims
+    # JAX's function raises on a process that has no device of the mesh.
     if target.addressable_devices:
         joint = jax.make_array_from_process_local_data(target, data, shape)
     else:
@@ -238,33 +238,34 @@ def _joint_shardings(
 ) -> dict[int, NamedSharding]:
     """The shardings of the joint arrays; raises one error for all leaves that cannot be joined."""
     check_no_refs(tree, WHERE)
-    laid_specs = lay_on_devices(tree, specs, mesh, WHERE)
-    joint = {i: _joint_spec(leaves[i], laid, structs=structs) for i, laid in laid_specs.items()}
+    resolved = resolve_on_devices(tree, specs, mesh, WHERE)
+    joint = {i: _joint_spec(leaves[i], spec, structs=structs) for i, spec in resolved.items()}
     raise_unmovable(tree, {i: x for i, x in joint.items() if isinstance(x, Misfit)}, WHERE)
     return {i: x.sharding for i, x in joint.items() if isinstance(x, ResolvedSpec)}
 
 
-def _joint_spec(leaf: Any, laid: ResolvedSpec, *, structs: bool) -> ResolvedSpec | Misfit:
+def _joint_spec(leaf: Any, resolved: ResolvedSpec, *, structs: bool) -> ResolvedSpec | Misfit:
     """The spec of the joint array of parts like `leaf`, or why it cannot be had."""
+    # The others would pass shards of the same array, and not parts of a larger one.
     if is_spread(leaf):
         why = "it is already on devices of several processes. `reshard` moves it."
         return Misfit(LeafError, why)
     # Whether axes divide a dim, the length of the joint array decides.
     misfit = None if structs else unmovable(leaf)
-    misfit = misfit or laid.misfit(UNPLACEABLE - {"indivisible"})
+    misfit = misfit or resolved.misfit(UNPLACEABLE - {"indivisible"})
     if misfit is not None:
         return misfit
     shape = tuple(leaf.shape)
-    joint_shape = _joint_shape(shape, laid.mesh, laid.requested)
+    joint_shape = _joint_shape(shape, resolved.mesh, resolved.requested)
     if None in joint_shape:
         why = (
             f"the processes hold overlapping parts of dim {joint_shape.index(None)}, so it is"
             " undefined which part each of them passes. Order the devices of the mesh so that each"
             " process has parts of its own, or pass the full array on each, to `shard`."
         )
-        return Misfit(SpecError, why, laid.requested_text())
-    spec, adjustments = project(laid.requested, laid.mesh, joint_shape)
-    joint = replace(laid, spec=spec, adjustments=adjustments)
+        return Misfit(SpecError, why, resolved.requested_text())
+    spec, adjustments = project(resolved.requested, resolved.mesh, joint_shape)
+    joint = replace(resolved, spec=spec, adjustments=adjustments)
     misfit = joint.misfit()
     if misfit is None:
         return joint

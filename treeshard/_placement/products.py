@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from treeshard._core.jax_private import vmapped_axes
 from treeshard._core.mesh import axes_of_type
 from treeshard._core.specs import all_axes, axes_of, dim_entries
-from treeshard._placement.reduced import not_reduced
+from treeshard._placement.reduced import drop_reduced
 
 
 def lookup(table: Any, ids: Any) -> jax.Array:
@@ -46,14 +46,14 @@ def lookup(table: Any, ids: Any) -> jax.Array:
         return table[ids]
     if not jnp.ndim(ids):  # one index is a slice to JAX, whose result takes no sharding in a `vmap`
         return lookup(table, jnp.expand_dims(ids, 0))[0]
-    split = by_ids or [None] * jnp.ndim(ids)
+    split = by_ids or [None] * jnp.ndim(ids)  # on a mesh of the table alone
     whole = jax.typeof(table).sharding.spec
     if whole.reduced and not any(by_table or ()) and whole.reduced == {*all_axes(split)}:
         # On each device by itself, so that the gradient waits for its sum.
         rows = PartitionSpec(*split)
         return jax.shard_map(_rows_of, in_specs=(whole, rows), out_specs=rows)(table, ids)
     # The gradient of JAX 0.10 to 0.12 is wrong for a table that is `reduced`.
-    table = not_reduced(table)
+    table = drop_reduced(table)
     used = {*all_axes(split), *vmapped_axes()}
     rest = [None if set(axes_of(e)) & used else e for e in (by_table or [None])[1:]]
     return table.at[ids].get(out_sharding=_sharding([*split, *rest], table, ids))
@@ -92,6 +92,7 @@ def matmul(x: Any, w: Any) -> jax.Array:
     by_x, by_w = _explicit_entries(x), _explicit_entries(w)
     if by_x is None and by_w is None:
         return x @ w
+    # The last dim of `x` and the first of `w` are summed over, whatever splits them.
     rows = (by_x or [None] * jnp.ndim(x))[:-1]
     columns = (by_w or [None, None])[1:]
     return jnp.matmul(x, w, out_sharding=_sharding([*rows, *columns], x, w))

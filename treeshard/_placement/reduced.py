@@ -33,7 +33,7 @@ def waiting_over(x: Any, axes: Collection[str]) -> Any:
     return x if over == spec.reduced else jax.sharding.reshard(x, spec.update(reduced=over))
 
 
-def not_reduced(x: Any) -> Any:
+def drop_reduced(x: Any) -> Any:
     """`x`, typed so that its gradient is summed where it is used."""
     spec = jax.typeof(x).sharding.spec
     return jax.sharding.reshard(x, spec.update(reduced=frozenset())) if spec.reduced else x

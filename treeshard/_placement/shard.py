@@ -2,8 +2,12 @@
 
 `jax.device_put` of a tree does the same, one leaf after another: it raises at the first that does
 not fit, after others have moved, compiles a program for each shape that comes from a single device,
-and cannot tell that processes differ before it hangs. Here all leaves are checked first, and the
-processes agree; then the leaves that move in the same way do so together.
+and cannot tell that processes differ before it hangs. `place` does it in stages:
+
+1. resolve: the target of each leaf, or one error for all that cannot be placed;
+2. agree: several processes compare what each is about to do;
+3. read: what `read=` returns takes the place of structs;
+4. move: the leaves that move in the same way do so together.
 """
 
 import math
@@ -49,7 +53,7 @@ from treeshard._placement.moves import (
     through_host,
     transfer_across_processes,
 )
-from treeshard._placement.targets import on_meshes, targets
+from treeshard._placement.targets import meshes_of, targets
 from treeshard.errors import DoesNotFitError
 
 Check = Literal["form", "small", "values"]
@@ -184,21 +188,15 @@ def reshard(
 
 
 class Call(NamedTuple):
-    """What a public function asks of `place`, besides the tree and its specs.
+    """What a public function asks of `place`, besides the tree and its specs."""
 
-    Attributes:
-        name: Of the function, for messages.
-        from_single_device: Moves leaves that are on a single device.
-        sends_local: Whether a leaf that one process alone has goes to the others. If not, each
-            process takes its shards from its own.
-        prefix: The path of the tree in a larger one, for messages.
-        read, check, progress, timeout: As in `shard`.
-    """
-
-    name: str
-    from_single_device: Move
+    name: str  # of the function, for messages
+    from_single_device: Move  # moves leaves that are on a single device
+    # Whether a leaf that one process alone has goes to the others. If not, each process takes its
+    # shards from its own.
     sends_local: bool = False
-    prefix: str = ""
+    prefix: str = ""  # the path of the tree in a larger one, for messages
+    # The others as in `shard`.
     read: Read | None = None
     check: Check = "small"
     progress: bool = False
@@ -206,41 +204,32 @@ class Call(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """The processes that make a call together.
+    """The processes that make a call together."""
 
-    Attributes:
-        processes: Ascending; none if this process acts alone.
-        has_local: Whether there are leaves on devices of one process alone, to be sent perhaps.
-        moves: Whether data may travel between processes.
-    """
-
-    processes: list[int]
-    has_local: bool
-    moves: bool
+    processes: list[int]  # ascending; none if this process acts alone
+    has_local: bool  # whether there are leaves on devices of one process alone, perhaps to be sent
+    moves: bool  # whether data may travel between processes
 
 
 def place(tree: PyTree, specs: SpecTree, mesh: MeshLike | None, call: Call) -> PyTree:
     """Checks every leaf, on all processes, and only then moves the first."""
     mesh = as_mesh(mesh, make_mesh)
-    specs, meshes = on_meshes(specs, mesh, call.name)
     leaves, treedef = tree_flatten(tree)
-    group = _group_of(leaves, meshes, call)
-    paths = leaf_paths(tree) if group.processes or call.read else []
+    if jax.process_count() == 1:
+        shardings = _resolve(tree, leaves, specs, mesh, call)
+        if call.read is not None:
+            _fill_structs(leaves, leaf_paths(tree), shardings, _ALONE, call, call.read)
+        move_leaves(leaves, shardings, call.name, call.from_single_device, progress=call.progress)
+        return treedef.unflatten(leaves)
+    group = _group_of(leaves, meshes_of(specs, mesh), call)
+    paths = leaf_paths(tree)
+    # From the first meeting to the last byte: what leaves it in the middle leaves others waiting.
     with breaking_if_left(), exclusive(group.processes if group.moves else ()):
         sent = _sent_by_one(leaves, group, call)
         with require_agreement(
             call.name, among=group.processes, timeout=call.timeout, moves=group.moves
         ) as facts:
-            if call.check not in _COMPARED_BYTES:
-                raise ValueError(
-                    f"{call.name}(check={call.check!r}): one of 'form', 'small', 'values'."
-                )
-            accept_structs = call.read is not None
-            shardings = targets(
-                tree, specs, mesh, call.name, call.prefix, accept_structs=accept_structs
-            )
-            if call.read is not None:
-                _check_memory(call.name, leaves, shardings)
+            shardings = _resolve(tree, leaves, specs, mesh, call)
             if group.processes:
                 rows = _rows(leaves, paths, shardings, sent, call.prefix)
                 facts.describe(rows, group.processes, _COMPARED_BYTES[call.check])
@@ -255,9 +244,23 @@ def place(tree: PyTree, specs: SpecTree, mesh: MeshLike | None, call: Call) -> P
     return treedef.unflatten(leaves)
 
 
+def _resolve(
+    tree: PyTree, leaves: Sequence[Any], specs: SpecTree, mesh: AnyMesh | None, call: Call
+) -> dict[int, NamedSharding]:
+    """The target of each leaf that is to be placed, by index. Raises if the call cannot be made."""
+    if call.check not in _COMPARED_BYTES:
+        raise ValueError(f"{call.name}(check={call.check!r}): one of 'form', 'small', 'values'.")
+    reads = call.read is not None
+    shardings = targets(tree, specs, mesh, call.name, call.prefix, accept_structs=reads)
+    if reads:
+        _check_memory(call.name, leaves, shardings)
+    return shardings
+
+
+_ALONE = _Group([], has_local=False, moves=False)
+
+
 def _group_of(leaves: Sequence[Any], meshes: Sequence[AnyMesh], call: Call) -> _Group:
-    if jax.process_count() == 1:
-        return _Group([], has_local=False, moves=False)
     local = [x for x in leaves if call.sends_local and _is_at_one_process(x)]
     # A process that has a part of the tree makes the call, even with no device of the new mesh.
     has_part = any(isinstance(x.sharding, NamedSharding) and not is_spread(x) for x in local)
@@ -290,6 +293,7 @@ def _check_memory(
 
     JAX gets a copy of each shard. On devices that use host memory it may make another, to keep.
     """
+    # A shard is read once, copied for each device that holds it, and freed before the next leaf.
     meter = Meter()
     for i, target in shardings.items():
         struct = leaves[i]
@@ -350,6 +354,8 @@ def move_leaves(
 
     One process has the leaves `sent`, and sends them to others.
     """
+    # Leaves that move in one way on one mesh do so in one call, and where that compiles a program,
+    # in one program. A progress bar needs a call for each leaf.
     groups: dict[tuple[Any, ...], list[tuple[int, NamedSharding]]] = {}
     for i, target in targets.items():
         move = transfer_across_processes

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
-from jax.tree_util import tree_flatten, tree_leaves, tree_map
+from jax.tree_util import tree_leaves, tree_map
 
 from treeshard._core.arguments import check_no_refs
 from treeshard._core.make_mesh import with_devices
@@ -50,16 +50,18 @@ def targets(
     """
     check_no_refs(tree, where, prefix)
     leaves = tree_leaves(tree)
-    laid_specs = lay_on_devices(tree, specs, mesh, where, compile_only=accept_structs)
-    misfits = {i: laid.misfit(UNPLACEABLE) for i, laid in laid_specs.items()}
-    for i in misfits:
-        if not (accept_structs and isinstance(leaves[i], jax.ShapeDtypeStruct)):
-            misfits[i] = unmovable(leaves[i]) or misfits[i]
+    resolved = resolve_on_devices(tree, specs, mesh, where, compile_only=accept_structs)
+    misfits: dict[int, Misfit | None] = {}
+    for i, spec in resolved.items():
+        is_read_later = accept_structs and isinstance(leaves[i], jax.ShapeDtypeStruct)
+        # Why the values of a leaf cannot be had says more than why its spec does not fit.
+        missing = None if is_read_later else unmovable(leaves[i])
+        misfits[i] = missing or spec.misfit(UNPLACEABLE)
     raise_unmovable(tree, misfits, where, prefix)
-    return {i: laid.sharding for i, laid in laid_specs.items()}
+    return {i: spec.sharding for i, spec in resolved.items()}
 
 
-def lay_on_devices(
+def resolve_on_devices(
     tree: PyTree,
     specs: SpecTree,
     mesh: AnyMesh | None,
@@ -67,48 +69,62 @@ def lay_on_devices(
     *,
     compile_only: bool = False,
 ) -> dict[int, ResolvedSpec]:
-    """Lays specs beside a tree, on meshes with devices, which may be absent if `compile_only`.
+    """The spec of each leaf that is to be placed, by index, resolved on a mesh with devices.
 
-    Returns what each leaf that is to be placed has, by index.
+    They may be absent if `compile_only`.
     """
     if isinstance(specs, SpecCarrier):
         specs.check_before_use()
-        specs, mesh = specs.placements, mesh or specs.mesh
+        specs, mesh = specs.placements, mesh or specs.mesh  # the placements name memories, too
+    else:
+        specs = _name_single_devices(specs, mesh, where)
 
     def choose_mesh(mesh: AnyMesh | None, leaf: Any) -> Mesh:
         return with_devices(mesh, where, compile_only=compile_only)
 
-    laid_specs = resolve_specs(tree, specs, mesh, choose_mesh=choose_mesh, resolve=resolver(mesh))
-    return {i: laid for i, laid in enumerate(laid_specs) if laid is not None}
+    resolved = resolve_specs(tree, specs, mesh, choose_mesh=choose_mesh, resolve=resolver(mesh))
+    return {i: spec for i, spec in enumerate(resolved) if spec is not None}
 
 
-def on_meshes(specs: SpecTree, mesh: AnyMesh | None, where: str) -> tuple[SpecTree, list[AnyMesh]]:
-    """The specs, and every mesh on which `targets` may place leaves by them.
+def _name_single_devices(specs: SpecTree, mesh: AnyMesh | None, where: str) -> SpecTree:
+    """The specs, with a sharding on a mesh of its device for each `SingleDeviceSharding`.
 
-    A `SingleDeviceSharding` becomes a sharding on a mesh of its device. Raises `SpecError` if there
-    is one, and a mesh for all leaves too.
+    Raises `SpecError` if there is one, and a mesh for all leaves too.
     """
-    if isinstance(specs, SpecCarrier):
-        return specs, [mesh or specs.mesh]
-    leaf_specs, treedef = tree_flatten(specs, is_leaf=is_spec_entry)
-    if any(isinstance(spec, SingleDeviceSharding) for spec in leaf_specs):
+
+    def name(spec: Any) -> Any:
+        if not isinstance(spec, SingleDeviceSharding):
+            return spec
         if mesh is not None:
             raise SpecError(
                 f"{where}: a SingleDeviceSharding has its own device, and `mesh` is for all leaves."
                 " Leave `mesh` out, and give the other leaves `NamedSharding(mesh, spec)`."
             )
-        for i, spec in enumerate(leaf_specs):
-            if isinstance(spec, SingleDeviceSharding):
-                own = Mesh([*spec.device_set], ("device",))
-                kind = spec.memory_kind
-                leaf_specs[i] = NamedSharding(own, PartitionSpec(), memory_kind=kind)
-        specs = treedef.unflatten(leaf_specs)
+        return NamedSharding(_mesh_of(spec), PartitionSpec(), memory_kind=spec.memory_kind)
+
+    return tree_map(name, specs, is_leaf=is_spec_entry)
+
+
+def _mesh_of(spec: SingleDeviceSharding) -> Mesh:
+    return Mesh([*spec.device_set], ("device",))
+
+
+def meshes_of(specs: SpecTree, mesh: AnyMesh | None) -> list[AnyMesh]:
+    """Every mesh on which `targets` may place leaves by these specs."""
     if mesh is not None:
-        return specs, [mesh]
+        return [mesh]
+    if isinstance(specs, SpecCarrier):
+        return [specs.mesh]
+    meshes: dict[AnyMesh, None] = {}
     current = get_incontext_mesh(raise_error=False)
-    given = [spec for spec in leaf_specs if spec is not None]
-    meshes = {spec.mesh if isinstance(spec, NamedSharding) else current for spec in given}
-    return specs, [mesh for mesh in meshes if mesh is not None]
+    for spec in tree_leaves(specs, is_leaf=is_spec_entry):
+        if isinstance(spec, NamedSharding):
+            meshes[spec.mesh] = None
+        elif isinstance(spec, SingleDeviceSharding):
+            meshes[_mesh_of(spec)] = None
+        elif spec is not None and current is not None:
+            meshes[current] = None
+    return list(meshes)
 
 
 def raise_unmovable(
@@ -146,7 +162,7 @@ def unmovable(leaf: Any) -> Misfit | None:
             "it is a ShapeDtypeStruct, which describes an array but holds no values. Make the"
             " array first. (`Plan.structs` describes how arrays would be sharded.)",
         )
-    if isinstance(leaf, jax.Array):
+    if isinstance(leaf, jax.Array):  # of any dtype
         if not leaf.is_deleted():
             return None
         return Misfit(

@@ -46,6 +46,7 @@ def deliver(
     All processes in `among`, ascending, must make the same call, and exhaust the iterator. Of typed
     keys, send the data. `turn` is the context in which the data of an array travels, by its index.
     """
+    # Every process computes the routes of all: nobody has to be told what comes, or when.
     routes = [
         _chunks_of(x.sharding, x.shape, np.dtype(x.dtype).itemsize, tuple(regions))
         for x, regions in zip(arrays, wanted, strict=True)
@@ -58,7 +59,7 @@ def deliver(
                 for r, region in wanted[i]
                 if r == streams.process
             }
-            for chunk, data in streams.received(i):
+            for chunk, data in streams.receive(i):
                 regions[chunk.wanted][relative_slices(chunk.part, chunk.wanted)] = data
         yield regions
 
@@ -140,7 +141,9 @@ class _Streams:
         self.devices = _device_of_each(arrays, among) if total else ()
         self.outgoing = {r: _packets(self._bytes_for(r), self.packet_size) for r in among}
         self.incoming = {s: np.empty(0, np.uint8) for s in among}
-        self.padding = _aligned(self.packet_size)  # sent by processes that have nothing to send
+        self.padding = _allocate_aligned(
+            self.packet_size
+        )  # sent by processes that have nothing to send
         self.needed = Counter[Pair]()  # bytes of each stream that the arrays so far need
         self.sent = Counter[Pair]()  # bytes of each stream that were sent, in full packets
 
@@ -149,7 +152,7 @@ class _Streams:
         _add_bytes(self.routes[i], self.needed)
         return any(self.needed[pair] > self.sent[pair] for pair in self.needed)
 
-    def received(self, i: int) -> Iterator[tuple[Chunk, np.ndarray]]:
+    def receive(self, i: int) -> Iterator[tuple[Chunk, np.ndarray]]:
         """Yields what this process needs of an array: local parts, then the rest as it arrives."""
         expected = defaultdict(deque[Chunk])
         for chunk in self.routes[i]:
@@ -202,7 +205,7 @@ def _packets(pieces: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
 
     Fresh memory for each packet would be allocated and freed by many threads, and pile up.
     """
-    packet, filled = _aligned(size), 0
+    packet, filled = _allocate_aligned(size), 0
     for piece in pieces:
         while piece.size:
             head = piece[: size - filled]
@@ -215,7 +218,7 @@ def _packets(pieces: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
         yield packet
 
 
-def _aligned(size: int) -> np.ndarray:
+def _allocate_aligned(size: int) -> np.ndarray:
     """Zeros, aligned so that the CPU platform uses the memory in place instead of copying it."""
     memory = np.zeros(size + 64, np.uint8)
     start = -memory.ctypes.data % 64

@@ -23,9 +23,8 @@ _WORDS: dict[AxisUse, str] = {
     "stage": "pp pipe pipeline stage stages",
 }
 _USES: dict[str, AxisUse] = {word: use for use, words in _WORDS.items() for word in words.split()}
-# The uses whose axes split the rows of a batch, and those whose axes do not.
+# The uses whose axes split the rows of a batch.
 _ROWS = ("data", "fsdp")
-_NOT_ROWS = ("tensor", "stage")
 
 
 def use_of(axis: str) -> AxisUse | None:
@@ -40,11 +39,6 @@ def use_of(axis: str) -> AxisUse | None:
 def splits_rows(axis: str) -> bool:
     """Whether an axis splits dim 0 of a batch, by its name."""
     return use_of(axis) in _ROWS
-
-
-def may_split_rows(axis: str) -> bool:
-    """Whether an axis may split dim 0 of a batch: its name does not say that it does not."""
-    return use_of(axis) not in _NOT_ROWS
 
 
 def idle_axes(mesh: MeshLike, used: Collection[str]) -> list[str]:

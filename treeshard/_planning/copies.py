@@ -10,6 +10,7 @@ Of a state that rules decide together with its parameters, this holds for one ki
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from jax.sharding import PartitionSpec
 from jax.tree_util import tree_flatten
@@ -17,21 +18,22 @@ from jax.tree_util import tree_flatten
 from treeshard._core.arrays import device_dtype, has_shape
 from treeshard._core.mesh import AnyMesh, axis_sizes, axis_tuple, check_axes
 from treeshard._core.paths import PyTree
+from treeshard._core.spec_trees import ResolvedSpec
 from treeshard._core.specs import all_axes, entries, with_entries
-from treeshard._planning.matching import Decision, PlannedLeaf
+from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.mirrors import Original, follow
 from treeshard._planning.tactics import fsdp
 from treeshard._planning.tree_walk import Shape, name_leaves
 from treeshard.errors import SpecError
 
-_ALONE = Decision(PartitionSpec(), PartitionSpec())
+_ALONE = ResolvedSpec(PartitionSpec(), PartitionSpec())
 
 
 def copied_leaves(tree: PyTree, original: Original) -> list[PlannedLeaf]:
     """The plan of every array of a tree that holds copies."""
     leaves, treedef = tree_flatten(tree)
     rows = zip(name_leaves(tree, treedef), leaves, follow(tree, original), strict=True)
-    decisions: dict[Decision, Decision] = {}  # equal ones are one object, as in `plan`
+    decisions: dict[ResolvedSpec, ResolvedSpec] = {}  # equal ones are one object, as in `plan`
     copies: list[PlannedLeaf] = []
     for path, leaf, followed in rows:
         if not has_shape(leaf):
@@ -42,8 +44,10 @@ def copied_leaves(tree: PyTree, original: Original) -> list[PlannedLeaf]:
             copies.append(PlannedLeaf(path, shape, device_dtype(leaf.dtype), _ALONE))
             continue
         decision = counterpart.decision
+        # A factored moment or a history has some of the dims, and notes about the parameter's dims
+        # would be wrong for it.
         if shape != counterpart.shape:
-            of_dims = decision._replace(asked=followed.spec, given=followed.spec, adjustments=())
+            of_dims = replace(decision, requested=followed.spec, spec=followed.spec, adjustments=())
             decision = decisions.setdefault(of_dims, of_dims)
         copies.append(PlannedLeaf(path, shape, device_dtype(leaf.dtype), decision))
     return copies
@@ -56,7 +60,7 @@ def copied_leaves(tree: PyTree, original: Original) -> list[PlannedLeaf]:
 _MEMORY = re.compile("(?:^|(?<=/))diff_(?:params|updates)_memory(?=/|$)")
 
 
-def histories(leaves: Sequence[PlannedLeaf]) -> dict[int, Decision]:
+def histories(leaves: Sequence[PlannedLeaf]) -> dict[int, ResolvedSpec]:
     """The decisions of stacked copies of parameters, by index.
 
     L-BFGS keeps the last updates of each parameter, `(memory_size, *shape)`. Its rule was written
@@ -67,7 +71,7 @@ def histories(leaves: Sequence[PlannedLeaf]) -> dict[int, Decision]:
     if not stacks:
         return {}
     by_path = {leaf.path: leaf for leaf in leaves}
-    histories: dict[int, Decision] = {}
+    histories: dict[int, ResolvedSpec] = {}
     for i, stack in stacks.items():
         copy = by_path.get(_MEMORY.sub("params", stack.path))
         if copy is None or copy.shape != stack.shape[1:]:
@@ -77,18 +81,17 @@ def histories(leaves: Sequence[PlannedLeaf]) -> dict[int, Decision]:
     return histories
 
 
-def _stacked(decision: Decision) -> Decision:
+def _stacked(decision: ResolvedSpec) -> ResolvedSpec:
     """The decision of a parameter, for a stack of its copies."""
-    asked, given = (
-        None if spec is None else with_entries(spec, (None, *entries(spec)))
-        for spec in (decision.asked, decision.given)
+    requested, spec = (
+        with_entries(of_copy, (None, *entries(of_copy)))
+        for of_copy in (decision.requested, decision.spec)
     )
-    assert given is not None
     adjustments = tuple(
         note if note.dim is None else note._replace(dim=note.dim + 1)
         for note in decision.adjustments
     )
-    return decision._replace(asked=asked, given=given, adjustments=adjustments)
+    return replace(decision, requested=requested, spec=spec, adjustments=adjustments)
 
 
 # ------------------------------------------------------------------ further, and elsewhere
@@ -103,7 +106,7 @@ def sharded_further(
     check_axes(axes, axis_sizes(mesh), where)
     if len(set(axes)) < len(axes):
         raise SpecError(f"{where}: {extra_axis!r} has a name twice. An axis can split one dim.")
-    refined: dict[tuple[Decision, Shape], Decision] = {}
+    refined: dict[tuple[ResolvedSpec, Shape], ResolvedSpec] = {}
     further: list[PlannedLeaf] = []
     for leaf in leaves:
         key = leaf.decision, leaf.shape
@@ -115,20 +118,23 @@ def sharded_further(
 
 def in_memory(leaves: Iterable[PlannedLeaf], memory: str) -> list[PlannedLeaf]:
     """The leaves in a kind of memory; scalars stay where they are, as with tactics."""
-    decisions: dict[Decision, Decision] = {}
+    decisions: dict[ResolvedSpec, ResolvedSpec] = {}
     moved: list[PlannedLeaf] = []
     for leaf in leaves:
         decision = leaf.decision
         if leaf.shape:
-            decision = decisions.setdefault(decision, decision._replace(memory=memory))
+            decision = decisions.setdefault(decision, replace(decision, memory_kind=memory))
         moved.append(leaf._replace(decision=decision))
     return moved
 
 
-def _further(leaf: PlannedLeaf, axes: tuple[str, ...], mesh: AnyMesh, min_size: int) -> Decision:
+def _further(
+    leaf: PlannedLeaf, axes: tuple[str, ...], mesh: AnyMesh, min_size: int
+) -> ResolvedSpec:
+    # ZeRO-1 over axes of which one shards the parameter already: the others are added.
     used = all_axes(entries(leaf.given))
     free = [axis for axis in axes if axis not in used]
     if not free:
         return leaf.decision
     spec, _ = fsdp(free).refine(leaf.given, mesh, leaf.path, leaf, min_size)
-    return leaf.decision._replace(asked=spec, given=spec)
+    return replace(leaf.decision, requested=spec, spec=spec)

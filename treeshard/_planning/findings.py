@@ -12,11 +12,10 @@ for two conventions: what a mesh axis is for (`axis_names`), and which leaves ar
     3. unused_rules              dead-rule, shadowed-rule
     4. _unused_specs             explicit-spec-too-small
     5. _only_small_leaves        all-too-small
-    6. _related                  no-base, cuts-block
-    7. _same_arrays              same-array
-    8. _narrowed                 narrowed
-    9. _left_whole               left-whole
-    10. _state_unlike_weights    state-unlike-weight
+    6. _same_arrays              same-array
+    7. _narrowed_arrays          narrowed
+    8. _left_whole               left-whole
+    9. _state_unlike_weights     state-unlike-weight
 
 Each is a function of the plan that yields findings, in this order.
 """
@@ -61,8 +60,7 @@ class Finding(NamedTuple):
         code: Errors: `"unmatched"`, `"rank"`, `"axis-not-in-mesh"`, `"axis-already-used"`,
             `"already-sharded"`, `"indivisible"`, `"reduced-type"`, `"path-collision"`. Warnings:
             `"dead-rule"`, `"shadowed-rule"`, `"explicit-spec-too-small"`, `"all-too-small"`,
-            `"same-array"`, `"narrowed"`, `"no-base"`, `"cuts-block"`, `"left-whole"`,
-            `"state-unlike-weight"`.
+            `"same-array"`, `"narrowed"`, `"left-whole"`, `"state-unlike-weight"`.
         severity: `"error"` if `Plan.check` raises for it, else `"warning"`.
         fact: What is wrong.
         fix: What to do about it.
@@ -92,7 +90,7 @@ def find(plan: PlannedTree) -> tuple[Finding, ...]:
     """All findings of a plan: errors first; replicated leaves ordered by what they waste."""
     # The leaves of a plan by `Plan.follow` were not decided by rules, so its rules are not checked.
     of_rules = () if plan._follows else (unused_rules, _unused_specs, _only_small_leaves)
-    of_leaves = (_related, _same_arrays, _narrowed, _left_whole, _state_unlike_weights)
+    of_leaves = (_same_arrays, _narrowed_arrays, _left_whole, _state_unlike_weights)
     checks = (_specs_that_do_not_fit, shared_paths, *of_rules, *of_leaves)
     return tuple(found for check in checks for found in check(plan))
 
@@ -135,7 +133,7 @@ def _group(items: Iterable[T], key: Callable[[T], Any]) -> list[list[T]]:
 def _specs_that_do_not_fit(plan: PlannedTree) -> Iterator[Finding]:
     """What `match_partition_rules` raises for: one finding for each mistake of a rule."""
     mistakes = [(error, leaf) for leaf in plan.leaves for error in leaf.decision.errors]
-    for pairs in _group(mistakes, lambda x: (x[0], x[1].rule, _shape_if_unmatched(*x))):
+    for pairs in _group(mistakes, lambda x: (x[0], x[1].rule, _group_by_shape(*x))):
         error, leaf = pairs[0]
         leaves = [leaf for _, leaf in pairs]
         if error.kind == "unmatched":
@@ -147,13 +145,14 @@ def _specs_that_do_not_fit(plan: PlannedTree) -> Iterator[Finding]:
             yield _finding_about(error.kind, leaves, *_as_finding(error.why, leaf))
 
 
-def _shape_if_unmatched(error: Any, leaf: PlannedLeaf) -> Any:
+def _group_by_shape(error: Any, leaf: PlannedLeaf) -> Any:
     # Unmatched leaves have no rule in common, and are told by shape.
     return leaf.shape if error.kind == "unmatched" else None
 
 
 def _as_finding(why: str, leaf: PlannedLeaf) -> tuple[str, str]:
     """The text of an adjustment, which is a fact followed by its fix, as those of a finding."""
+    # "... is not divisible by 4. Pad it to 8, or use another dim."
     fact, _, fix = why.partition(". ")
     return f"{_decided_by(leaf)}: {fact.rstrip('.')}.", fix or "Change the rule."
 
@@ -175,6 +174,7 @@ def unused_rules(plan: PlannedTree) -> Iterator[Finding]:
 
     A last rule that matches every leaf is a fallback, and not reported.
     """
+    # Patterns are searched only for rules that decided nothing: most decided something.
     used = {leaf.rule for leaf in plan.leaves}
     patterns = [re.compile(pattern) for pattern, _ in plan.rules]
     for index, pattern in enumerate(patterns):
@@ -192,24 +192,12 @@ def unused_rules(plan: PlannedTree) -> Iterator[Finding]:
             fact = f"{by} matches only scalars, which need no rule."
             yield Finding("dead-rule", "warning", fact, "Remove it.", _paths(matched), index)
         elif not is_fallback:
-            takers = {leaf.rule: leaf for leaf in taken}
-            fact = f"{by} decides no leaf: {_takers_text(takers)} {_all_text(taken)}."
-            fix = f"Move it above rule {min(x for x in takers if x is not None)}, or remove it."
+            takers = sorted({(leaf.rule or 0, leaf.pattern) for leaf in taken})
+            by_takers = " and ".join(_rule_text(*taker) for taker in takers)
+            leaves = counted(len(taken), "leaf")
+            fact = f"{by} decides no leaf: it matches {leaves}, decided by {by_takers}."
+            fix = f"Move it above rule {takers[0][0]}, or remove it."
             yield Finding("shadowed-rule", "warning", fact, fix, _paths(taken), index)
-
-
-def _takers_text(takers: dict[int | None, PlannedLeaf]) -> str:
-    """The rules that take all leaves of another one: `rule 0 'mlp' and rule 2 'attn' take`."""
-    in_order = [taker for rule, taker in sorted(takers.items(), key=lambda x: x[0] or 0)]
-    names = [_decided_by(leaf) for leaf in in_order[:3]]
-    if len(in_order) > 3:
-        names.append(f"{len(in_order) - 3} more")
-    return f"{' and '.join(names)} {'takes' if len(in_order) == 1 else 'take'}"
-
-
-def _all_text(taken: Sequence[PlannedLeaf]) -> str:
-    leaves = "the only leaf" if len(taken) == 1 else f"all {len(taken)} leaves"
-    return f"{leaves} that it matches"
 
 
 # The number of paths searched for one that a misspelt pattern may mean.
@@ -247,14 +235,12 @@ def _only_small_leaves(plan: PlannedTree) -> Iterator[Finding]:
     leaves, sizes = plan.leaves, axis_sizes(plan.mesh)
     if any(leaf.size >= plan.min_size for leaf in leaves):
         return
-    by_fsdp: set[str] = set()
-    split: set[str] = set()
-    for leaf in leaves:
-        split.update(all_axes(entries(leaf.given)))
-        action = None if leaf.rule is None else plan.rules[leaf.rule][1]
-        if isinstance(action, Tactic) and any(x.kind == "too-small" for x in leaf.adjustments):
-            by_fsdp |= action.fsdp_axes
-    axes = [axis for axis, size in sizes.items() if size > 1 and axis in by_fsdp]
+    # Replicated for their size, and not for another reason.
+    small = [leaf for leaf in leaves if any(x.kind == "too-small" for x in leaf.adjustments)]
+    actions = [plan.rules[leaf.rule][1] for leaf in small if leaf.rule is not None]
+    by_fsdp = {a for action in actions if isinstance(action, Tactic) for a in action.fsdp_axes}
+    axes = [axis for axis in idle_axes(plan.mesh, ()) if axis in by_fsdp]
+    split = {axis for leaf in leaves for axis in all_axes(entries(leaf.given))}
     if not axes or not split.isdisjoint(axes):
         return
     now = sum(leaf.bytes_per_device(plan.mesh) for leaf in leaves)
@@ -276,17 +262,6 @@ def _with_sizes(axes: Sequence[str], plan: PlannedTree) -> str:
 
 # ------------------------------------------------------------------ single leaves
 
-# The adjustments of leaves that belong to another leaf.
-RELATED = frozenset({"no-base", "cuts-block"})
-
-
-def _related(plan: PlannedTree) -> Iterator[Finding]:
-    """Leaves that cannot have the spec of the leaf that they belong to."""
-    for leaf in plan.leaves:
-        for note in leaf.adjustments:
-            if note.kind in RELATED:
-                yield _finding_about(note.kind, [leaf], *_as_finding(note.why, leaf))
-
 
 def _same_arrays(plan: PlannedTree) -> Iterator[Finding]:
     """Arrays that are in the tree at two paths, one finding for each two branches that share some.
@@ -296,7 +271,7 @@ def _same_arrays(plan: PlannedTree) -> Iterator[Finding]:
     """
     first_of = dict(plan._array_facts.same)
     later = [leaf for leaf in plan.leaves if leaf.path in first_of]
-    for leaves in _group(later, lambda x: _where_they_differ(x.path, first_of[x.path])):
+    for leaves in _group(later, lambda x: _differing_branches(x.path, first_of[x.path])):
         firsts = ", ".join(fold_paths([first_of[leaf.path] for leaf in leaves]))
         cost = human_bytes(sum(leaf.bytes_per_device(plan.mesh) for leaf in leaves))
         fact = (
@@ -307,7 +282,7 @@ def _same_arrays(plan: PlannedTree) -> Iterator[Finding]:
         yield _finding_about("same-array", leaves, fact, fix)
 
 
-def _where_they_differ(path: str, other: str) -> tuple[str, str]:
+def _differing_branches(path: str, other: str) -> tuple[str, str]:
     """Two paths without the keys at their ends that are equal."""
     keys, other_keys = path.split("/"), other.split("/")
     while keys and other_keys and keys[-1] == other_keys[-1]:
@@ -316,7 +291,7 @@ def _where_they_differ(path: str, other: str) -> tuple[str, str]:
     return "/".join(keys), "/".join(other_keys)
 
 
-def _narrowed(plan: PlannedTree) -> Iterator[Finding]:
+def _narrowed_arrays(plan: PlannedTree) -> Iterator[Finding]:
     """Arrays that devices hold in a narrower dtype, one finding for each pair of dtypes."""
     wide = dict(plan._array_facts.narrowed)
     narrowed = [leaf for leaf in plan.leaves if leaf.path in wide]
@@ -414,6 +389,7 @@ def axes_idle_for_leaves(plan: PlannedTree) -> list[str]:
     Others replicate leaves by convention: those for data and sequences split the batch, unless they
     split most of the parameters too; those for experts and pipelines split some of them alone.
     """
+    # A spec does not say whether its axis splits the batch, and a plan has no batch.
     weights = parameters(plan.leaves)
     bytes_split: Counter[str] = Counter()
     for leaf in weights:
@@ -433,7 +409,7 @@ def _about_unsplit(
     unsplit: _Unsplit, leaves: Sequence[PlannedLeaf], now: int, wasted: int, plan: PlannedTree
 ) -> Finding:
     over = _with_sizes(unsplit.idle, plan)
-    why, fix = _why_unsplit(leaves, unsplit, plan)
+    why, fix = _explain_unsplit(leaves, unsplit, plan)
     if unsplit.is_split:
         fact = (
             f"not split over the idle {over}: {human_bytes(now)} per device,"
@@ -456,7 +432,7 @@ _FIXES = {
 }
 
 
-def _why_unsplit(
+def _explain_unsplit(
     leaves: Sequence[PlannedLeaf], unsplit: _Unsplit, plan: PlannedTree
 ) -> tuple[str, str]:
     """Why leaves are not split over idle axes, and the fix."""

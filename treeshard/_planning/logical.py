@@ -29,6 +29,7 @@ from treeshard._core.specs import (
     is_mesh_axes,
     project,
 )
+from treeshard._planning.axis_names import idle_axes
 from treeshard.errors import ShardingRuleError, SpecError, counted, did_you_mean, listed, warn
 
 Mode = Literal["train", "generation"]
@@ -189,46 +190,46 @@ class PartitionAxis:
             raise SpecError(f"mode={mode!r} is neither 'train' nor 'generation'.{hint}")
         _check_names(names)
         known = self._axes_by_name(mode)
-        if unknown := [name for name in all_axes(names) if _short(name) not in known]:
+        if unknown := [name for name in all_axes(names) if _short_name(name) not in known]:
             raise SpecError(_unknown_names(unknown, known))
-        self._warn_of_unnamed(mesh)
-        return _on_mesh(_by_dims(_without_suffix(names), known), mesh)
+        self._warn_of_unnamed_axes(mesh)
+        return _on_mesh(_resolve_by_dims(_drop_suffix(names), known), mesh)
 
-    def _warn_of_unnamed(self, mesh: MeshLike | None) -> None:
+    def _warn_of_unnamed_axes(self, mesh: MeshLike | None) -> None:
         here = get_incontext_mesh(raise_error=False) if mesh is None else mesh
-        sizes = {} if here is None else axis_sizes(here)
+        if here is None:
+            return
         named = all_axes(getattr(self, each.name) for each in fields(self))
-        unnamed = [axis for axis, size in sizes.items() if size > 1 and axis not in named]
-        if unnamed:
+        if unnamed := idle_axes(here, named):
             warn(
                 f"PartitionAxis: no field names {', '.join(map(repr, unnamed))} of the mesh"
-                f" ({describe_sizes(sizes)}), so nothing is sharded over it."
+                f" ({describe_sizes(axis_sizes(here))}), so nothing is sharded over it."
                 " `PartitionAxis.for_mesh(mesh)` takes the names of a mesh."
             )
 
     def _axes_by_name(self, mode: Mode) -> dict[str, Entry]:
-        by_name = {_short(each.name): getattr(self, each.name) for each in fields(self)}
+        by_name = {_short_name(each.name): getattr(self, each.name) for each in fields(self)}
         if mode == "generation":
             by_name |= {name: by_name.get(f"generation_{name}", by_name[name]) for name in by_name}
         return by_name
 
 
-def _short(name: str) -> str:
+def _short_name(name: str) -> str:
     return name.removesuffix("_axis")
 
 
-def _without_suffix(names: Sequence[Entry]) -> list[Entry]:
+def _drop_suffix(names: Sequence[Entry]) -> list[Entry]:
     """Names of dims without their `_axis`; `None` and `UNCONSTRAINED` as they are."""
     short: list[Entry] = []
     for dim in names:
         of_dim = axes_of(dim)
-        short.append(entry_of([_short(name) for name in of_dim]) if of_dim else dim)
+        short.append(entry_of([_short_name(name) for name in of_dim]) if of_dim else dim)
     return short
 
 
 def _unknown_names(unknown: list[str], known: dict[str, Entry]) -> str:
     facts = [
-        f"{name!r} is not a logical name of PartitionAxis.{did_you_mean(_short(name), known)}"
+        f"{name!r} is not a logical name of PartitionAxis.{did_you_mean(_short_name(name), known)}"
         for name in unknown
     ]
     headline = f"{len(facts)} names are unknown:"
@@ -316,13 +317,14 @@ def resolve_by(
             f"{tuple(names)}: {', '.join(map(repr, twice))} occurs twice, and an axis can split"
             " only one dim. Use a different name for each dim, and give each name a rule."
         )
+    # `project` would drop names beyond the rank, and the dims would get axes of other names.
     if shape is not None and len(names) > len(shape):
         raise SpecError(
             f"{tuple(names)} names {counted(len(names), 'dim')}, but shape {shape} has"
             f" {len(shape)}. Give at most one name per dim."
         )
     is_by_dim = isinstance(rules, PartitionAxis)
-    spec = rules.resolve(*names) if is_by_dim else _by_priority(names, rules)
+    spec = rules.resolve(*names) if is_by_dim else _resolve_by_priority(names, rules)
     return _on_mesh(spec, mesh, shape)
 
 
@@ -388,14 +390,14 @@ def _read(pairs: tuple[Any, ...]) -> tuple[tuple[str, Entry], ...]:
     bad = [
         f"logical rule {index}, {rule!r}, {wrong}"
         for index, rule in enumerate(pairs)
-        if (wrong := _what_is_wrong(rule))
+        if (wrong := _find_mistake(rule))
     ]
     if bad:
         raise ShardingRuleError(listed(f"{len(bad)} logical rules are malformed:", bad))
     return tuple((name, _entry(axes)) for name, axes in pairs)
 
 
-def _what_is_wrong(rule: Any) -> str | None:
+def _find_mistake(rule: Any) -> str | None:
     if not isinstance(rule, tuple | list) or len(rule) != 2:
         return 'is not a pair (name, axes), such as ("batch", ("data", "fsdp")).'
     name, axes = rule
@@ -416,7 +418,9 @@ def _entry(axes: Any) -> Entry:
 # ------------------------------------------------------------------ resolving names
 
 
-def _by_priority(names: Sequence[Entry], rules: tuple[tuple[str, Entry], ...]) -> PartitionSpec:
+def _resolve_by_priority(
+    names: Sequence[Entry], rules: tuple[tuple[str, Entry], ...]
+) -> PartitionSpec:
     # As in Flax, rules are tried in the order of the list, and not dims in the order of the array:
     # by ("a", "x"), ("b", "x") and ("b", "y"), ("b", "a") becomes P("y", "x").
     undecided = set(all_axes(names))
@@ -436,7 +440,7 @@ def _by_priority(names: Sequence[Entry], rules: tuple[tuple[str, Entry], ...]) -
     return PartitionSpec(*dims)
 
 
-def _by_dims(names: Sequence[Entry], axes_by_name: Mapping[str, Entry]) -> PartitionSpec:
+def _resolve_by_dims(names: Sequence[Entry], axes_by_name: Mapping[str, Entry]) -> PartitionSpec:
     # An axis goes to the first dim that has it, and a dim gets those of its axes that are left.
     used: set[str] = set()
     dims: list[Entry] = []

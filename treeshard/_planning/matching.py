@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import tree_flatten
 
 from treeshard._core.mesh import AnyMesh, current_or_given
+from treeshard._core.spec_trees import ResolvedSpec
 from treeshard._core.specs import (
-    MISFITS,
     Adjustment,
     entries,
     is_logical,
@@ -27,38 +27,19 @@ from treeshard._core.specs import (
 )
 from treeshard._planning.logical import current_logical_rules, resolve_names
 from treeshard._planning.named_dims import leaves_with_names
-from treeshard._planning.tactics import Refined, Tactic, min_size_in_force, too_small, without_rule
+from treeshard._planning.tactics import (
+    Refined,
+    Tactic,
+    min_size_in_force,
+    note_names_without_rule,
+    too_small,
+)
 from treeshard._planning.tree_walk import Shape, TreeDef, name_leaves, shape_of_each
 from treeshard.errors import ShardingRuleError, SpecError, listed
 
 ReadRules = list[tuple[re.Pattern[str], Any]]  # compiled patterns and their actions
 
 # ------------------------------------------------------------------ records
-
-
-class Decision(NamedTuple):
-    """What the rules decided for a leaf. Leaves with equal results share one instance.
-
-    Attributes:
-        asked: The spec that the rule requests; `None` if no rule matched.
-        given: The spec that the leaf gets.
-        rule: The index of the rule that matched; `None` for scalars and unmatched leaves.
-        pattern: The pattern of that rule.
-        adjustments: How `given` differs from `asked`, and why.
-        memory: The kind of memory; `None` for that of the devices.
-    """
-
-    asked: PartitionSpec | None
-    given: PartitionSpec
-    rule: int | None = None
-    pattern: str | None = None
-    adjustments: tuple[Adjustment, ...] = ()
-    memory: str | None = None
-
-    @property
-    def errors(self) -> list[Adjustment]:
-        """The adjustments that are errors if rules are strict."""
-        return [a for a in self.adjustments if a.kind in MISFITS or a.kind == "unmatched"]
 
 
 class PlannedLeaf(NamedTuple):
@@ -68,25 +49,27 @@ class PlannedLeaf(NamedTuple):
         path: Its path, as in `leaf_paths`.
         shape: Its full shape.
         dtype: Its dtype, which may be that of PRNG keys.
-        decision: What the rules decided; its fields are also properties of the leaf.
+        decision: What the rules decided, which the properties below show. Leaves with equal
+            results share one.
         role: What a step does with it, such as `"trained, gathered"`; see `Step.plan_of`.
     """
 
     path: str
     shape: Shape
     dtype: Any
-    decision: Decision
+    decision: ResolvedSpec
     role: str | None = None
 
     @property
     def asked(self) -> PartitionSpec | None:
         """The spec that the rule requests; `None` if no rule matched."""
-        return self.decision.asked
+        is_unmatched = any(x.kind == "unmatched" for x in self.adjustments)
+        return None if is_unmatched else self.decision.requested
 
     @property
     def given(self) -> PartitionSpec:
         """The spec that the leaf gets."""
-        return self.decision.given
+        return self.decision.spec
 
     @property
     def rule(self) -> int | None:
@@ -106,7 +89,7 @@ class PlannedLeaf(NamedTuple):
     @property
     def memory(self) -> str | None:
         """The kind of memory, such as `"pinned_host"`; `None` for that of the devices."""
-        return self.decision.memory
+        return self.decision.memory_kind
 
     def where_text(self) -> str:
         """`P('fsdp',) in pinned_host`."""
@@ -127,7 +110,7 @@ class PlannedLeaf(NamedTuple):
         return shard_size(self.shape, self.given, mesh) * self.dtype.itemsize
 
 
-Row = tuple[str, Shape | None, Decision]  # a leaf's path, its shape, and its decision
+Row = tuple[str, Shape | None, ResolvedSpec]  # a leaf's path, its shape, and its decision
 
 # The kind of adjustment that `Plan.check` warns of, and its fix.
 SMALL = frozenset({"explicit-spec-too-small"})
@@ -135,10 +118,10 @@ SMALL_FIX = (
     "To shard small leaves by such a spec, pass `min_size=0`. To replicate them, give them a rule"
     " with None."
 )
-_UNMATCHED = Decision(
-    None, PartitionSpec(), adjustments=(Adjustment("unmatched", "no rule matches."),)
+_UNMATCHED = ResolvedSpec(
+    PartitionSpec(), PartitionSpec(), adjustments=(Adjustment("unmatched", "no rule matches."),)
 )
-_REPLICATED = Decision(PartitionSpec(), PartitionSpec())  # scalars, and leaves without a shape
+_REPLICATED = ResolvedSpec(PartitionSpec(), PartitionSpec())  # scalars, and leaves without a shape
 
 
 class Decided(NamedTuple):
@@ -148,9 +131,9 @@ class Decided(NamedTuple):
     leaves: list[Any]
     paths: list[str]
     shapes: list[Shape | None]
-    decisions: list[Decision]
+    decisions: list[ResolvedSpec]
 
-    def adjusted(self) -> list[Row]:
+    def adjusted_rows(self) -> list[Row]:
         """The leaves whose decisions have adjustments."""
         rows = zip(self.paths, self.shapes, self.decisions, strict=True)
         return [row for row in rows if row[2].adjustments]
@@ -179,8 +162,8 @@ def decide(
     arrays = [path for path, shape in zip(paths, shapes, strict=True) if shape]
     rule_of = _first_matches([pattern for pattern, _ in read], arrays, whole_paths)
     # A model has few shapes, so most leaves get a decision that was made for another one.
-    known: dict[tuple[int, Shape, int], Decision] = {}
-    decisions: list[Decision] = []
+    known: dict[tuple[int, Shape, int], ResolvedSpec] = {}
+    decisions: list[ResolvedSpec] = []
     for path, shape, leaf, in_box in zip(paths, shapes, leaves, shown, strict=True):
         # EasyLM replicates scalars before it tries a rule, so its lists have none for counters.
         if not shape:
@@ -245,7 +228,7 @@ class _Rules:
         # Of each rule with logical names, those that no logical rule has.
         logical = current_logical_rules()
         self.unknown_names = {
-            index: tuple(without_rule(action, logical))
+            index: tuple(note_names_without_rule(action, logical))
             for index, (_, action) in enumerate(read)
             if is_logical(action)
         }
@@ -259,24 +242,32 @@ class _Rules:
         ]
         self.not_specs: list[str] = []  # the errors of actions that did not return a spec
 
-    def decide(self, rule: int, path: str, shape: Shape, leaf: Any) -> Decision:
+    def decide(self, rule: int, path: str, shape: Shape, leaf: Any) -> ResolvedSpec:
         pattern, action = self.rules[rule]
         notes: tuple[Adjustment, ...] = ()
         memory = None
         if isinstance(action, Tactic):
-            asked, notes = self._refined(rule, path, leaf)
+            asked, notes = self._refine(rule, path, leaf)
             memory = action.memory
+            given, dropped = project(asked, self.mesh, shape)
         elif math.prod(shape) < self.min_size:
             asked, notes = self._too_small(action, shape)
-            return Decision(asked, PartitionSpec(), rule, pattern.pattern, notes)
+            given, dropped = PartitionSpec(), ()
         else:
-            asked = self._called(rule, path, leaf) if callable(action) else action
+            asked = self._call_function(rule, path, leaf) if callable(action) else action
             notes = self.unknown_names.get(rule, ())
-        asked = PartitionSpec() if asked is None else asked
-        given, dropped = project(asked, self.mesh, shape)
-        return Decision(asked, given, rule, pattern.pattern, notes + dropped, memory)
+            asked = PartitionSpec() if asked is None else asked
+            given, dropped = project(asked, self.mesh, shape)
+        return ResolvedSpec(
+            asked,
+            given,
+            memory_kind=memory,
+            adjustments=(*notes, *dropped),
+            rule=rule,
+            pattern=pattern.pattern,
+        )
 
-    def _refined(self, rule: int, path: str, leaf: Any) -> Refined:
+    def _refine(self, rule: int, path: str, leaf: Any) -> Refined:
         """What a tactic gives a leaf."""
         pattern, tactic = self.rules[rule]
         assert self.tactic_mesh is not None  # there are tactics, so there is a mesh
@@ -286,7 +277,7 @@ class _Rules:
             self.not_specs.append(f"{path}: rule {rule}, {pattern.pattern!r}: {error}")
             return PartitionSpec(), ()
 
-    def _called(self, rule: int, path: str, leaf: Any) -> PartitionSpec | None:
+    def _call_function(self, rule: int, path: str, leaf: Any) -> PartitionSpec | None:
         """What a function returns for a leaf; `None`, and an error of the call, if no spec."""
         pattern, function = self.rules[rule]
         asked = function(path, leaf)
@@ -335,8 +326,12 @@ def _with_specs(read: ReadRules, mesh: AnyMesh | None) -> ReadRules:
 
 # ------------------------------------------------------------------ which leaves are parameters
 
+# Of a state that rules decide as one tree, no structure says which leaves are parameters. Their
+# paths do: a copy of a parameter ends in its path without the first key, as `opt_state/0/mu/mlp/w`
+# does in that of `params/mlp/w`.
 
-def parameters(leaves: Sequence[PlannedLeaf], pattern: str | None = None) -> list[PlannedLeaf]:
+
+def parameters(leaves: Sequence[PlannedLeaf]) -> list[PlannedLeaf]:
     """The leaves that have gradients: floats, but for branches that mirror another one.
 
     In a state of `params/mlp/w` and `opt_state/0/mu/mlp/w`, the branch `opt_state` mirrors
@@ -344,59 +339,50 @@ def parameters(leaves: Sequence[PlannedLeaf], pattern: str | None = None) -> lis
     """
     # bfloat16 and float8 are not among numpy's inexact dtypes, but among those of jax.numpy.
     floats = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    if pattern is not None:
-        return [leaf for leaf in floats if re.search(pattern, leaf.path)]
-    shapes: dict[str, dict[str, Shape]] = defaultdict(dict)  # tail -> branch -> shape
+    by_tail: dict[str, dict[str, Shape]] = defaultdict(dict)  # tail -> branch -> shape
     for leaf in floats:
         branch, _, tail = leaf.path.partition("/")
         if leaf.shape:
-            shapes[tail][branch] = leaf.shape
+            by_tail[tail][branch] = leaf.shape
     sources: dict[str, set[str]] = {}  # the branches that all leaves of a branch may be made from
     for leaf in floats:
         branch = leaf.path.partition("/")[0]
         if leaf.shape:
-            of_leaf = {
-                other
-                for tail in tails(leaf.path)
-                for other, shape in shapes.get(tail, {}).items()
-                if _may_be_made_from(leaf.shape, shape)
-            }
+            of_leaf = _possible_sources(leaf, by_tail)
             sources[branch] = sources.get(branch, of_leaf) & of_leaf
     return [leaf for leaf in floats if not sources.get(leaf.path.partition("/")[0])]
 
 
-def _may_be_made_from(shape: Shape, parameter: Shape) -> bool:
+def _possible_sources(leaf: PlannedLeaf, by_tail: dict[str, dict[str, Shape]]) -> set[str]:
+    """The branches with a leaf that this one may be made from."""
     # A moment has the shape of its parameter, or fewer dims if it is factored. The `q/weight` of a
     # layer, whose path ends in that of `norm/weight`, has more.
-    return shape == parameter or len(shape) < max(len(parameter), 2)
+    return {
+        branch
+        for tail in _tails(leaf.path)
+        for branch, shape in by_tail.get(tail, {}).items()
+        if leaf.shape == shape or len(leaf.shape) < max(len(shape), 2)
+    }
 
 
 def state_with_parameters(
-    leaves: Sequence[PlannedLeaf], pattern: str | None = None
+    leaves: Sequence[PlannedLeaf],
 ) -> list[tuple[PlannedLeaf, PlannedLeaf]]:
     """Each leaf of the optimizer state that has the shape of a parameter, and that parameter."""
-    chosen = parameters(leaves, pattern)
-    paths = {leaf.path for leaf in chosen}
-    by_tail = {leaf.path.partition("/")[2]: leaf for leaf in chosen}
+    weights = parameters(leaves)
+    paths = {leaf.path for leaf in weights}
+    by_tail = {leaf.path.partition("/")[2]: leaf for leaf in weights}
     pairs: list[tuple[PlannedLeaf, PlannedLeaf]] = []
     for leaf in leaves:
         if leaf.path in paths or not jnp.issubdtype(leaf.dtype, jnp.inexact):
             continue
-        mirrored = next((by_tail[t] for t in tails(leaf.path) if t in by_tail), None)
-        if mirrored is not None and mirrored.shape == leaf.shape:
-            pairs.append((leaf, mirrored))
+        parameter = next((by_tail[tail] for tail in _tails(leaf.path) if tail in by_tail), None)
+        if parameter is not None and parameter.shape == leaf.shape:
+            pairs.append((leaf, parameter))
     return pairs
 
 
-def state_of_parameters(
-    leaves: Sequence[PlannedLeaf], pattern: str | None = None
-) -> dict[str, PlannedLeaf]:
-    """Path of a parameter -> the first leaf of its optimizer state, if it has any."""
-    pairs = reversed(state_with_parameters(leaves, pattern))
-    return {parameter.path: leaf for leaf, parameter in pairs}
-
-
-def tails(path: str) -> list[str]:
-    """The tails of a path without its first two parts or more, longest first."""
-    parts = path.split("/")
-    return ["/".join(parts[start:]) for start in range(2, len(parts))]
+def _tails(path: str) -> list[str]:
+    """The tails of a path without its first two keys or more, longest first."""
+    keys = path.split("/")
+    return ["/".join(keys[start:]) for start in range(2, len(keys))]

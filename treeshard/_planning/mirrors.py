@@ -109,8 +109,10 @@ class _Follower:
     def node(self, treedef: TreeDef, node: Any, path: str) -> None:
         if not treedef.num_leaves:
             return
-        if treedef.num_nodes < self.original.treedef.num_nodes:  # too small for a copy
-            self._by_names(node, path)
+        # What is smaller than the original has no copy of it by structure: its leaves may still be
+        # copies by their names, as in an optimizer that is masked to a part of the tree.
+        if treedef.num_nodes < self.original.treedef.num_nodes:
+            self._match_by_names(node, path)
         elif not self._copy(treedef, path):
             children = zip(children_with_keys(node), treedef.children(), strict=True)
             for (key, child), below in children:
@@ -162,13 +164,15 @@ class _Follower:
 
     # By name.
 
-    def _by_names(self, node: Any, path: str) -> None:
+    def _match_by_names(self, node: Any, path: str) -> None:
         for below in leaf_paths(node):
             leaf = self.leaves[len(self.followed)]
             shape = tuple(leaf.shape) if has_shape(leaf) else ()
-            self.followed.append(self._by_name(path_under(path, below), shape) if shape else _ALONE)
+            self.followed.append(
+                self._match_by_name(path_under(path, below), shape) if shape else _ALONE
+            )
 
-    def _by_name(self, path: str, shape: Shape) -> Followed:
+    def _match_by_name(self, path: str, shape: Shape) -> Followed:
         """Matches a leaf to the original's leaf whose path is the longest end of its own path;
         without one, to the leaves whose paths share the longest end with it. Of several, all
         that its shape fits must give it the same spec."""

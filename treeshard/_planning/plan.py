@@ -27,7 +27,6 @@ from treeshard._core.mesh import (
 )
 from treeshard._core.paths import PyTree, children_with_keys
 from treeshard._core.text import human_bytes
-from treeshard._planning.adapters import following
 from treeshard._planning.copies import copied_leaves, histories, in_memory, sharded_further
 from treeshard._planning.logical import ReadLogicalRules, current_logical_rules, logical_axis_rules
 from treeshard._planning.matching import SMALL, PlannedLeaf, Row, decide
@@ -155,14 +154,8 @@ class Plan(PlannedTree):
             _recipe=_PartOf(self, str(path)),
         )
 
-    def __iter__(self) -> Any:
-        raise TypeError(f"a plan is not a sequence. {_INSTEAD}")
-
-    def __len__(self) -> int:
-        raise TypeError(f"a plan has no length: `len(plan.leaves)` counts its arrays. {_INSTEAD}")
-
-    def __bool__(self) -> bool:
-        return True
+    # With `__getitem__`, Python would iterate over a plan by asking for `plan[0]`, `plan[1]`, ...
+    __iter__ = None
 
     # -------------------------------------------------------------- errors and warnings
 
@@ -194,8 +187,7 @@ class Plan(PlannedTree):
         - arrays that are in the tree at two paths (`same-array`), which become two arrays. Shapes
           do not show them: the plan of `jax.eval_shape`'s result lacks this finding;
         - arrays of 64 bits without JAX's x64 mode (`narrowed`), which are planned, placed and
-          stepped with 32 bits;
-        - leaves that cannot follow their base (`follow`).
+          stepped with 32 bits.
 
         A pattern with exponential backtracking can make this hang, as it can `plan`.
         """
@@ -230,7 +222,7 @@ class Plan(PlannedTree):
         """
         if self._error is not None:
             raise self._error
-        warn_of_moves(self._adjusted(), SMALL)
+        warn_of_moves(self._adjusted_rows(), SMALL)
 
     def check_before_use(self) -> None:
         """Raises the plan's errors, as `check` does, before a function applies the plan.
@@ -266,7 +258,7 @@ class Plan(PlannedTree):
 
     @cached_property
     def _error_text(self) -> tuple[type[ShardingRuleError], str] | None:
-        both = rules_error(self._adjusted(), self.mesh), self._shared_path_error()
+        both = rules_error(self._adjusted_rows(), self.mesh), self._shared_path_error()
         errors = [error for error in both if error is not None]
         if errors:
             return type(errors[0]), "\n".join(map(str, errors))
@@ -280,7 +272,7 @@ class Plan(PlannedTree):
     @cached_property
     def _unused(self) -> list[str]:
         """What its rules say and no leaf gets: warnings of a plan that is applied."""
-        small = describe_moves(self._adjusted(), SMALL)
+        small = describe_moves(self._adjusted_rows(), SMALL)
         messages = [] if small is None else [small]
         used = {leaf.rule for leaf in self.leaves if leaf.shape}
         if used and len(used - {None}) < len(self.rules):
@@ -298,7 +290,7 @@ class Plan(PlannedTree):
         source = self._recipe.source
         return self if source is None else source._decided_by_rules
 
-    def _adjusted(self) -> list[Row]:
+    def _adjusted_rows(self) -> list[Row]:
         return [(x.path, x.shape, x.decision) for x in self.leaves if x.decision.adjustments]
 
     # -------------------------------------------------------------- other plans
@@ -453,12 +445,6 @@ class Plan(PlannedTree):
         return f"<Plan: {counted(len(self.leaves), 'leaf')} on {mesh}, {size} per device>"
 
 
-_INSTEAD = (
-    "`plan.leaves` has the decision for each array, and `plan[path]` is the plan of a subtree:"
-    ' `plan["model"]`, or `plan[0]` of a tuple.'
-)
-
-
 def _child(node: Any, path: str, prefix: str, whole: Plan) -> tuple[str, Any]:
     """The first key of a path below a node, and what the node has there."""
     children = dict(children_with_keys(node))
@@ -534,7 +520,7 @@ def plan(
     check_tree(tree, "plan", call)
     mesh = as_mesh(mesh, _mesh_of_text)
     decided = decide(read_rules(rules), tree, mesh, min_size)
-    warn_of_moves(decided.adjusted(), frozenset())
+    warn_of_moves(decided.adjusted_rows(), frozenset())
     columns = zip(decided.paths, decided.leaves, decided.shapes, decided.decisions, strict=True)
     leaves = [
         PlannedLeaf(path, shape, device_dtype(leaf.dtype), decision)
@@ -542,8 +528,6 @@ def plan(
         if shape is not None
     ]
     pairs = tuple((pattern, action) for pattern, action in rules)
-    for i, decision in following(leaves, pairs, mesh).items():
-        leaves[i] = leaves[i]._replace(decision=decision)
     for i, decision in histories(leaves).items():
         leaves[i] = leaves[i]._replace(decision=decision)
     split = StaticSplit(decided.leaves, decided.treedef, has_shape)

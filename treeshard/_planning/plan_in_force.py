@@ -317,33 +317,38 @@ class PlanInForce:
         self, parts: Sequence[Part], outline: PyTree, call: str, specs: str, are_gradients: bool
     ) -> Part:
         """The part that a tree is; raises if there is none, or several that differ."""
-        where, by_hand = call.partition("(")[0], bool(self._manual_axes())
-        exact = [part for part in parts if not part.is_layer]
-        if exact and (are_gradients or not by_hand):
-            parts = exact
-        of_parameters = [part for part in parts if self._has_parameters(part)]
-        if of_parameters and (are_gradients or not by_hand):
-            parts = of_parameters
+        # Inside `shard_map` a wrong part would change values, so code by hand gets no choice.
+        # Gradients are always those of parameters, and of all layers.
+        if are_gradients or not self._manual_axes():
+            parts = [part for part in parts if not part.is_layer] or parts
+            parts = [part for part in parts if self._has_parameters(part)] or parts
         different = {self._seen(part): part for part in reversed(parts)}
         if len(different) == 1:
             return parts[0]
-        shapes = _shapes(outline)
-        shown = ", ".join(str(shape) for shape in shapes[:5]) + (", ..." if shapes[5:] else "")
+        raise self._not_one_part([*reversed(different.values())], outline, call, specs)
+
+    def _not_one_part(
+        self, parts: Sequence[Part], outline: PyTree, call: str, specs: str
+    ) -> SpecError:
+        """The error for a tree that is no part of the plan, or that several different parts fit."""
+        where = call.partition("(")[0]
+        shapes = [str(tuple(x.shape)) for x in tree_leaves(outline) if has_shape(x)]
+        of_shape = ", ".join([*shapes[:5], *(["..."] if shapes[5:] else [])])
         if not parts:
-            raise SpecError(
-                f"{where}: the plan has no subtree of this structure with leaves of shape {shown}."
-                f" Pass its specs: `{call.format(specs)}`."
+            return SpecError(
+                f"{where}: the plan has no subtree of this structure with leaves of shape"
+                f" {of_shape}. Pass its specs: `{call.format(specs)}`."
             )
         first = leaf_paths(outline)[0]
         facts, lines = [], []
-        for part in reversed(different.values()):
+        for part in parts:
             paths = [leaf.path for leaf in part.leaves]
             facts.append(f"{', '.join(fold_paths(paths)[:3])} as {[x.given for x in part.leaves]}")
             lines.append(_line(self.plan, paths[0].removesuffix(first).removesuffix("/")))
-        raise SpecError(
+        return SpecError(
             f"{where}: the plan has several subtrees of this structure with leaves of shape"
-            f" {shown}, and they are sharded differently: {'; '.join(facts)}. Pass the plan of the"
-            f" one that you mean, such as `{call.format(lines[0])}`."
+            f" {of_shape}, and they are sharded differently: {'; '.join(facts)}. Pass the plan of"
+            f" the one that you mean, such as `{call.format(lines[0])}`."
         )
 
     def _seen(self, part: Part) -> tuple[Any, ...]:
@@ -370,10 +375,6 @@ class PlanInForce:
 # one that is not the leaf. `None` would be an array that has its full shape.
 UNKNOWN = object()
 _MISFIT = object()
-
-
-def _shapes(tree: PyTree) -> list[Shape]:
-    return [tuple(x.shape) for x in tree_leaves(tree) if has_shape(x)]
 
 
 def _line(plan: Plan, path: str) -> str:

@@ -43,6 +43,7 @@ def describe(plan: PlannedTree) -> str:
 
 def type_text(leaf: PlannedLeaf, mesh: AnyMesh) -> str:
     """`float32[512,64]`; on Explicit axes the type that JAX prints, `float32[512@fsdp,64]`."""
+    # On Auto axes a type has no axes: `jax.typeof` would not show them.
     explicit = axes_of_type(mesh, AxisType.Explicit)
     dims: list[str] = []
     for length, entry in zip(leaf.shape, dim_entries(leaf.given, len(leaf.shape)), strict=True):
@@ -81,7 +82,7 @@ def _totals(plan: PlannedTree) -> str:
     leaves, mesh = plan.leaves, plan.mesh
     devices = math.prod(axis_sizes(mesh).values())
     total = sum(leaf.bytes for leaf in leaves)
-    of_memory: Counter[str | None] = Counter()
+    of_memory: Counter[str | None] = Counter()  # `None` is the memory of the devices
     for leaf in leaves:
         of_memory[leaf.memory] += leaf.bytes_per_device(mesh)
     per_device = of_memory.total()
@@ -114,6 +115,7 @@ def to_json(plan: PlannedTree) -> str:
         "min_size": plan.min_size,
         "strict": plan.strict,
     }
+    # By hand, as `json.dumps(indent=...)` would spread a leaf over ten lines of a review.
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
     rules = [json.dumps(_rule_to_json(*rule)) for rule in plan.rules]
     leaves = [json.dumps(_leaf_to_json(leaf)) for leaf in plan.leaves]

@@ -94,6 +94,8 @@ class PlannedTree(SpecCarrier):
         Raises:
             MeshError: If the devices lack the memory of a leaf.
         """
+        # A model has thousands of leaves and a few specs, and JAX compares shardings by identity
+        # first.
         kinds = [(leaf.given, leaf.memory) for leaf in self.leaves]
         wanted = sorted({memory for _, memory in kinds if memory is not None})
         headline = f"The plan places leaves in {', '.join(wanted)}: "
@@ -161,8 +163,9 @@ class PlannedTree(SpecCarrier):
             frozenset({'fsdp'})
         """
         axes: set[str] = set()
-        for decision in {leaf.decision for leaf in self.leaves}:
-            split = set(all_axes(entries(decision.given)))
+        # Few decisions are different, and each is one object.
+        for decision in {id(leaf.decision): leaf.decision for leaf in self.leaves}.values():
+            split = set(all_axes(entries(decision.spec)))
             axes.update(filter(splits_rows, split))
             action = None if decision.rule is None else self.rules[decision.rule][1]
             if isinstance(action, Tactic):
@@ -177,6 +180,7 @@ class PlannedTree(SpecCarrier):
 
     def _key(self) -> tuple[Any, ...]:
         short = {spec: trimmed(spec) for spec in {x.given for x in self.leaves}}
+        # Sorted, as trees of the same paths may be flattened in another order: modules and dicts.
         leaves = sorted(self.leaves, key=lambda leaf: leaf.path)
         rows = [(x.path, x.shape, x.dtype, short[x.given], x.memory) for x in leaves]
         return tuple(axis_sizes(self.mesh).items()), tuple(rows)

@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec
 from treeshard._core.arguments import check_tree, described
 from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh, describe_mesh
 from treeshard._core.paths import PyTree
-from treeshard._core.spec_trees import SpecTree
+from treeshard._core.spec_trees import ResolvedSpec, SpecTree
 from treeshard._core.specs import MISFITS, Adjustment, is_logical
-from treeshard._planning.matching import SMALL, SMALL_FIX, Decision, ReadRules, Row, decide
+from treeshard._planning.matching import SMALL, SMALL_FIX, ReadRules, Row, decide
 from treeshard._planning.tactics import Tactic
 from treeshard.errors import ShardingRuleError, listed, misfit_error, warn
 
@@ -88,12 +88,13 @@ def match_partition_rules(
     check_order(rules, tree, "match_partition_rules", call)
     check_tree(tree, "match_partition_rules", call)
     mesh = as_mesh(mesh)
+    # Decisions are records and no errors yet: one error then lists all of them.
     decided = decide(read_rules(rules), tree, mesh, min_size)
-    rows = decided.adjusted()
+    rows = decided.adjusted_rows()
     if strict and (error := rules_error(rows, mesh)):
         raise error
     warn_of_moves(rows, SMALL if strict else SMALL | {"rank"})
-    return decided.treedef.unflatten([decision.given for decision in decided.decisions])
+    return decided.treedef.unflatten([decision.spec for decision in decided.decisions])
 
 
 # ------------------------------------------------------------------ strictness
@@ -118,11 +119,11 @@ def rules_error(rows: Iterable[Row], mesh: AnyMesh | None) -> ShardingRuleError 
     return misfit_error(kinds, ShardingRuleError)(message)
 
 
-def _fact(path: str, shape: Any, decision: Decision, adjustments: Iterable[Adjustment]) -> str:
+def _fact(path: str, shape: Any, decision: ResolvedSpec, adjustments: Iterable[Adjustment]) -> str:
     why = " ".join(each.why for each in adjustments)
     if decision.rule is None:
         return f"{path}: shape {shape}, {why}"
-    by = f"{decision.asked} by rule {decision.rule}, {decision.pattern!r}"
+    by = f"{decision.requested} by rule {decision.rule}, {decision.pattern!r}"
     return f"{path}: shape {shape}, {by}: {why}"
 
 
@@ -172,6 +173,7 @@ def kind_of(action: Any) -> str:
 def check_action(action: Any) -> Any:
     """Returns an action. Raises `ShardingRuleError` if it is none of those that rules have."""
     is_spec = action is None or isinstance(action, PartitionSpec)
+    # A tactic is callable.
     if is_spec or is_logical(action) or callable(action):
         return action
     raise ShardingRuleError(f"the action is {action!r} ({type(action).__name__}). {_ACTIONS}")
@@ -179,7 +181,7 @@ def check_action(action: Any) -> Any:
 
 def check_order(rules: Any, other: Any, where: str, call: str) -> None:
     """Raises `ShardingRuleError` if the rules are where another argument belongs."""
-    if _are_rules(other) and not _are_rules(rules):
+    if _is_list_of_rules(other) and not _is_list_of_rules(rules):
         raise ShardingRuleError(
             f"{where}: the arguments are in the wrong order: the rules are {described(rules)}, and"
             f" the list of rules is elsewhere. Call `{call}`."
@@ -190,7 +192,7 @@ def _is_pattern(x: Any) -> bool:
     return isinstance(x, str | bytes | re.Pattern)
 
 
-def _are_rules(x: Any) -> bool:
+def _is_list_of_rules(x: Any) -> bool:
     if not isinstance(x, list | tuple) or not x:
         return False
     pairs = [rule for rule in x if isinstance(rule, tuple | list) and len(rule) == 2]
@@ -209,6 +211,7 @@ def read_rules(rules: Rules, read_action: Callable[[Any], Any] = check_action) -
         )
     read: ReadRules = []
     bad: list[str] = []
+    # All bad rules are told at once.
     for index, rule in enumerate(rules):
         try:
             read.append(_read_rule(rule, read_action))
@@ -228,7 +231,7 @@ def _is_window(pattern: Any) -> bool:
     )
 
 
-def _grouped(pattern: str) -> str:
+def _group_alternatives(pattern: str) -> str:
     is_group = re.fullmatch(r"\([^()]*\)", pattern)
     return f"({pattern})" if "|" in pattern and not is_group else pattern
 
@@ -247,7 +250,7 @@ def _read_rule(rule: Any, read_action: Callable[[Any], Any]) -> tuple[re.Pattern
             f" first: ({action!r}, {pattern!r})."
         )
     if _is_window(pattern):
-        joined = "/".join(_grouped(part) for part in pattern)
+        joined = "/".join(_group_alternatives(part) for part in pattern)
         raise ShardingRuleError(
             f": {pattern!r} has a pattern for each key, as rules of t5x have. Join them to one that"
             f' matches the path: "(^|/){joined}(/|$)".'

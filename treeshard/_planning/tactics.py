@@ -1,15 +1,16 @@
 """Tactics: actions of rules that choose a spec by the shape of the leaf.
 
-A tactic is a tuple of steps, data that can be compared, printed and hashed, and not a closure: a
-plan shows which one decided, and leaves of one shape share its result.
+A tactic is a tuple of steps, and a step is a text and a function. The text can be compared and
+printed, as a closure cannot: a plan shows which tactic decided, and leaves of one shape share its
+result.
 """
 
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from operator import index
-from typing import Any, ClassVar
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
@@ -49,47 +50,30 @@ from treeshard._planning.named_dims import NamesInBox, has_names, names_in, valu
 from treeshard.errors import ShardingRuleError, SpecError, counted, misfit_error
 
 Refined = tuple[PartitionSpec, tuple[Adjustment, ...]]
+# Takes the spec that the previous steps returned, the mesh, the leaf's path, and the leaf. Returns
+# the refined spec, and what could not be done. Raises `SpecError` if there is none: logical names
+# do not resolve, for example.
+Refine = Callable[[PartitionSpec, AnyMesh, str, Any], Refined]
 
 
+@dataclass(frozen=True)
 class Step:
-    """One step of a tactic: refines the spec that the previous steps returned.
+    """One step of a tactic: the call that makes it, and a function. Equal calls are equal steps."""
 
-    Attributes:
-        name: The name of the function that makes it.
-        min_size: The step's own threshold in elements; `None` uses the call's.
-        by_shape: Whether its result depends only on the leaf's shape and itemsize. Leaves for
-            which these are equal then share one decision.
-        reads_boxes: Whether it needs the box around a leaf, if there is one.
-        fsdp_axes: The axes over which it shards parameters that are gathered for use.
-        memory: The kind of memory that it puts the leaf in; `None` for that of the devices.
-    """
-
-    name: ClassVar[str]
-    memory: str | None = None
+    # The call, as a plan shows it.
+    text: str
+    refine: Refine = field(compare=False)
+    # The step's own threshold in elements; `None` uses that of the call that applies the rules.
     min_size: int | None = None
-    by_shape: bool = False
-    reads_boxes: bool = False
+    # The axes over which it shards parameters that are gathered for use.
     fsdp_axes: tuple[str, ...] = ()
-
-    def __repr__(self) -> str:
-        """The call that makes it, without the options that have their defaults."""
-        arguments: list[str] = []
-        for field in fields(self):  # pyright: ignore[reportArgumentType]
-            value = getattr(self, field.name)
-            if field.name == "axes":
-                arguments.append(repr(entry_of(value)))
-            elif field.default is MISSING:
-                arguments.append(repr(value))
-            elif value != field.default:
-                arguments.append(f"{field.name}={value!r}")
-        return f"{self.name}({', '.join(arguments)})"
-
-    def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
-        """Returns the refined spec, and what could not be done.
-
-        Raises `SpecError` if there is none: logical names do not resolve, for example.
-        """
-        raise NotImplementedError
+    # The kind of memory that it puts the leaf in; `None` for that of the devices.
+    memory: str | None = None
+    # Whether the result depends only on the leaf's shape and itemsize. Leaves for which these are
+    # equal then share one decision.
+    by_shape: bool = True
+    # Whether it needs the box around a leaf, if there is one.
+    reads_boxes: bool = False
 
 
 @dataclass(frozen=True, repr=False)
@@ -111,7 +95,7 @@ class Tactic:
         return Tactic(self.steps + other.steps) if isinstance(other, Tactic) else NotImplemented
 
     def __repr__(self) -> str:
-        return " | ".join(map(repr, self.steps))
+        return " | ".join(step.text for step in self.steps)
 
     def __call__(
         self, spec: PartitionSpec, mesh: MeshLike | None, path: str, leaf: Any
@@ -160,9 +144,19 @@ class Tactic:
                 adjustments.append(too_small(size, least))
                 continue
             spec, of_step = step.refine(spec, mesh, path, leaf if step.reads_boxes else value)
-            name = f"{step!r}: " if len(self.steps) > 1 else ""
+            name = f"{step.text}: " if len(self.steps) > 1 else ""
             adjustments += [each._replace(why=name + each.why) for each in of_step]
         return spec, tuple(adjustments)
+
+
+def call_text(name: str, *args: Any, **options: Any) -> str:
+    """The call of a tactic as one writes it, without options that are `None` or empty."""
+    shown = [*map(repr, args)]
+    for key, value in options.items():
+        # 0 is a value, and equal to False.
+        if value is not None and value is not False and value != ():
+            shown.append(f"{key}={value!r}")
+    return f"{name}({', '.join(shown)})"
 
 
 def fsdp(
@@ -206,8 +200,14 @@ def fsdp(
         ZeRO stage 3: Rajbhandari et al. 2020, arXiv:1910.02054; big_vision's tactic of
         this name.
     """
+    axes = axes_to_shard(axis, "fsdp")
     least = None if min_size is None else index(min_size)
-    return Tactic((Fsdp(axes_to_shard(axis, "fsdp"), least, tuple(skip), memory),))
+    text = call_text("fsdp", entry_of(axes), min_size=least, skip=tuple(skip), memory=memory)
+
+    def refine(spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
+        return shard_largest(spec, mesh, tuple(leaf.shape), axes, tuple(skip))
+
+    return Tactic((Step(text, refine, least, fsdp_axes=axes, memory=memory),))
 
 
 def shard_dim(
@@ -244,8 +244,19 @@ def shard_dim(
     Source:
         big_vision's tactic of this name.
     """
-    axes = axes_to_shard(axis, "shard_dim")
-    return Tactic((ShardDim(axes, index(dim), ignore_ndim_error, memory),))
+    axes, dim = axes_to_shard(axis, "shard_dim"), index(dim)
+    text = call_text(
+        "shard_dim", entry_of(axes), dim, ignore_ndim_error=ignore_ndim_error, memory=memory
+    )
+
+    def refine(spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
+        shape = tuple(leaf.shape)
+        has_dim = -len(shape) <= dim < len(shape)
+        if ignore_ndim_error and not has_dim:
+            return spec, ()
+        return _shard_one(spec, mesh, shape, axes, dim)
+
+    return Tactic((Step(text, refine, memory=memory),))
 
 
 def logical_partitioning(rules: LogicalRules | None = None) -> Tactic:
@@ -280,7 +291,15 @@ def logical_partitioning(rules: LogicalRules | None = None) -> Tactic:
         big_vision's tactic of this name; `flax.linen.logical_to_mesh_axes`;
         `haliax.partitioning.pspec_for`.
     """
-    return Tactic((ByNames(None if rules is None else read_logical_rules(rules)),))
+    read = None if rules is None else read_logical_rules(rules)
+    shown = list(read) if isinstance(read, tuple) else read
+    text = f"logical_partitioning({'' if read is None else repr(shown)})"
+
+    def refine(spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
+        return _shard_by_names(spec, mesh, leaf, read)
+
+    # Boxes of equal shape have other names.
+    return Tactic((Step(text, refine, by_shape=False, reads_boxes=True),))
 
 
 def replicate(*, memory: str | None = None) -> Tactic:
@@ -293,7 +312,15 @@ def replicate(*, memory: str | None = None) -> Tactic:
         >>> replicate()(P(), make_mesh("data=8"), "bias", jax.numpy.zeros(8))
         P()
     """
-    return Tactic((Replicate(memory),))
+
+    def refine(spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
+        if not any(entries(spec)):  # JAX reads `()` as `None`, and `UNCONSTRAINED` is true
+            return with_entries(spec, ()), ()
+        why = f"an earlier tactic sharded it as {spec}, so it cannot be replicated. Drop either."
+        return spec, (Adjustment("already-sharded", why),)
+
+    # It applies to leaves of every size.
+    return Tactic((Step(call_text("replicate", memory=memory), refine, 0, memory=memory),))
 
 
 # ------------------------------------------------------------------ sizes and axes
@@ -321,7 +348,9 @@ def too_small(size: int, min_size: int) -> Adjustment:
     return Adjustment("too-small", f"{counted(size, 'element')}, fewer than min_size={min_size}.")
 
 
-def without_rule(names: Sequence[Entry], rules: ReadLogicalRules | None) -> list[Adjustment]:
+def note_names_without_rule(
+    names: Sequence[Entry], rules: ReadLogicalRules | None
+) -> list[Adjustment]:
     """The adjustments of a leaf with names that no rule has: these dims are not sharded."""
     facts = () if rules is None else names_without_rule(names, rules)
     return [Adjustment("no-logical-rule", fact) for fact in facts]
@@ -335,146 +364,103 @@ def axes_to_shard(axis: str | Sequence[str], where: str) -> tuple[str, ...]:
     return axes
 
 
-# ------------------------------------------------------------------ steps
+# ------------------------------------------------------------------ what the steps do
 
 
-@dataclass(frozen=True, repr=False)
-class Replicate(Step):
-    """Replicates a leaf."""
-
-    name = "replicate"
-    memory: str | None = None
-    min_size = 0  # applies to leaves of every size
-    by_shape = True
-
-    def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
-        if not any(entries(spec)):  # JAX reads `()` as `None`, and `UNCONSTRAINED` is true
-            return with_entries(spec, ()), ()
-        why = f"an earlier tactic sharded it as {spec}, so it cannot be replicated. Drop either."
-        return spec, (Adjustment("already-sharded", why),)
-
-
-@dataclass(frozen=True, repr=False)
-class Fsdp(Step):
+def shard_largest(
+    spec: PartitionSpec,
+    mesh: AnyMesh,
+    shape: tuple[int, ...],
+    axes: tuple[str, ...],
+    skip: Sequence[int] = (),
+) -> Refined:
     """Shards the largest free dim that the axes divide."""
-
-    name = "fsdp"
-    axes: tuple[str, ...]
-    min_size: int | None = None
-    skip: tuple[int, ...] = ()
-    memory: str | None = None
-    by_shape = True
-
-    @property
-    def fsdp_axes(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.axes
-
-    def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
-        shape = tuple(leaf.shape)
-        if conflicts := _axis_conflicts(spec, self.axes, mesh):
-            return spec, conflicts
-        count = part_count(self.axes, axis_sizes(mesh))
-        new = dim_entries(spec, len(shape))
-        skipped = {dim % len(shape) for dim in self.skip if -len(shape) <= dim < len(shape)}
-        # big_vision tries dims in the order of `np.argsort(shape)[::-1]`: of equal lengths the last
-        # one first, and so a square matrix by its columns.
-        candidates = [
-            (length, dim)
-            for dim, length in enumerate(shape)
-            if length and length % count == 0 and dim not in skipped and new[dim] is None
-        ]
-        if not candidates:
-            why = f"no free dim of shape {shape} is divisible by {count}."
-            return spec, (Adjustment("no-dim", why, self.axes),)
-        new[max(candidates)[1]] = entry_of(self.axes)
-        return with_entries(spec, new), ()
+    if conflicts := _axis_conflicts(spec, axes, mesh):
+        return spec, conflicts
+    count = part_count(axes, axis_sizes(mesh))
+    new = dim_entries(spec, len(shape))
+    skipped = {dim % len(shape) for dim in skip if -len(shape) <= dim < len(shape)}
+    # big_vision tries dims in the order of `np.argsort(shape)[::-1]`: of equal lengths the last
+    # one first, and so a square matrix by its columns. The maximum of these pairs is the same dim.
+    candidates = [
+        (length, dim)
+        for dim, length in enumerate(shape)
+        if length and length % count == 0 and dim not in skipped and new[dim] is None
+    ]
+    if not candidates:
+        why = f"no free dim of shape {shape} is divisible by {count}."
+        return spec, (Adjustment("no-dim", why, axes),)
+    _, dim = max(candidates)
+    new[dim] = entry_of(axes)
+    return with_entries(spec, new), ()
 
 
-@dataclass(frozen=True, repr=False)
-class ShardDim(Step):
+def _shard_one(
+    spec: PartitionSpec, mesh: AnyMesh, shape: tuple[int, ...], axes: tuple[str, ...], dim: int
+) -> Refined:
     """Shards one given dim."""
-
-    name = "shard_dim"
-    axes: tuple[str, ...]
-    dim: int
-    ignore_ndim_error: bool = False
-    memory: str | None = None
-    by_shape = True
-
-    def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
-        shape = tuple(leaf.shape)
-        if not -len(shape) <= self.dim < len(shape):
-            return spec, () if self.ignore_ndim_error else (self._beyond(shape),)
-        new = dim_entries(spec, len(shape))
-        if new[self.dim] is not None:
-            why = (
-                f"an earlier tactic already sharded dim {self.dim}: {spec}. Give all its axes to"
-                " one tactic, outermost first, or choose another dim."
-            )
-            return spec, (Adjustment("already-sharded", why, self.axes, self.dim % len(shape)),)
-        if conflicts := _axis_conflicts(spec, self.axes, mesh):
-            return spec, conflicts
-        new[self.dim] = entry_of(self.axes)
-        return project(with_entries(spec, new), mesh, shape)
-
-    def _beyond(self, shape: tuple[int, ...]) -> Adjustment:
+    if not -len(shape) <= dim < len(shape):
         why = (
-            f"shape {shape} has no dim {self.dim}. Make the pattern match fewer leaves, or pass"
+            f"shape {shape} has no dim {dim}. Make the pattern match fewer leaves, or pass"
             " `ignore_ndim_error=True` to keep the spec of such leaves."
         )
-        return Adjustment("rank", why, self.axes)
+        return spec, (Adjustment("rank", why, axes),)
+    new = dim_entries(spec, len(shape))
+    if new[dim] is not None:
+        why = (
+            f"an earlier tactic already sharded dim {dim}: {spec}. Give all its axes to one tactic,"
+            " outermost first, or choose another dim."
+        )
+        return spec, (Adjustment("already-sharded", why, axes, dim % len(shape)),)
+    if conflicts := _axis_conflicts(spec, axes, mesh):
+        return spec, conflicts
+    new[dim] = entry_of(axes)
+    # The dim may not be divisible: unlike `fsdp`, this tactic has no other one to shard.
+    return project(with_entries(spec, new), mesh, shape)
 
 
-@dataclass(frozen=True, repr=False)
-class ByNames(Step):
+def _shard_by_names(
+    spec: PartitionSpec, mesh: AnyMesh, leaf: Any, given: ReadLogicalRules | None
+) -> Refined:
     """Shards a leaf by the names of its dims."""
+    box = names_in(leaf) if has_names(leaf) else None
+    if box is None or not any(box.names):
+        return spec, ()
+    if any(entries(spec)):
+        why = f"an earlier tactic sharded it as {spec}. Put logical_partitioning first."
+        return spec, (Adjustment("already-sharded", why),)
+    rules = _rules_for(box, given)
+    by_names = _resolve_box(box, rules, mesh)
+    projected, adjustments = project(by_names, mesh, tuple(value_of(leaf).shape))
+    notes = note_names_without_rule(box.names, rules) if box.logical else ()
+    return trimmed(projected), (*adjustments, *notes)
 
-    rules: ReadLogicalRules | None = None
-    reads_boxes = True
 
-    def __repr__(self) -> str:
-        rules = list(self.rules) if isinstance(self.rules, tuple) else self.rules
-        return f"logical_partitioning({'' if rules is None else repr(rules)})"
+def _rules_for(box: NamesInBox, given: ReadLogicalRules | None) -> ReadLogicalRules | None:
+    """The logical rules for a box: its own, those of the tactic, and those in force."""
+    own = None if box.rules is None else read_logical_rules(box.rules)
+    if box.adds_rules:
+        return rules_of_variable(given, own)
+    if given is not None:
+        return given
+    return current_logical_rules() if own is None else own
 
-    def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
-        if not has_names(leaf):
-            return spec, ()
-        box = names_in(leaf)
-        if not any(box.names):
-            return spec, ()
-        if any(entries(spec)):
-            why = f"an earlier tactic sharded it as {spec}. Put logical_partitioning first."
-            return spec, (Adjustment("already-sharded", why),)
-        shape = tuple(value_of(leaf).shape)
-        rules = self._rules_for(box)
-        projected, adjustments = project(self._spec(box, rules, mesh), mesh, shape)
-        notes = without_rule(box.names, rules) if box.logical else ()
-        return trimmed(projected), (*adjustments, *notes)
 
-    def _spec(
-        self, box: NamesInBox, rules: ReadLogicalRules | None, mesh: AnyMesh
-    ) -> PartitionSpec:
-        if box.logical:
-            if rules is None:
-                return resolve_names(box.names, mesh)  # raises: no rules are in force
-            return resolve_by(rules, box.names, mesh)
-        # As in Flax, a name in any other box is a mesh axis if it has no rule.
-        axes = axis_sizes(mesh)
-        are_axes = axes.keys() >= set(all_axes(box.names))
-        if rules is None or (isinstance(rules, PartitionAxis) and are_axes):
-            return PartitionSpec(*box.names)
-        if not isinstance(rules, PartitionAxis):
-            ruled = {name for name, _ in rules}
-            rules += tuple((axis, axis) for axis in axes if axis not in ruled)
+def _resolve_box(box: NamesInBox, rules: ReadLogicalRules | None, mesh: AnyMesh) -> PartitionSpec:
+    if box.logical:
+        if rules is None:
+            return resolve_names(box.names, mesh)  # raises: no rules are in force
         return resolve_by(rules, box.names, mesh)
-
-    def _rules_for(self, box: NamesInBox) -> ReadLogicalRules | None:
-        own = None if box.rules is None else read_logical_rules(box.rules)
-        if box.adds_rules:
-            return rules_of_variable(self.rules, own)
-        if self.rules is not None:
-            return self.rules
-        return current_logical_rules() if own is None else own
+    # As in Flax, a name in any other box is a mesh axis if it has no rule. A `PartitionAxis` raises
+    # for names that it lacks, so it is left out if all names are axes.
+    axes = axis_sizes(mesh)
+    are_axes = axes.keys() >= set(all_axes(box.names))
+    if rules is None or (isinstance(rules, PartitionAxis) and are_axes):
+        return PartitionSpec(*box.names)
+    if not isinstance(rules, PartitionAxis):
+        ruled = {name for name, _ in rules}
+        rules += tuple((axis, axis) for axis in axes if axis not in ruled)
+    return resolve_by(rules, box.names, mesh)
 
 
 def _axis_conflicts(

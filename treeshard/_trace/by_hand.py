@@ -4,31 +4,12 @@ Shapes often fit: a shard of a layer's columns gives fewer features, and their m
 trace tells: such a weight is used split, and never gathered.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from treeshard._core.jax_private import without_unused
 from treeshard._planning.plan import Plan
 from treeshard._trace.roles import TRAINED, roles_of, run_walk
-from treeshard._trace.uses import GATHERS, Place, Walk
-from treeshard._trace.values import Value
-
-# Beside a gather, code may send activations to the devices that have the weights, as experts do.
-_SENDS = ("all_to_all", "ppermute", "ragged_all_to_all", "reduce_scatter", *GATHERS)
-
-
-class _Sends(Walk):
-    """A walk that also notes the axes over which the forward pass sends what is not a weight."""
-
-    def __init__(self, along: Collection[str], scalars: Collection[int]) -> None:
-        super().__init__(along, scalars)
-        self.sent: set[str] = set()
-
-    def note(self, eqn: Any, results: Sequence[Value], at: Place) -> None:
-        is_of_weight = any(value.leaves for value in results)
-        if eqn.primitive.name in _SENDS and at.region != "backward" and not is_of_weight:
-            axes = eqn.params["axis_name"]
-            self.sent.update((axes,) if isinstance(axes, str) else axes)
 
 
 def find_ungathered(jaxpr: Any, plan: Plan, axes: Mapping[str, set[str]]) -> dict[str, list[str]]:
@@ -48,7 +29,9 @@ def find_ungathered(jaxpr: Any, plan: Plan, axes: Mapping[str, set[str]]) -> dic
         for path, of_leaf in axes.items()
         if roles[path].name == TRAINED
     }
+    # The second walk is needed only if something looks wrong.
     if not any(split.values()):
         return {}
-    sent = run_walk(without_unused(jaxpr), plan.leaves, along, _Sends).sent
+    # As experts do, activations may go to the devices that have the weights.
+    sent = run_walk(without_unused(jaxpr), plan.leaves, along).sent
     return {path: sorted(left - sent) for path, left in split.items() if left - sent}

@@ -7,7 +7,7 @@ frozen base those of a trained one.
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.extend.core import Literal
@@ -17,8 +17,6 @@ from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
 from treeshard._trace.uses import Gather, Place, Walk
 from treeshard._trace.values import OF_ARRAYS, OF_SCALARS, Value, dims_of, leaf_value
-
-W = TypeVar("W", bound=Walk)
 
 # What a step does with a leaf: by whether it uses it, takes its gradient, and changes it.
 TRAINED = "trained"
@@ -85,10 +83,12 @@ def roles_of(jaxpr: Any, plan: Plan, batch_axes: Collection[str]) -> Roles:
     roles: Roles = {}
     for number, (leaf, before) in enumerate(zip(leaves, program.invars, strict=False)):
         after = finals[number]
+        # A result that is an argument or a constant is defined by no equation that a walk sees.
         is_constant = isinstance(after, Literal) or after in program.invars
         is_changed = after is not before if is_constant else number in uses.changed
         name = _name(number, leaf, uses, is_changed=is_changed)
         of_leaf = tuple(gather for (owner, _), gather in uses.gathers.items() if owner == number)
+        # Of moments and master copies, and not of weights that are used themselves
         sources = uses.sources[number] - {number} - uses.used
         roles[leaf.path] = Role(
             name,
@@ -106,6 +106,8 @@ def roles_of(jaxpr: Any, plan: Plan, batch_axes: Collection[str]) -> Roles:
 def _is_scattered(leaf: PlannedLeaf, uses: Walk) -> bool:
     if (leaf.shape, dims_of(leaf.given, len(leaf.shape))) in uses.constrained:
         return True
+    # By hand there is no spec to compare, only the elements of what is scattered: of the leaf, or
+    # of one layer in a scan.
     layers = leaf.shape[0] if leaf.shape else 1
     of_one_layer = leaf.size // max(layers, 1)
     return not uses.scattered.isdisjoint({leaf.size, of_one_layer})
@@ -117,9 +119,7 @@ def with_roles(plan: Plan, roles: Roles) -> Plan:
     return replace(plan, leaves=leaves)
 
 
-def run_walk(
-    program: Any, leaves: Sequence[PlannedLeaf], along: Collection[str], walk: type[W] = Walk
-) -> W:
+def run_walk(program: Any, leaves: Sequence[PlannedLeaf], along: Collection[str]) -> Walk:
     """A walk over a program whose first arguments, and first results, are leaves of a state."""
     scalars = [i for i, leaf in enumerate(leaves) if math.prod(leaf.shape) == 1]
     state = [leaf_value(i, leaf.given, leaf.shape) for i, leaf in enumerate(leaves)]
@@ -128,9 +128,9 @@ def run_walk(
     for number, variable in enumerate(program.outvars[: len(leaves)]):
         if not isinstance(variable, Literal):
             finals[variable] = (*finals.get(variable, ()), number)
-    made = walk(along, scalars)
-    made.run(program, [*state, *others], finals, Place())
-    return made
+    walk = Walk(along, scalars)
+    walk.run(program, [*state, *others], finals, Place())
+    return walk
 
 
 def _name(number: int, leaf: PlannedLeaf, uses: Walk, *, is_changed: bool) -> str:

@@ -17,6 +17,7 @@ from jax.extend.core import Literal
 from jax.sharding import AxisType
 
 from treeshard._core.jax_private import shard_map_axes
+from treeshard._core.jaxprs import inner_jaxprs, interpret
 from treeshard._core.mesh import axes_of_type
 from treeshard._trace.values import (
     ELEMENTWISE,
@@ -30,12 +31,14 @@ from treeshard._trace.values import (
     dims_of,
     elementwise_result,
     join_branches,
+    key_result,
     layout_result,
-    of_key,
-    unstacked,
+    unstack_results,
 )
 
 GATHERS = ("all_gather", "all_gather_invariant", "all_gather_reduced")
+# Beside a gather, code by hand may send activations to the devices that have the weights.
+_SENDS = ("all_to_all", "ppermute", "ragged_all_to_all", "reduce_scatter", *GATHERS)
 _FORWARD, _BACKWARD = "forward", "backward"
 Finals = Mapping[Any, tuple[int, ...]]  # the leaves whose new value a variable is
 
@@ -66,32 +69,14 @@ class Gather(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where in a trace an equation stands.
+    """Where in a trace an equation stands."""
 
-    Attributes:
-        region: `"forward"` or `"backward"` if it is differentiated, else `""`.
-        trips: How often it runs.
-        within: The equations that it stands in.
-        loop: As much of `path` as leads to the innermost loop or repeated forward pass.
-        repeat: The same for the innermost repeated forward pass.
-        manual: The mesh axes over which it runs once per device.
-        unchecked: Those of them for which JAX does not check where devices differ.
-        is_counted: Whether the trace tells how often it runs.
-    """
-
-    region: str = ""
-    trips: int = 1
-    within: tuple[Any, ...] = ()
-    loop: tuple[int, ...] = ()
-    repeat: tuple[int, ...] = ()
-    manual: frozenset[str] = frozenset()
-    unchecked: frozenset[str] = frozenset()
-    is_counted: bool = True
-
-    @property
-    def path(self) -> tuple[int, ...]:
-        """The identities of the equations that it stands in."""
-        return tuple(map(id, self.within))
+    region: str = ""  # `"forward"` or `"backward"` if it is differentiated, else empty
+    trips: int = 1  # how often it runs
+    path: tuple[int, ...] = ()  # the identities of the equations that it stands in
+    loop: tuple[int, ...] = ()  # the path to the innermost loop or repeated forward pass
+    repeat: tuple[int, ...] = ()  # the path to the innermost repeated forward pass
+    manual: frozenset[str] = frozenset()  # the mesh axes over which it runs once per device
 
 
 class Walk:
@@ -113,6 +98,7 @@ class Walk:
         changed: The leaves whose new values are not the old ones.
         constrained: The shapes of gradients that the step constrains, with the axes of each dim.
         scattered: The elements of arrays that the step reduce-scatters by hand.
+        sent: The axes over which code by hand sends what is not a weight before the backward pass.
     """
 
     def __init__(self, along: Collection[str], scalars: Collection[int]) -> None:
@@ -128,36 +114,32 @@ class Walk:
         self.changed: set[int] = set()
         self.constrained: set[tuple[tuple[int, ...], Dims]] = set()
         self.scattered: set[int] = set()
+        self.sent: set[str] = set()
         self.is_counting = True  # gathers: not while what a loop carries is still unknown
         self.asked: dict[Any, Gather] = {}  # the gathers that the step asks for
 
     def run(self, jaxpr: Any, given: Sequence[Value], finals: Finals, at: Place) -> list[Value]:
         """The values that a jaxpr returns for these arguments."""
-        values: dict[Any, Value] = dict(zip(jaxpr.invars, given, strict=True))
 
-        def read(variable: Any) -> Value:
-            if isinstance(variable, Literal):
-                return Value(
-                    is_zero=getattr(variable.aval, "shape", None) == () and variable.val == 0
-                )
-            return values.get(variable, Value())
-
-        for eqn in jaxpr.eqns:
-            here = at._replace(region=region_of(stack_of(eqn)) or at.region)
-            operands = [read(variable) for variable in eqn.invars]
+        def apply(eqn: Any, operands: list[Value]) -> list[Value]:
+            here = at._replace(region=_find_region(eqn) or at.region)
             results = self._results(eqn, operands, finals, here)
-            if self.is_counting:
-                self.note(eqn, results, here)
-            for variable, result in zip(eqn.outvars, results, strict=True):
-                if variable in finals:
-                    result = self._final(finals[variable], result)
-                values[variable] = result
-        return [read(variable) for variable in jaxpr.outvars]
+            if eqn.primitive.name in _SENDS and here.region != _BACKWARD:
+                self._note_sent(eqn, results)
+            return [
+                self._final(finals[variable], result) if variable in finals else result
+                for variable, result in zip(eqn.outvars, results, strict=True)
+            ]
 
-    def note(self, eqn: Any, results: Sequence[Value], at: Place) -> None:
-        """Called once for each equation, after those in it. For subclasses that list them."""
+        constants = [Value()] * len(jaxpr.constvars)
+        return interpret(jaxpr, [*constants, *given], _literal, apply)
 
-    def _depending(
+    def _note_sent(self, eqn: Any, results: Sequence[Value]) -> None:
+        if not any(value.leaves for value in results):
+            axes = eqn.params["axis_name"]
+            self.sent.update((axes,) if isinstance(axes, str) else axes)
+
+    def _add_dependencies(
         self, variable: Any, operands: Sequence[Value], result: Value, at: Place
     ) -> Value:
         """The result of an op, with what it depends on. A norm of gradients, which is a scalar, is
@@ -187,57 +169,66 @@ class Walk:
     def _results(self, eqn: Any, operands: list[Value], finals: Finals, at: Place) -> list[Value]:
         if run := _PROGRAMS.get(eqn.primitive.name):
             return run(self, eqn, operands, finals, at)
-        inner = bodies(eqn)
+        inner = inner_jaxprs(eqn)
         if len(inner) == 1 and len(inner[0].invars) == len(operands):
             return self._call(inner[0], eqn, operands, finals, at)
         if any(operand.is_of_batch for operand in operands):
-            # An evaluation of the new weights is no part of the update.
+            # The region of an op that is not differentiated is empty, as in the update. But an
+            # evaluation of the new weights computes with the batch, and is no part of the update.
             at = at._replace(region=at.region or _FORWARD)
-        pairs = zip(eqn.outvars, self._of_op(eqn, operands, at), strict=True)
-        return [self._depending(variable, operands, result, at) for variable, result in pairs]
+        pairs = zip(eqn.outvars, self._apply_op(eqn, operands, at), strict=True)
+        return [
+            self._add_dependencies(variable, operands, result, at) for variable, result in pairs
+        ]
 
-    def _of_op(self, eqn: Any, operands: list[Value], at: Place) -> list[Value]:
+    def _apply_op(self, eqn: Any, operands: list[Value], at: Place) -> list[Value]:
         name = eqn.primitive.name
         if name in PASS_ON:
             return list(operands)
         if name in ("sharding_constraint", "reshard"):
-            return [self._constrained(eqn, operands[0], at)]
+            return [self._apply_constraint(eqn, operands[0], at)]
         if name in GATHERS:
-            return [self._gathered(eqn, operands[0], at)]
+            return [self._apply_gather(eqn, operands[0], at)]
         if name == "reduce_scatter":
             self.scattered.add(math.prod(eqn.invars[0].aval.shape))
         if name in ELEMENTWISE:
-            return [self._computed(eqn, operands, at)]
+            return [self._apply_elementwise(eqn, operands, at)]
         if name == "unstack":
-            return unstacked(eqn, operands[0])
+            return unstack_results(eqn, operands[0])
         if name in OF_KEYS:
-            return [of_key(eqn, operands[0])]
+            return [key_result(eqn, operands[0])]
         if name == "random_bits":
             self._use(eqn, eqn.invars[0], operands[0], at, operands[0].axes)
-            return [of_key(eqn, operands[0])._replace(leaves=frozenset())]
+            return [key_result(eqn, operands[0])._replace(leaves=frozenset())]
         if name == "dot_general":
-            return [self._multiplied(eqn, operands, at)]
+            return [self._apply_product(eqn, operands, at)]
         if name in LAY_OUT:
             return [layout_result(eqn, operands[0])]
+        # Of any other op, such as a convolution, a sort or a custom kernel, nothing is known but
+        # that it needs its operands whole.
         for variable, operand in zip(eqn.invars, operands, strict=True):
             self._use(eqn, variable, operand, at)
         return [Value() for _ in eqn.outvars]
 
-    def _computed(self, eqn: Any, operands: list[Value], at: Place) -> Value:
+    def _apply_elementwise(self, eqn: Any, operands: list[Value], at: Place) -> Value:
         """The result of an op on each element."""
         size = math.prod(eqn.outvars[0].aval.shape)
+        # A bias that is broadcast to the rows is used here: it is no longer that leaf's elements.
+        # An operand of the result's size is still the leaf, changed element by element.
         whole: list[Value] = []
         for variable, operand in zip(eqn.invars, operands, strict=True):
             is_broadcast = operand.leaves and operand.size < size
             if is_broadcast:
                 others = [x for x in operands if x is not operand]
-                self._use(eqn, variable, operand, at, _aligned(operand, others))
+                self._use(eqn, variable, operand, at, _common_axes(operand, others))
             elif math.prod(variable.aval.shape) == size:
                 whole.append(operand)
         return elementwise_result(eqn.primitive.name, operands, whole)
 
-    def _multiplied(self, eqn: Any, operands: list[Value], at: Place) -> Value:
+    def _apply_product(self, eqn: Any, operands: list[Value], at: Place) -> Value:
         """The result of a product. A dim over which it runs independently may stay split."""
+        # dot_general[dimension_numbers=(([1], [0]), ([], []))]: the dims of each side over which
+        # it sums, and those over which it runs independently, as over experts
         contracted, batched = eqn.params["dimension_numbers"]
         along = [set[str](), set[str]()]
         kept: list[Value] = []
@@ -255,9 +246,9 @@ class Walk:
             for dim, axes in enumerate(dims)
             if dim not in contracted[side] and dim not in batched[side]
         ]
-        return Value(dims=_once(of_batch + others))
+        return Value(dims=_drop_repeated_axes(of_batch + others))
 
-    def _constrained(self, eqn: Any, value: Value, at: Place) -> Value:
+    def _apply_constraint(self, eqn: Any, value: Value, at: Place) -> Value:
         """The result of a constraint, which may gather its operand."""
         sharding = eqn.params.get("sharding") or eqn.params["dst_sharding"]
         rank = eqn.outvars[0].aval.ndim
@@ -279,16 +270,16 @@ class Walk:
         # In the backward pass, a constraint is the transpose of one of the forward pass.
         if not at.region and OF_ARRAYS in value.gradients:
             self.constrained.add((eqn.outvars[0].aval.shape, tuple(map(tuple, dims))))
-        return self._gather(eqn, eqn.invars[0], value, after, at)
+        return self._request_gather(eqn, eqn.invars[0], value, after, at)
 
-    def _gathered(self, eqn: Any, value: Value, at: Place) -> Value:
+    def _apply_gather(self, eqn: Any, value: Value, at: Place) -> Value:
         """The result of an all-gather by hand."""
         axes = eqn.params["axis_name"]
         axes = {axes} if isinstance(axes, str) else set(axes)
         larger = value._replace(size=value.size * eqn.params["axis_size"])
         if not is_last_step(eqn.params.get("axis_index_groups")):
             return larger
-        return self._gather(eqn, eqn.invars[0], value, larger.without(axes), at)
+        return self._request_gather(eqn, eqn.invars[0], value, larger.without(axes), at)
 
     # ---------------------------------------------------------------- what is used
 
@@ -302,7 +293,10 @@ class Walk:
         needless = self.along & (value.axes - kept)
         is_sum = all(math.prod(x.aval.shape) == 1 for x in eqn.outvars)
         is_scalar = math.prod(variable.aval.shape) == 1 and not _is_key(variable)
-        if value.gradients and not at.region:  # it is of the update, and not of a loss
+        # 1. In the update, and not in a loss: a matrix optimizer multiplies. Norms do not count.
+        # 2. In a loss, or in an evaluation: a use, which may need gathers.
+        # 3. A sum over all elements outside of both, as of a norm that is logged: no use.
+        if value.gradients and not at.region:
             self.multiplied.update(() if is_sum or is_scalar else value.leaves)
         elif at.region or not (is_sum or is_scalar):
             self.used.update(value.leaves)
@@ -312,10 +306,10 @@ class Walk:
                     self.split[leaf].update(kept & self.along)
                     if at.region == _FORWARD:
                         self.ops[leaf].add(id(eqn))
-                self._count(self._needed(variable, value, needless, at))
+                self._count(self._gathers_for_use(variable, value, needless, at))
         return value.without(needless)
 
-    def _needed(
+    def _gathers_for_use(
         self, variable: Any, value: Value, axes: Collection[str], at: Place
     ) -> dict[Any, Gather]:
         """The gathers of a value that an op needs whole."""
@@ -324,13 +318,15 @@ class Walk:
         is_layer = value.parts > 1
         where, times = (at.loop, at.trips) if is_layer else ((value.loop, at.repeat), value.trips)
         which = (value.part, value.is_changed, frozenset(axes), str(variable.aval.dtype), where)
-        return _gathers(variable, value, axes, times, which, at) if axes else {}
+        return _make_gathers(variable, value, axes, times, which, at) if axes else {}
 
     def _count(self, gathers: dict[Any, Gather]) -> None:
         for key, gather in gathers.items() if self.is_counting else ():
             self.gathers.setdefault(key, gather)
 
-    def _gather(self, eqn: Any, variable: Any, value: Value, after: Value, at: Place) -> Value:
+    def _request_gather(
+        self, eqn: Any, variable: Any, value: Value, after: Value, at: Place
+    ) -> Value:
         """The result of an op that gathers. It is counted where it is used, so that an update that
         is gathered is not."""
         axes = self.along & (value.axes - after.axes)
@@ -338,7 +334,7 @@ class Walk:
             return after
         # Each call is one gather, though some compilers see that two are alike.
         where = (*at.path, id(eqn), id(variable))
-        asked = _gathers(variable, value, axes, at.trips, where, at)
+        asked = _make_gathers(variable, value, axes, at.trips, where, at)
         self.asked |= asked
         return after._replace(gathers=value.gathers | asked.keys())
 
@@ -349,14 +345,14 @@ class Walk:
     ) -> list[Value]:
         """A jitted function and the like. One that `jax.checkpoint` repeats for the gradients
         starts from its arguments again."""
-        at = _inside(at, eqn)
+        at = _enter(at, eqn)
         if eqn.params.get("differentiated"):
             at = at._replace(loop=at.path, repeat=at.path)
         return self.run(inner, operands, _inner_finals(eqn, inner, finals), at)
 
     def _shard_map(self, eqn: Any, operands: list[Value], finals: Finals, at: Place) -> list[Value]:
         manual = frozenset(shard_map_axes(eqn.params))
-        inner = bodies(eqn)[0]
+        inner = inner_jaxprs(eqn)[0]
         given: list[Value] = []
         for variable, inside, value, spec in zip(
             eqn.invars, inner.invars, operands, eqn.params["in_specs"], strict=True
@@ -364,13 +360,11 @@ class Walk:
             dims = dims_of(spec, variable.aval.ndim)
             named = {axis for dim in dims for axis in dim}
             # An argument whose spec does not name an axis is whole along it.
-            value = self._gather(eqn, variable, value, value.without(manual - named), at)
+            value = self._request_gather(eqn, variable, value, value.without(manual - named), at)
             if not value.dims:
                 value = value._replace(dims=dims)
             given.append(value._replace(size=math.prod(inside.aval.shape)))
         place = at._replace(manual=at.manual | manual)
-        if not eqn.params["check_vma"]:
-            place = place._replace(unchecked=at.unchecked | manual)
         results = self._call(inner, eqn, given, finals, place)
         return [
             result._replace(size=math.prod(variable.aval.shape))
@@ -379,7 +373,7 @@ class Walk:
 
     def _scan(self, eqn: Any, operands: list[Value], finals: Finals, at: Place) -> list[Value]:
         """A scan: its first arguments are the same in each trip, the last are cut into slices."""
-        inner, length = bodies(eqn)[0], eqn.params["length"]
+        inner, length = inner_jaxprs(eqn)[0], eqn.params["length"]
         is_cut = [
             x.aval.shape != y.aval.shape for x, y in zip(eqn.invars, inner.invars, strict=True)
         ]
@@ -388,14 +382,15 @@ class Walk:
         ]
         carried = is_stacked.count(False)
         first = is_cut.count(False) - carried
+        # A leaf that is cut into slices is a stack of layers.
         given = [
-            _layer(value, variable.aval.shape) if cut else value
+            _slice_layer(value, variable.aval.shape) if cut else value
             for value, variable, cut in zip(operands, inner.invars, is_cut, strict=True)
         ]
-        place = _in_loop(at, eqn, length)
+        place = _enter_loop(at, eqn, length)
         results = self._loop(inner, given, slice(first, first + carried), eqn, finals, place)
         stacked = [
-            _stacked(value, variable.aval.shape, length)
+            _stack_results(value, variable.aval.shape, length)
             for value, variable in zip(results[carried:], eqn.outvars[carried:], strict=True)
         ]
         return [*results[:carried], *stacked]
@@ -405,25 +400,28 @@ class Walk:
         given = operands[first:]
         inner = getattr(eqn.params["body_jaxpr"], "jaxpr", eqn.params["body_jaxpr"])
         carried = slice(eqn.params["body_nconsts"], len(given))
-        place = _in_loop(at, eqn, 1)._replace(is_counted=False)
+        # No trace tells how often a `while` runs: what it gathers is planned once.
+        place = _enter_loop(at, eqn, 1)
         return self._loop(inner, given, carried, eqn, finals, place)
 
     def _loop(
         self, inner: Any, given: list[Value], carried: slice, eqn: Any, finals: Finals, at: Place
     ) -> list[Value]:
         """What a loop returns, when what holds before its first trip holds after each."""
+        # A trip may turn a leaf into a changed one, or split it differently, so the body is run
+        # until what it carries stays the same. These runs count no gathers: the last one does.
         count = carried.stop - carried.start
         inside = _inner_finals(eqn, inner, finals)
         was_counting, self.is_counting = self.is_counting, False
         for _ in range(_MOST_ROUNDS):
             results = self.run(inner, given, inside, at)
             before = given[carried]
-            after = [join_branches(x, y) for x, y in zip(before, results[:count], strict=True)]
+            after = [_join_trips(x, y) for x, y in zip(before, results[:count], strict=True)]
             if after == before:
                 break
             given = [*given[: carried.start], *after, *given[carried.stop :]]
         self.is_counting = was_counting
-        given[carried] = [_of_loop(x, at) for x in given[carried]]
+        given[carried] = [_mark_changed_in_loop(x, at) for x in given[carried]]
         results = self.run(inner, given, inside, at)
         for value in results[:count]:
             if self.is_counting and value.is_changed and value.gradients:
@@ -432,14 +430,20 @@ class Walk:
 
     def _cond(self, eqn: Any, operands: list[Value], finals: Finals, at: Place) -> list[Value]:
         results: list[Value] = []
-        place = at._replace(is_counted=False)
-        for branch in bodies(eqn):
-            of_branch = self._call(branch, eqn, operands[1:], finals, place)
+        for branch in inner_jaxprs(eqn):
+            of_branch = self._call(branch, eqn, operands[1:], finals, at)
             pairs = zip(results, of_branch, strict=True)
             results = [join_branches(x, y) for x, y in pairs] if results else of_branch
         return results
 
 
+def _join_trips(before: Value, after: Value) -> Value:
+    """What holds before each trip of a loop. Weights that a trip gathers for the next one count
+    where that uses them, beside those that were gathered before the loop."""
+    return join_branches(before, after)._replace(gathers=before.gathers | after.gathers)
+
+
+# Each round removes what is known of a value, or adds the gathers of a trip: few are needed.
 _MOST_ROUNDS = 8
 _PROGRAMS: Mapping[str, Callable[..., list[Value]]] = {
     "cond": Walk._cond,
@@ -449,7 +453,7 @@ _PROGRAMS: Mapping[str, Callable[..., list[Value]]] = {
 }
 
 
-def _gathers(
+def _make_gathers(
     variable: Any, value: Value, axes: Collection[str], times: int, which: Any, at: Place
 ) -> dict[tuple[int, Any], Gather]:
     """A gather of a value, for each leaf that it comes from; `which` tells gathers apart."""
@@ -481,38 +485,30 @@ def _is_key(variable: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def bodies(eqn: Any) -> list[Any]:
-    """The jaxprs that an equation runs: of a jit, a scan, the branches of a cond, ..."""
-    found: list[Any] = []
-    for value in eqn.params.values():
-        for part in value if isinstance(value, tuple | list) else (value,):
-            if hasattr(part, "eqns"):
-                found.append(getattr(part, "jaxpr", part))
-    return found
+def _literal(literal: Any) -> Value:
+    is_scalar = getattr(literal.aval, "shape", None) == ()
+    return Value(is_zero=is_scalar and literal.val == 0)
 
 
-def region_of(name: str) -> str:
-    """The pass in which JAX traced what has this name: `transpose(jvp(block))/attn`."""
+def _find_region(eqn: Any) -> str:
+    """The pass in which JAX traced an equation: the name that it gave it, as far as that differs
+    from the names around it, has the transformations, as in `transpose(jvp(block))/attn`."""
+    name = str(eqn.source_info.name_stack)
     if "transpose(" in name:
         return _BACKWARD
     return _FORWARD if "jvp(" in name else ""
 
 
-def stack_of(eqn: Any) -> str:
-    """The name that JAX gave an equation, as far as it differs from that of those around it."""
-    return str(eqn.source_info.name_stack)
+def _enter(at: Place, eqn: Any) -> Place:
+    return at._replace(path=(*at.path, id(eqn)))
 
 
-def _inside(at: Place, eqn: Any) -> Place:
-    return at._replace(within=(*at.within, eqn))
-
-
-def _in_loop(at: Place, eqn: Any, trips: int) -> Place:
-    at = _inside(at, eqn)
+def _enter_loop(at: Place, eqn: Any, trips: int) -> Place:
+    at = _enter(at, eqn)
     return at._replace(loop=at.path, trips=at.trips * trips)
 
 
-def _of_loop(value: Value, at: Place) -> Value:
+def _mark_changed_in_loop(value: Value, at: Place) -> Value:
     """What a loop carries: each trip changes it, or none does."""
     if not value.is_changed or not value.leaves:
         return value
@@ -525,7 +521,7 @@ def _inner_finals(eqn: Any, inner: Any, finals: Finals) -> Finals:
     return {y: finals[x] for x, y in pairs if x in finals and not isinstance(y, Literal)}
 
 
-def _layer(value: Value, shape: Sequence[int]) -> Value:
+def _slice_layer(value: Value, shape: Sequence[int]) -> Value:
     """One slice of dim 0 of a value."""
     whole = max(value.size, 1)
     size = math.prod(shape)
@@ -534,7 +530,7 @@ def _layer(value: Value, shape: Sequence[int]) -> Value:
     )
 
 
-def _stacked(value: Value, shape: Sequence[int], length: int) -> Value:
+def _stack_results(value: Value, shape: Sequence[int], length: int) -> Value:
     """What a scan returns of all slices, such as weights that the backward pass needs."""
     parts = value.parts // length if value.parts % length == 0 else 1
     return value._replace(
@@ -542,7 +538,7 @@ def _stacked(value: Value, shape: Sequence[int], length: int) -> Value:
     )
 
 
-def _aligned(value: Value, others: Sequence[Value]) -> set[str]:
+def _common_axes(value: Value, others: Sequence[Value]) -> set[str]:
     """The axes that split the same dims of a value and of one that it is combined with."""
     return {
         axis
@@ -553,7 +549,7 @@ def _aligned(value: Value, others: Sequence[Value]) -> set[str]:
     }
 
 
-def _once(dims: Sequence[tuple[str, ...]]) -> Dims:
+def _drop_repeated_axes(dims: Sequence[tuple[str, ...]]) -> Dims:
     """The dims, each axis at its first dim only."""
     seen: set[str] = set()
     result: list[tuple[str, ...]] = []

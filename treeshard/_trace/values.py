@@ -71,6 +71,7 @@ def dims_of(spec: Any, rank: int) -> Dims:
 
 def merge_values(values: Sequence[Value]) -> Value:
     """A value that is computed from several of one shape, element by element."""
+    # Zeros, as of updates that optax masks, add nothing to what a value is.
     values = [value for value in values if not value.is_zero] or [values[0]]
     of_leaves = [value for value in values if value.leaves]
     like = (of_leaves or [x for x in values if x.axes] or values)[0]
@@ -91,6 +92,7 @@ def join_branches(first: Value, second: Value) -> Value:
         return known._replace(**common)
     changed = first.is_changed or second.is_changed
     leaves = first.leaves & second.leaves
+    # Where one branch has fewer leaves in it, the values of the branches differ.
     if first.leaves != second.leaves and leaves:
         changed = True
     dims = first.dims if first.dims == second.dims else ()
@@ -121,6 +123,10 @@ PASS_ON = ("device_put", "optimization_barrier", "pvary", "copy_p")
 
 def elementwise_result(name: str, operands: Sequence[Value], whole: Sequence[Value]) -> Value:
     """The result of an op on each element, `whole` being the operands of its size."""
+    # 1. 0 * x and 0 / x are zeros, whatever x is: so is the update of a frozen leaf after it was
+    #    scaled by a learning rate, or divided by the root of its moments.
+    # 2. x + 0 and x - 0 are x, and no change.
+    # 3. All else changes the elements, unless it only casts or copies them.
     zeros = [operand.is_zero for operand in operands]
     if (name == "mul" and any(zeros)) or (name == "div" and zeros[0]):
         return Value(is_zero=True)
@@ -133,7 +139,7 @@ def elementwise_result(name: str, operands: Sequence[Value], whole: Sequence[Val
     return new._replace(is_changed=new.is_changed or not keeps, is_zero=is_zero)
 
 
-def of_key(eqn: Any, value: Value) -> Value:
+def key_result(eqn: Any, value: Value) -> Value:
     """What an op makes of keys: `random_split` makes several of each."""
     result = eqn.outvars[0].aval.shape
     dims = (value.dims + ((),) * len(result))[: len(result)] if value.dims else ()
@@ -149,9 +155,10 @@ LAY_OUT = frozenset(
 def layout_result(eqn: Any, value: Value) -> Value:
     """The result of an op of `LAY_OUT`."""
     shape, result, params = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, eqn.params
+    # Dims may be unknown, as those of constants: they are taken for not split.
     dims = value.dims or ((),) * len(shape)
     if eqn.primitive.name == "reshape":
-        dims = _reshaped(dims, shape, result)
+        dims = _reshape_dims(dims, shape, result)
     elif eqn.primitive.name == "transpose":
         dims = tuple(dims[dim] for dim in params["permutation"])
     elif eqn.primitive.name == "squeeze":
@@ -160,10 +167,10 @@ def layout_result(eqn: Any, value: Value) -> Value:
         placed = dict(zip(params["broadcast_dimensions"], dims, strict=True))
         dims = tuple(placed.get(dim, ()) for dim in range(len(result)))
     new = value._replace(dims=dims)
-    return _sliced(new, eqn, shape, result) if math.prod(result) < math.prod(shape) else new
+    return _slice_result(new, eqn, shape, result) if math.prod(result) < math.prod(shape) else new
 
 
-def unstacked(eqn: Any, value: Value) -> list[Value]:
+def unstack_results(eqn: Any, value: Value) -> list[Value]:
     """The slices of one dim: `u:key<fry>[4] v:key<fry>[4] = unstack[axis=1] t`, since JAX 0.12."""
     axis, count = eqn.params["axis"], len(eqn.outvars)
     one = value._replace(
@@ -174,7 +181,7 @@ def unstacked(eqn: Any, value: Value) -> list[Value]:
     return [one._replace(part=(*value.part, i)) for i in range(count)]
 
 
-def _sliced(value: Value, eqn: Any, shape: Sequence[int], result: Sequence[int]) -> Value:
+def _slice_result(value: Value, eqn: Any, shape: Sequence[int], result: Sequence[int]) -> Value:
     """One layer of several, if a dim is cut to length 1; else a part of one layer."""
     # slice[start_indices=(2, 0) limit_indices=(3, 64)] of float32[4,64] is layer 2
     cut = [dim for dim, length in enumerate(result) if length == 1 < shape[dim]]
@@ -187,7 +194,7 @@ def _sliced(value: Value, eqn: Any, shape: Sequence[int], result: Sequence[int])
     )
 
 
-def _reshaped(dims: Dims, shape: Sequence[int], result: Sequence[int]) -> Dims:
+def _reshape_dims(dims: Dims, shape: Sequence[int], result: Sequence[int]) -> Dims:
     """The axes of the dims that a reshape joins go to the first dim that they become."""
     new: list[tuple[str, ...]] = [()] * len(result)
     i = j = 0

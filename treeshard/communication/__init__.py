@@ -1,8 +1,9 @@
-"""What a compiled program moves between devices, and whether that is what was planned.
+"""What a compiled program communicates, and whether that is what was planned.
 
-`collectives` lists what a program moves, `predict_communication` what its plan says that it has
-to move, and `compare_communication` shows both and explains each difference. In tests,
-`assert_collectives` checks a budget. Nothing runs: a program that is only compiled is enough.
+`Step.communication` compares a step with its plan and explains each difference, and
+`compare_communication` does so for a step of your own loop. `collectives` lists what any program
+communicates. In tests, `assert_collectives` checks a budget. Nothing runs: a program that is only
+compiled is enough.
 
 Examples:
     >>> mesh = ts.make_mesh("fsdp=8")
@@ -11,12 +12,14 @@ Examples:
     ... def step(state, batch):
     ...     loss, grad = jax.value_and_grad(lambda w: jnp.mean((batch @ w) ** 2))(state["w"])
     ...     return {"w": state["w"] - grad}, loss
-    >>> program = step.lower(plan.structs, np.ones((16, 8), "float32")).compile()
+    >>> batch = np.ones((16, 8), "float32")
+    >>> program = step.lower(plan.structs, batch).compile()
     >>> [(moved.kind, moved.path, moved.bytes) for moved in collectives(program)]
     [('all-gather', 'state/w', 256), ('all-reduce', None, 256), ('all-reduce', None, 4)]
-    >>> [(x.kind, x.path, x.bytes) for x in predict_communication(plan, batch=P("fsdp"))]
+    >>> compared = step.communication(plan.structs, batch)
+    >>> [(x.kind, x.path, x.bytes) for x in compared.planned]
     [('all-gather', 'w', 256), ('reduce-scatter', 'w', 256), ('all-reduce', None, 4)]
-    >>> print(compare_communication(plan, program))
+    >>> print(compared)
     kind            axes     planned  compiled
     all-gather      fsdp  1 x, 256 B  1 x, 256 B
     reduce-scatter  fsdp  1 x, 256 B  0 x, 0 B
@@ -27,7 +30,7 @@ Examples:
 
 from treeshard.communication._collectives import Collective, assert_collectives, collectives
 from treeshard.communication._comparison import Comparison, compare_communication
-from treeshard.communication._forecast import PlannedTransfer, predict_communication
+from treeshard.communication._forecast import PlannedTransfer
 
 __all__ = [
     "Collective",
@@ -36,7 +39,6 @@ __all__ = [
     "assert_collectives",
     "collectives",
     "compare_communication",
-    "predict_communication",
 ]
 
 

@@ -262,6 +262,7 @@ def is_scalar(collective: Collective) -> bool:
 def total(numbers: Iterable[int | None]) -> int | None:
     """The sum; `None` if a number is unknown."""
     known = list(numbers)
+    # Never a guess: one unknown number makes the sum unknown.
     return None if None in known else sum(number or 0 for number in known)
 
 
@@ -307,7 +308,7 @@ def _table(moved: Sequence[Collective]) -> str:
 # ------------------------------------------------------------------ several steps
 
 
-def with_steps_joined(moved: Sequence[Collective], sizes: Mapping[str, int]) -> list[Collective]:
+def join_steps(moved: Sequence[Collective], sizes: Mapping[str, int]) -> list[Collective]:
     """Collectives, those that run along axes in several steps as one.
 
     A scatter of N bytes over 256 devices may run over 16 groups of 16 that are 16 apart, and then,
@@ -322,7 +323,7 @@ def with_steps_joined(moved: Sequence[Collective], sizes: Mapping[str, int]) -> 
     joined: dict[int, Collective] = dict(enumerate(moved))
     for (kind, within), numbers in steps.items():
         size = math.prod(sizes[axis] for axis in within)
-        if not _are_one([moved[i] for i in numbers], size):
+        if not _form_one_collective([moved[i] for i in numbers], size):
             continue
         for i in numbers:
             step = joined.pop(i)
@@ -337,7 +338,7 @@ def with_steps_joined(moved: Sequence[Collective], sizes: Mapping[str, int]) -> 
 _IN_STEPS = ("all-gather", "reduce-scatter", "all-reduce")
 
 
-def _are_one(steps: Sequence[Collective], size: int) -> bool:
+def _form_one_collective(steps: Sequence[Collective], size: int) -> bool:
     """Whether each step moves what the one before leaves, the last one between neighbours."""
     payloads: Counter[tuple[int, int]] = Counter()
     for each in steps:
@@ -374,31 +375,32 @@ class CollectiveReader:
         self._arguments = {parameter.op_name for parameter in self.program.parameters}
         self._paths = paths_by_number(read.arguments)
         computations = self.program.computations.values()
-        self._started = set[str]().union(*map(_chains_started, computations))
+        self._started = set[str]().union(*map(_find_chain_starts, computations))
 
     def all(self) -> Iterator[Collective]:
         """The collectives that the entry reaches, and those of computations without a caller."""
         for context, op, count in executions(self.flow, lambda op: _kind(op) != ""):
             kind = self._kind_in(context, op)
             if kind:
-                yield from self._moved(context, op, kind, count)
+                yield from self._read_op(context, op, kind, count)
 
     # ---------------------------------------------------------------- one op
 
-    def _moved(
+    def _read_op(
         self, context: Context, op: Op, kind: str, count: int | None
     ) -> Iterator[Collective]:
         groups = self._groups(kind, op)
         is_inserted = "is_spmd_generated" in op.attribute("frontend_attributes")
-        op_name, source = self._named(context.computation, op, is_inserted)
+        op_name, source = self._find_name(context.computation, op, is_inserted)
         if kind == "unknown" and op_name is None:
             op_name = op.target or op.opcode
         buffers = self._buffers(context, kind, op, groups)
         for buffer, read in buffers:
+            # An all-reduce of shards in arrays of zeros is an all-gather, of what is in them.
             shard = self._shard_in_zeros(kind, read)
             origins = self.flow.origins(*(shard or read))
             if len(buffers) > 1:
-                op_name, source = self._named_part(read) or (op_name, source)
+                op_name, source = self._find_part_name(read) or (op_name, source)
             yield Collective(
                 kind="all-gather" if shard else kind,
                 dtype=buffer.dtype,
@@ -421,14 +423,14 @@ class CollectiveReader:
     def _kind_in(self, context: Context, op: Op) -> str:
         """The kind of a collective; empty for a piece of one that is already counted."""
         chain = op.frontend("chain_id")
-        if chain and chain not in _chains_started(context.computation):
+        if chain and chain not in _find_chain_starts(context.computation):
             return "" if chain in self._started else "unknown"
         kind = _kind(op)
         if kind == "all-reduce" and _is_scatter(context.computation.name):
             return "reduce-scatter"
         return kind
 
-    def _named(
+    def _find_name(
         self, computation: Computation, op: Op, is_inserted: bool
     ) -> tuple[str | None, str | None]:
         """JAX's name of an op, and its line.
@@ -442,10 +444,10 @@ class CollectiveReader:
             op = self.flow.first_user(computation, op) or op
         return op.op_name, self.program.source(op)
 
-    def _named_part(self, read: Sequence[Value]) -> tuple[str, str | None] | None:
+    def _find_part_name(self, read: Sequence[Value]) -> tuple[str, str | None] | None:
         """The name and the line of one of the arrays that a combined op moves. Its own name is of
         all: `op_name="jit(f)/(reduce_sum:transpose(jvp())/dot_general)"`."""
-        for op in (self._unwrapped(each).op for each in read):
+        for op in (self._unwrap(each).op for each in read):
             if op.op_name and op.op_name not in self._arguments:
                 return op.op_name, self.program.source(op)
         return None
@@ -463,7 +465,7 @@ class CollectiveReader:
             # Of an all-gather, one slice's part is sent.
             parts = groups.size if kind == "all-gather" else 1
             payload = part._replace(bytes=_product(part.bytes, parts))
-            return self._unjoined(kind, read[0], payload)
+            return self._split_joined(kind, read[0], payload)
         results = _results(op)
         if not read or len(results) != len(read):
             return [(_UNREAD, read)]
@@ -472,10 +474,10 @@ class CollectiveReader:
             return [(results[0]._replace(bytes=total(part.bytes for part in results)), read)]
         buffers: _Payloads = []
         for operand, result in zip(read, results, strict=True):
-            buffers += self._of_operand(kind, op, operand, result, groups)
+            buffers += self._split_operand(kind, op, operand, result, groups)
         return buffers
 
-    def _of_operand(
+    def _split_operand(
         self, kind: str, op: Op, operand: Value, result: Buffer, groups: Groups
     ) -> _Payloads:
         if op.opcode.startswith("reduce-scatter"):
@@ -488,29 +490,29 @@ class CollectiveReader:
             # `%pad = f32[4128,1024] pad(%input, %constant.63), padding=0_32x0_0`, on TPUs
             unpadded = operands(operand)[0]
             return [(_type(unpadded), [unpadded])]
-        return self._unjoined(kind, operand, result)
+        return self._split_joined(kind, operand, result)
 
-    def _unjoined(self, kind: str, operand: Value, buffer: Buffer) -> _Payloads:
+    def _split_joined(self, kind: str, operand: Value, buffer: Buffer) -> _Payloads:
         """The arrays that a backend joined into one flat buffer, or that buffer alone."""
         if kind != "all-reduce":
             return [(buffer, [operand])]
-        joined = self._unwrapped(operand)
+        joined = self._unwrap(operand)
         if joined.op.opcode == "concatenate":
             # `f32[4194305]{0} concatenate(%param_0.84, %param_1.132)`: GPUs, a gradient and a loss
-            return [(_type(self._unwrapped(part)), [part]) for part in operands(joined)]
+            return [(_type(self._unwrap(part)), [part]) for part in operands(joined)]
         scalar = _type(joined)
         if joined.op.types and (scalar.rank == 0 or _is_tiny(scalar)):
             # `%all-reduce.17 = f32[1,1,128] all-reduce(%bitcast.16)`, of f32[]: padded to a tile
             return [(scalar, [operand])]
         return [(buffer, [operand])]
 
-    def _unwrapped(self, at: Value, through: str = "") -> Value:
+    def _unwrap(self, at: Value, through: str = "") -> Value:
         """Where a value was before it got another shape, went `through` an op, or became an
         argument."""
         at = self.flow.trace(at, lambda each: not keeps(each.op) and each.op.opcode != through)
         if at.op.opcode != "all-reduce" or len(at.op.operands) != 1:
             return at
-        return self._unwrapped(operands(at)[0], through)
+        return self._unwrap(operands(at)[0], through)
 
     def _shard_in_zeros(self, kind: str, read: Sequence[Value]) -> list[Value]:
         """The shard that each device writes into an array of zeros, if the sum over devices only
@@ -524,12 +526,12 @@ class CollectiveReader:
         """
         if kind != "all-reduce" or len(read) != 1:
             return []
-        placed = self._unwrapped(read[0], "convert")
+        placed = self._unwrap(read[0], "convert")
         if placed.op.opcode != "dynamic-update-slice":
             return []
-        filled, shard = (self._unwrapped(each, "convert") for each in operands(placed)[:2])
+        filled, shard = (self._unwrap(each, "convert") for each in operands(placed)[:2])
         if filled.op.opcode == "broadcast":
-            filled = self._unwrapped(operands(filled)[0], "convert")
+            filled = self._unwrap(operands(filled)[0], "convert")
         return [shard] if filled.op.is_zero else []
 
     def _completes(self, kind: str, read: Sequence[Value]) -> str | None:
@@ -582,7 +584,8 @@ def _results(op: Op) -> Sequence[Buffer]:
 
 def _type(of: Value) -> Buffer:
     """The array that a value is; the first one of a tuple."""
-    return next(iter(of.op.types[of.element or 0 :]), _UNREAD)
+    number = of.path[-1] if of.path else 0
+    return next(iter(of.op.types[number:]), _UNREAD)
 
 
 def path_of(origins: Origins, paths: Mapping[int, str]) -> str | None:
@@ -639,7 +642,7 @@ def _kind_of_host_transfer(op: Op) -> str:
 _CHAIN_START, _CHAIN_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
 
 
-def _chains_started(computation: Computation) -> set[str]:
+def _find_chain_starts(computation: Computation) -> set[str]:
     """The ids of the chains whose first piece a computation has."""
     starts = [op for op in computation.ops.values() if op.target == _CHAIN_START]
     first = [computation.ops.get(name) for start in starts for name in start.operands]

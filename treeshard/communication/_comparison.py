@@ -1,23 +1,28 @@
-"""Compares the communication of a compiled step with what its plan predicts.
+"""Compares what a compiled step communicates with what its plan predicts.
 
 Leaf by leaf, and not by totals: the totals of a step that gathers one weight twice and another not
-at all are right. So arguments of the program are matched to leaves of the plan first.
+at all are right. And always with the trace of the step, which tells what it does with each leaf:
+which leaves are trained, how often each is gathered, and in which dtype.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
+from jax.tree_util import tree_flatten, tree_leaves
 
-from treeshard._core.mesh import MeshLike, axis_sizes, check_axes
+from treeshard._core.arrays import StaticSplit, array_text, device_dtype, has_shape
+from treeshard._core.make_mesh import with_devices
+from treeshard._core.mesh import axis_sizes
+from treeshard._core.paths import PyTree, leaf_paths, pair
 from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
 from treeshard._core.text import columns, human_bytes
-from treeshard._planning.matching import PlannedLeaf, parameters
+from treeshard._planning.axis_names import idle_axes
 from treeshard._planning.plan import Plan
-from treeshard._trace.roles import Roles
-from treeshard.communication._arguments import Argument, leaves_of_arguments
+from treeshard._trace.roles import Roles, roles_of
+from treeshard.communication._arguments import Argument
 from treeshard.communication._collectives import (
     Collective,
     CollectiveReader,
@@ -25,28 +30,16 @@ from treeshard.communication._collectives import (
     bytes_text,
     count_text,
     is_scalar,
+    join_steps,
     total,
     total_bytes,
-    with_steps_joined,
 )
-from treeshard.communication._device_groups import axes_of_sharding
-from treeshard.communication._differences import Unplanned, by_compiler_lines, explain
-from treeshard.communication._forecast import (
-    Leaves,
-    PlannedTransfer,
-    predict_by_role,
-    roles_by_name,
-)
+from treeshard.communication._differences import Unplanned, explain
+from treeshard.communication._forecast import PlannedTransfer, batch_axes, predict_transfers
 from treeshard.communication._hlo import HloProgram, Op
 from treeshard.communication._matching import Matcher
-from treeshard.communication._program import (
-    MEGASCALE,
-    CompiledProgram,
-    ReadProgram,
-    platform_of,
-    read_program,
-)
-from treeshard.errors import SpecError, counted
+from treeshard.communication._program import MEGASCALE, ReadProgram, read_program
+from treeshard.errors import SpecError, counted, listed
 
 
 @dataclass(frozen=True)
@@ -81,11 +74,10 @@ class Comparison:
         batch_sums: Sums over all rows of the batch, such as those of batch norm. Likewise.
         matrices: What `training.by_matrix` moves: gradients of matrices to the devices that update
             them, and the updates back. Likewise.
-        by_compiler: What differs only because of the platform's compiler, in every program, as
-            opposed to `unplanned`: on CPUs, full gradients that are all-reduced, and 16-bit
-            floats that are widened; elsewhere, what is moved in a narrower dtype than planned, and
-            all-gathers that became all-reduces. The text has a line for it.
-        platform: The platform of the program, such as `"cpu"`; `None` for a text.
+        by_compiler: What only the platform's compiler decides, a phrase each: on CPUs, full
+            gradients are all-reduced, and 16-bit floats are widened; elsewhere, gathers may be in
+            a narrower dtype, or become all-reduces.
+        platform: The platform of the program, such as `"cpu"`.
         leaves: For each of `compiled`, the leaf that it moves or whose gradient it reduces, by its
             path in the plan; `None` for other values. Gradients of one size have one of the leaves
             of that size.
@@ -103,7 +95,7 @@ class Comparison:
     activations: tuple[Collective, ...] = ()
     batch_sums: tuple[Collective, ...] = ()
     matrices: tuple[Collective, ...] = ()
-    by_compiler: tuple[Unplanned, ...] = ()
+    by_compiler: tuple[str, ...] = ()
     platform: str | None = None
     leaves: tuple[str | None, ...] = ()
 
@@ -135,11 +127,6 @@ class Comparison:
             text += f"\nplus {counted(scalars, 'scalar')}, such as the loss"
         return "\n".join([text, *self._notes(), *map(str, self.unplanned)])
 
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """Why the program does not move the bytes that are planned, a line for each reason."""
-        return (*self._notes(), *(str(difference).splitlines()[0] for difference in self.unplanned))
-
     def _notes(self) -> list[str]:
         """What differs without being a fault."""
         axes = dict.fromkeys(axis for x in self.activations for axis in x.axes or ())
@@ -148,117 +135,99 @@ class Comparison:
             (self.batch_sums, "sum", " over all rows, such as batch norm's"),
             (self.matrices, "exchange", " of matrices for their update"),
         )
-        return [
-            *(
-                f"including {counted(len(moved), what)}{of_what}, {bytes_text(total_bytes(moved))},"
-                " of which a plan says nothing"
-                for moved, what, of_what in groups
-                if moved
-            ),
-            *by_compiler_lines(self.by_compiler, self.platform),
+        notes = [
+            f"including {counted(len(moved), what)}{of_what}, {bytes_text(total_bytes(moved))},"
+            " of which a plan says nothing"
+            for moved, what, of_what in groups
+            if moved
         ]
+        if self.by_compiler:
+            name = f"{self.platform.upper()} compiler" if self.platform else "compiler"
+            others = " Compilers for TPUs and GPUs need not." if self.platform == "cpu" else ""
+            notes.append(f"The {name} {' and '.join(self.by_compiler)}.{others}")
+        return notes
 
 
 def compare_communication(
-    plan: Plan,
-    program: CompiledProgram,
-    *,
-    batch: SpecTree = None,
-    mesh: MeshLike | None = None,
-    remat: Leaves = False,
-    scan: Leaves = False,
-    params: str | None = None,
-    dtype: DTypeLike | None = None,
+    plan: Plan, step: Callable[[Any, Any], Any], state: PyTree, batch: PyTree
 ) -> Comparison:
-    """Compares what a step's program moves with what its plan predicts, and explains differences.
+    """Compares what a step of your own loop communicates with what its plan predicts.
+
+    The step is traced and compiled for these arguments, and does not run. For a step of `jit_step`
+    or `shard_map_step`, call `step.communication(state, batch)`.
 
     Args:
-        plan: The plan of the step's state, or of its parameters: of the part of the program's
-            arguments that has its paths, with arrays of their shapes and dtypes. If several have
-            them, such as weights and their moments, it is of one that is sharded as planned, and
-            of the outermost.
-        program: The compiled step, as in `collectives`.
-        batch: The specs of the batch. By default they are read from the program's arguments that
-            are not in the plan.
-        mesh: As in `collectives`; by default the plan's.
-        remat: As in `predict_communication`.
-        scan: As in `predict_communication`.
-        params: As in `predict_communication`.
-        dtype: As in `predict_communication`.
+        plan: The plan of `state`.
+        step: The function that you pass to `jax.jit` or `eqx.filter_jit`, or the jitted function.
+            It is called as `step(state, batch)`, and returns the new state first: `new_state`, or
+            `(new_state, loss)`. For a step of another form, pass a function that calls it:
+            `lambda state, batch: train_step(*state, *batch)`.
+        state: The state, placed as planned, or `plan.structs`.
+        batch: A batch, placed as in your loop, or `jax.ShapeDtypeStruct`s with shardings.
 
     Returns:
         A `Comparison`. Its `unplanned` has an entry for each way in which the program differs.
 
     Raises:
-        SpecError: If no argument of the program is a parameter of the plan, or several parts of
-            the arguments may be what it plans; if an argument differs from its leaf in the plan;
-            if `batch` is needed and cannot be read.
-        FormatError, MeshError, TypeError: As `collectives`.
+        SpecError: If the state does not match the plan, or is not sharded as planned; if the step
+            does not return a new state first; if the compiled program does not say how the batch
+            is sharded.
+        MeshError: If the plan was made for an abstract mesh.
+        TypeError: If `step` is not a function, such as a compiled program.
 
     Examples:
         >>> mesh = make_mesh("fsdp=8")
         >>> decided = plan({"w": jnp.ones((8, 8))}, [("w", P("fsdp"))], mesh, min_size=0)
-        >>> @jit_step(plan=decided, batch=P("fsdp"))
+        >>> @jax.jit
         ... def step(state, batch):
         ...     grad = jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(state["w"])
-        ...     return {"w": state["w"] - grad}, 0
-        >>> program = step.lower(decided.structs, np.ones((16, 8), "float32")).compile()
-        >>> compared = compare_communication(decided, program)
-        >>> compared.unplanned, [one.code for one in compared.by_compiler]
-        ((), ['all-reduce'])
+        ...     return {"w": state["w"] - grad}
+        >>> batch = jax.device_put(np.ones((16, 8), "float32"), NamedSharding(mesh, P("fsdp")))
+        >>> compared = compare_communication(decided, step, decided.structs, batch)
+        >>> compared.unplanned, compared.by_compiler
+        ((), ('all-reduces full gradients (256 B) where a reduce-scatter was planned',))
     """
-    read = read_program(program, plan.mesh if mesh is None else mesh)
-    weights = parameters(plan.leaves, params)
-    names = leaves_of_arguments(plan, read.arguments)
-    _check_has_any(names, weights, read.arguments)
-    if batch is None:
-        batch = _batch_of(names, read.arguments, read.axes)
-    check_axes(
-        get_names_from_partition_spec(batch), axis_sizes(plan.mesh), "compare_communication: batch"
-    )
-    roles = roles_by_name(plan, batch, remat=remat, scan=scan, params=params, dtype=dtype)
-    return _compared(plan, program, read, names, batch, roles)
+    if not callable(step) or isinstance(step, jax.stages.Compiled):
+        raise TypeError(
+            f"compare_communication: the second argument is a {type(step).__name__}, not a"
+            " function. Pass the function that you jit: `compare_communication(plan, step, state,"
+            " batch)`."
+        )
+    _check_state(plan, state)
+    with_devices(plan.mesh, "compare_communication", compile_only=True)
+    traced = _trace_step(step, state, batch)
+    _check_returns_state(plan, traced.jaxpr.out_avals)
+    read = read_program(traced.lower().compile(), plan.mesh)
+    # The compiled program knows how its arguments are sharded, also where only the step says so.
+    count = len(plan.leaves)
+    _check_placed(plan, read.arguments[:count])
+    along = _batch_spec(plan, read.arguments[count:])
+    roles = roles_of(traced.jaxpr.jaxpr, plan, batch_axes(plan, along))
+    return compare_step(plan, along, roles, read)
 
 
-def compare_step(
-    plan: Plan,
-    program: jax.stages.Compiled,
-    batch: SpecTree,
-    roles: Roles,
-    read: ReadProgram | None = None,
-) -> Comparison:
-    """Compares what a step's program moves with what its plan predicts for these roles.
+def compare_step(plan: Plan, batch: SpecTree, roles: Roles, read: ReadProgram) -> Comparison:
+    """Compares what a step's program communicates with what its plan predicts for these roles.
 
-    The program is one of `training.Step`, whose first arguments are the arrays of the state.
+    The first arguments of the program are the arrays of the state.
     """
-    read = read or read_program(program, plan.mesh)
+    planned = predict_transfers(plan, batch, roles)
+    # On a torus, a scatter over one axis may run dim by dim.
+    compiled = join_steps(list(CollectiveReader(read).all()), read.within)
     state = zip(read.arguments, plan.leaves, strict=False)
     names = {argument.path: leaf.path for argument, leaf in state}
-    return _compared(plan, program, read, names, batch, roles)
-
-
-def _compared(
-    plan: Plan,
-    program: CompiledProgram,
-    read: ReadProgram,
-    names: Mapping[str, str | None],
-    batch: SpecTree,
-    roles: Roles,
-) -> Comparison:
-    planned = predict_by_role(plan, batch, roles)
-    compiled = with_steps_joined(list(CollectiveReader(read).all()), read.within)
-    batch_axes, platform = get_names_from_partition_spec(batch), platform_of(program)
-    matcher = Matcher(plan, planned, names, roles, batch_axes, platform)
+    split = get_names_from_partition_spec(batch)
+    matcher = Matcher(plan, planned, names, roles, split, read.platform)
     matcher.match(compiled)
     return Comparison(
         tuple(planned),
         tuple(compiled),
-        (*matcher.unplanned(), *_idle_axes(plan, batch_axes, compiled), *_to_host(read.graph)),
+        (*matcher.list_unplanned(), *_idle_axes(plan, split, compiled), *_to_host(read.graph)),
         tuple(matcher.activations),
         tuple(moved.collective for moved in matcher.sums),
         tuple(matcher.matrices),
-        tuple(matcher.by_compiler()),
-        platform,
+        tuple(matcher.list_compiler_choices()),
+        read.platform,
         tuple(matcher.leaves),
     )
 
@@ -268,18 +237,15 @@ def _idle_axes(
 ) -> Iterator[Unplanned]:
     """The axes that shard neither the plan nor the batch, and along which nothing is moved."""
     moved = [x.axes for x in compiled]
+    # What has unknown axes may run along any.
     if None in moved:
         return
     used = {*get_names_from_partition_spec(plan), *batch_axes}
     used.update(*filter(None, moved))
-    sizes = axis_sizes(plan.mesh)
-    idle = [axis for axis, size in sizes.items() if size > 1 and axis not in used]
+    idle = idle_axes(plan.mesh, used)
     if not idle:
         return
-    used_and_idle = [axis for axis in sizes if axis in (*batch_axes, *idle)]
-    yield explain(
-        "batch-not-split, idle", detail=", ".join(map(repr, idle)), batch_axes=used_and_idle
-    )
+    yield explain("batch-not-split", batch_axes=batch_axes, axes=idle)
 
 
 def _to_host(graph: HloProgram) -> Iterator[Unplanned]:
@@ -289,8 +255,9 @@ def _to_host(graph: HloProgram) -> Iterator[Unplanned]:
             operands = [computation.ops[name] for name in op.operands if name in computation.ops]
             arrays = [x for operand in operands for x in operand.types if x.rank]
             if arrays:
-                where = f"{bytes_text(total(x.bytes for x in arrays))} to the host in each step"
-                yield explain("other, host", detail=f"{where}, at {graph.source(op)}")
+                size = bytes_text(total(x.bytes for x in arrays))
+                where = f"of {size} to the host in each step, at {graph.source(op)}"
+                yield explain("other", kind="callback", detail=where)
 
 
 def _is_callback(op: Op) -> bool:
@@ -304,43 +271,92 @@ def _is_callback(op: Op) -> bool:
     return not op.frontend(f"{MEGASCALE}_transfer_type")
 
 
-# ------------------------------------------------------------------ arguments
+# ------------------------------------------------------------------ a step of one's own loop
 
 
-def _check_has_any(
-    names: Mapping[str, str | None], params: Sequence[PlannedLeaf], arguments: Sequence[Argument]
-) -> None:
-    if params and not {leaf.path for leaf in params}.intersection(names.values()):
-        paths = ", ".join([x.path for x in arguments if x.path][:5]) or "no names"
+def _trace_step(step: Callable[[Any, Any], Any], state: PyTree, batch: PyTree) -> jax.stages.Traced:
+    """The trace of a step as a function of the arrays of its arguments, in one jit.
+
+    Other leaves are constants of the program, as in `eqx.filter_jit`. Also a jitted function is
+    traced so: only JAX's own have a trace, and the collectives of an inner jit are those of its
+    own program.
+    """
+    splits = [StaticSplit(*tree_flatten(tree), has_shape) for tree in (state, batch)]
+    arrays = [
+        split.without_static(split.dynamic(tree_leaves(tree)))
+        for split, tree in zip(splits, (state, batch), strict=True)
+    ]
+
+    # Collectives are reported with the names of these arguments: `state/w`.
+    def run(state: PyTree, batch: PyTree) -> list[Any]:
+        pairs = zip(splits, (state, batch), strict=True)
+        results = step(*(split.combine(tree_leaves(tree)) for split, tree in pairs))
+        return [x for x in tree_leaves(results) if has_shape(x)]
+
+    return jax.jit(run).trace(*arrays)
+
+
+def _check_state(plan: Plan, state: PyTree) -> None:
+    pairs = zip(leaf_paths(state), tree_leaves(state), strict=True)
+    arrays = [(path, x) for path, x in pairs if has_shape(x)]
+    facts = [
+        f"{path}: {_describe(x)} in the state, {_describe(leaf)} in the plan."
+        for path, x, leaf in pair(arrays, ((leaf.path, leaf) for leaf in plan.leaves))
+        if x is None or leaf is None or (x.shape, device_dtype(x.dtype)) != _form(leaf)
+    ]
+    in_order = [path for path, _ in arrays] == [leaf.path for leaf in plan.leaves]
+    if facts or not in_order:
+        facts = facts or ["it has the same arrays in another order."]
+        headline = "compare_communication: the state does not match the plan:"
+        raise SpecError(listed(headline, facts, headed=True))
+
+
+def _form(leaf: Any) -> tuple[Any, Any]:
+    return leaf.shape, device_dtype(leaf.dtype)
+
+
+def _describe(x: Any) -> str:
+    return "nothing" if x is None else array_text(x)
+
+
+def _check_returns_state(plan: Plan, results: Sequence[Any]) -> None:
+    planned = [_form(leaf) for leaf in plan.leaves]
+    if [(x.shape, x.dtype) for x in results[: len(planned)]] != planned:
         raise SpecError(
-            "compare_communication: the program has none of the plan's parameters, such as"
-            f" {params[0].path!r}. Its arguments: {paths}."
+            "compare_communication: the step does not return the new state first. End it with"
+            " `return new_state, loss`; for a function that returns no state, such as an"
+            " evaluation, pass `lambda state, batch: (state, evaluate(state, batch))`."
         )
 
 
-def _batch_of(
-    names: Mapping[str, str | None], arguments: Sequence[Argument], axes: Mapping[str, int]
-) -> PartitionSpec:
-    """The axes that shard the arguments that are not in the plan, as one spec."""
+def _check_placed(plan: Plan, arguments: Sequence[Argument]) -> None:
+    facts: list[str] = []
+    for argument, leaf, planned in zip(
+        arguments, plan.leaves, plan.sharding_of_each(), strict=True
+    ):
+        actual = None if argument.struct is None else argument.struct.sharding
+        # JAX drops arguments that the step does not use, and then does not know.
+        if actual is not None and not actual.is_equivalent_to(planned, len(leaf.shape)):
+            spec = getattr(actual, "spec", actual)
+            facts.append(f"{leaf.path}: sharded as {spec} in the program, planned as {leaf.given}.")
+    if facts:
+        headline = "compare_communication: the step does not take the state as planned:"
+        place = "\nPlace it with `treeshard.shard(state, plan)`, or pass `plan.structs`."
+        raise SpecError(listed(headline, facts, headed=True) + place)
+
+
+def _batch_spec(plan: Plan, arguments: Sequence[Argument]) -> PartitionSpec:
+    """The axes that shard the arguments which are not the state, as one spec."""
     split: set[str] = set()
     for argument in arguments:
-        if argument.path not in names:
-            split.update(_split_along(argument, axes))
-    in_order = tuple(axis for axis in axes if axis in split)
+        sharding = None if argument.struct is None else argument.struct.sharding
+        if isinstance(sharding, NamedSharding):
+            split.update(get_names_from_partition_spec(sharding))
+        elif sharding is not None and not sharding.is_fully_replicated:
+            raise SpecError(
+                f"compare_communication: {argument.path}: the program does not say along which axes"
+                " it is sharded. Place the batch as in your loop, for example with"
+                " `treeshard.shard(batch, specs, mesh)`."
+            )
+    in_order = tuple(axis for axis in axis_sizes(plan.mesh) if axis in split)
     return PartitionSpec(in_order) if in_order else PartitionSpec()
-
-
-def _split_along(argument: Argument, axes: Mapping[str, int]) -> Iterable[str]:
-    """The axes that shard an argument, by the text of the program or by JAX."""
-    split = axes_of_sharding(argument.annotation, axes)
-    if split is not None:
-        return split
-    sharding = None if argument.struct is None else argument.struct.sharding
-    if isinstance(sharding, NamedSharding):  # newer versions of XLA leave it out of the text
-        return get_names_from_partition_spec(sharding)
-    if argument.local is not None and argument.local.rank:
-        raise SpecError(
-            "compare_communication: the program does not say how its argument"
-            f" {argument.path!r} is sharded. Pass the specs of the batch: `batch=P(...)`."
-        )
-    return ()

@@ -1,10 +1,18 @@
-"""Traces a program's values back to their origins, through loops and calls.
+"""Follows a program's values back: to where their data comes from, and to whose memory they are in.
 
 By dataflow, and not by names: compilers rename, fuse and clone ops, and an all-gather of a weight
 is named after whatever was traced last. What the gather reads can be followed back, op by op, to
 the parameter `state['w']` of the program.
+
+A value is an op's result in the context of a call, or an element of it. Two questions share that:
+
+1. Where does its data come from? `sources` has one table by opcode. An all-gather passes data on,
+   a product does not.
+2. Whose memory is it? `home` follows what is computed in place. An all-gather has memory of its
+   own, a `bitcast` or a loop has that of its operand.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,12 +37,15 @@ class Context:
     branch: int = 0
 
 
+Path = tuple[int, ...]  # the place in nested tuples: `(1, 0)` is the first element of the second
+
+
 class Value(NamedTuple):
-    """The result of an op in its context; if it is a tuple, the element numbered `element`."""
+    """The result of an op in its context; if it is a tuple, the element at `path`."""
 
     context: Context
     op: Op
-    element: int | None = None
+    path: Path = ()
 
 
 class Origins(NamedTuple):
@@ -45,8 +56,8 @@ class Origins(NamedTuple):
     dtypes: frozenset[str] = frozenset()
 
 
-def value(context: Context, name: str, element: int | None = None) -> Value:
-    return Value(context, context.computation.ops.get(name, _MISSING), element)
+def value(context: Context, name: str, path: Path = ()) -> Value:
+    return Value(context, context.computation.ops.get(name, _MISSING), path)
 
 
 def operands(of: Value) -> list[Value]:
@@ -54,12 +65,13 @@ def operands(of: Value) -> list[Value]:
 
 
 class Dataflow:
-    """The origins of values, and the trip counts of loops, of one program."""
+    """The origins and the memory of values, and the trip counts of loops, of one program."""
 
     def __init__(self, program: HloProgram) -> None:
         self.program = program
         self._takes_tuple = program.takes_tuple
         self._users: dict[str, Mapping[str, Sequence[Op]]] = {}
+        self._homes: dict[Value, Value] = {}
 
     def enter(self, at: Context, op: Op, name: str, role: str, branch: int = 0) -> Context:
         """The context of a computation that `op` calls."""
@@ -117,16 +129,33 @@ class Dataflow:
         """The number of the argument that a value is, if it is one."""
         if at.op.opcode != "parameter" or at.context.computation is not self.program.entry:
             return None
-        return at.element if self._takes_tuple else at.op.index
+        if self._takes_tuple:
+            return at.path[0] if at.path else None
+        return at.op.index
 
     def sources(self, at: Value) -> list[Value]:
         """The values that this one takes its data from, unchanged; none if it is computed."""
         opcode = at.op.opcode
         # `%all-gather-done.1 = f32[16]{0} all-gather-done(%all-gather-start.1)`
-        if opcode.endswith(("-done", "-update")):
-            return _operand(at, 0, at.element)
+        if opcode.endswith("-done"):
+            return _find_started(at)
+        if opcode.endswith("-update"):
+            return _operand(at, 0, at.path)
         follow = _SOURCES.get(at.op.target or opcode.removesuffix("-start"))
         return [] if follow is None else follow(self, at)
+
+    def home(self, at: Value) -> Value:
+        """The value in whose memory another one is: its own, if it is not computed in place."""
+        passed: list[Value] = []
+        while at not in self._homes and len(passed) < _MAX_STEPS:
+            passed.append(at)
+            source = _find_in_place(self, at)
+            if not source:
+                break
+            [at] = source
+        home = self._homes.get(at, at)
+        self._homes |= dict.fromkeys(passed, home)
+        return home
 
     def trace(self, at: Value, until: Callable[[Value], bool]) -> Value:
         """The first value that meets a condition, on the way back to what `at` takes its data from;
@@ -140,33 +169,33 @@ class Dataflow:
             at = sources[0]
         return at
 
-    def _from_caller(self, at: Value) -> list[Value]:
+    def _follow_parameter(self, at: Value) -> list[Value]:
         """The arguments that the caller passes for a computation's parameter."""
         context, number = at.context, at.op.index
         op, caller = context.op, context.caller
         if op is None or caller is None or number is None:
             return []
-        passed = Value(caller, op, at.element)
+        passed = Value(caller, op, at.path)
         if op.opcode == "while":
             is_test = context.role == "condition"
-            return _operand(passed, 0, at.element) if is_test else self._of_loop(passed, context)
+            return _operand(passed, 0, at.path) if is_test else self._follow_loop(passed, context)
         if op.opcode == "conditional":
             # `conditional(%index, %tuple.1, %tuple.2)`: each branch has one parameter
-            return _operand(passed, 1 + context.branch, at.element)
-        return _operand(passed, number, at.element)
+            return _operand(passed, 1 + context.branch, at.path)
+        return _operand(passed, number, at.path)
 
-    def _of_loop(self, loop: Value, body: Context) -> list[Value]:
+    def _follow_loop(self, loop: Value, body: Context) -> list[Value]:
         """What an element that a loop carries is before the first trip, and after each trip unless
         all of them pass it on as it is."""
-        start = _operand(loop, 0, loop.element)
-        after = result(body, loop.element)
+        start = _operand(loop, 0, loop.path)
+        after = result(body, loop.path)
         origin = self.trace(after, lambda each: _is_carried_by(body, each) or not keeps(each.op))
-        is_kept = _is_carried_by(body, origin) and origin.element == loop.element
+        is_kept = _is_carried_by(body, origin) and origin.path == loop.path
         return start if is_kept else [*start, after]
 
-    def _after_loop(self, loop: Value) -> list[Value]:
+    def _follow_loop_results(self, loop: Value) -> list[Value]:
         [name] = loop.op.called.get("body", ("",))
-        return self._of_loop(loop, self.enter(loop.context, loop.op, name, "body"))
+        return self._follow_loop(loop, self.enter(loop.context, loop.op, name, "body"))
 
     def _results(self, at: Value, role: str) -> list[Value]:
         """What the computations that an op calls return."""
@@ -174,7 +203,7 @@ class Dataflow:
             self.enter(at.context, at.op, name, role, branch)
             for branch, name in enumerate(at.op.called.get(role, ()))
         ]
-        return [result(context, at.element) for context in contexts]
+        return [result(context, at.path) for context in contexts]
 
     # ---------------------------------------------------------------- loops
 
@@ -185,7 +214,7 @@ class Dataflow:
         called = op.called
         roles = "condition", "body"
         condition, body = (self.enter(context, op, called.get(x, ("",))[0], x) for x in roles)
-        test = self._resolved(result(condition))
+        test = self._resolve(result(condition))
         direction = test.op.attribute("direction")
         if test.op.opcode != "compare" or direction not in ("LT", "LE", "GT", "GE"):
             return None
@@ -204,27 +233,27 @@ class Dataflow:
 
         Raises `ValueError` if that depends on data.
         """
-        element, offset = self._sum(side, loop.condition)
-        if element is None:
+        path, offset = self._sum(side, loop.condition)
+        if path is None:
             return offset, 0
-        before = value(loop.at.context, loop.at.op.operands[0], element)
+        before = value(loop.at.context, loop.at.op.operands[0], path)
         computed, first = self._sum(before, loop.at.context)
-        carried, step = self._sum(result(loop.body, element), loop.body)
-        if computed is not None or carried != element:
+        carried, step = self._sum(result(loop.body, path), loop.body)
+        if computed is not None or carried != path:
             raise ValueError
         return first + offset, step
 
-    def _sum(self, at: Value, loop: Context) -> tuple[int | None, int]:
+    def _sum(self, at: Value, loop: Context) -> tuple[Path | None, int]:
         """A value as a number, or as an element that a loop carries and a number added to it.
 
         `%add.3 = s32[] add(%i, %one)`, or `subtract`. Raises `ValueError` for other values.
         """
         number = 0
-        at = self._resolved(at)
+        at = self._resolve(at)
         for _ in range(_MAX_STEPS):
             if at.op.opcode not in ("add", "subtract"):
                 break
-            left, right = map(self._resolved, operands(at))
+            left, right = map(self._resolve, operands(at))
             if at.op.opcode == "add" and left.op.number is not None:
                 left, right = right, left
             if right.op.number is None:
@@ -233,11 +262,11 @@ class Dataflow:
             at = left
         if at.op.number is not None:
             return None, at.op.number + number
-        if at.op.opcode != "parameter" or at.context is not loop or at.element is None:
+        if at.op.opcode != "parameter" or at.context is not loop or not at.path:
             raise ValueError
-        return at.element, number
+        return at.path, number
 
-    def _resolved(self, at: Value) -> Value:
+    def _resolve(self, at: Value) -> Value:
         """Where a value is computed, or the parameter of a loop that carries it."""
         return self.trace(at, _is_carried_or_part)
 
@@ -261,24 +290,29 @@ def _is_carried_or_part(at: Value) -> bool:
     return is_carried or at.op.opcode in _PARTS
 
 
-def _moved(flow: Dataflow, at: Value) -> list[Value]:
-    # A combined op moves several arrays. A `-start` returns its operands before its results:
+def _follow_element(flow: Dataflow, at: Value) -> list[Value]:
+    # A combined op moves several arrays. A `-start` may return its operands before its results:
     # `((f32[2], f32[4]), (f32[16], f32[32])) all-gather-start(%x, %y)`.
     names = at.op.operands
-    if at.element is None or not names:
+    if not at.path or not names:
         return _operand(at, 0)
-    return _operand(at, at.element % len(names))
+    return _operand(at, at.path[-1] % len(names))
 
 
-def _joined(flow: Dataflow, at: Value) -> list[Value]:
+def _follow_all(flow: Dataflow, at: Value) -> list[Value]:
     return operands(at)
 
 
-def _of_call(flow: Dataflow, at: Value) -> list[Value]:
+def _follow_call(flow: Dataflow, at: Value) -> list[Value]:
     return flow._results(at, "calls")
 
 
-def _reshaped(flow: Dataflow, at: Value) -> list[Value]:
+def _follow_async_call(flow: Dataflow, at: Value) -> list[Value]:
+    # `((f32[8,128]), f32[2,128]) async-start(%doubled)`: what it calls returns the second element.
+    return flow._results(at._replace(path=at.path[1:]), "calls")
+
+
+def _follow_reshape(flow: Dataflow, at: Value) -> list[Value]:
     """The operand, if the op has as many elements, and so only adds or removes dims of size 1."""
     sizes = [[(x.dtype, x.bytes) for x in each.op.types] for each in (at, *_operand(at, 0))]
     return _operand(at, 0) if len(sizes[0]) == 1 and sizes[1:] == sizes[:1] else []
@@ -288,40 +322,37 @@ def _reshaped(flow: Dataflow, at: Value) -> list[Value]:
 # target of a custom call.
 _SOURCES: Mapping[str, Callable[[Dataflow, Value], list[Value]]] = {
     # `%p = (s32[], f32[8]{0}) parameter(0)` of a loop; `%param_1.2 = f32[8]{0} parameter(1)`
-    "parameter": Dataflow._from_caller,
-    # `%w.3 = f32[8]{0} get-tuple-element(%while.28), index=2`. An element of an element, of a tuple
-    # in a tuple, is not followed.
-    "get-tuple-element": lambda flow, at: (
-        _operand(at, 0, at.op.index) if at.element is None else []
-    ),
+    "parameter": Dataflow._follow_parameter,
+    # `%w.3 = f32[8]{0} get-tuple-element(%while.28), index=2`
+    "get-tuple-element": lambda flow, at: _operand(at, 0, (at.op.index or 0, *at.path)),
     # `%tuple.70 = (s32[], f32[8]{0}) tuple(%constant.3, %copy.2)`
-    "tuple": lambda flow, at: [] if at.element is None else _operand(at, at.element),
+    "tuple": lambda flow, at: _operand(at, at.path[0], at.path[1:]) if at.path else [],
     # `%while.28 = (s32[], f32[8]{0}) while(%tuple.70), condition=%region_1.2, body=%region_0.1`
-    "while": lambda flow, at: flow._after_loop(at),
+    "while": lambda flow, at: flow._follow_loop_results(at),
     # `(f32[16]{0}) conditional(%i, %tuple.1, %tuple.2), branch_computations={%region_8, %region_9}`
     "conditional": lambda flow, at: flow._results(at, "branches"),
     # `%fusion.109 = bf16[1024,4096]{1,0} fusion(%param_9.2), kind=kLoop, calls=%bitcast_fusion.27`
-    "fusion": _of_call,
+    "fusion": _follow_call,
     # `%call.1 = f32[8]{0} call(%x), to_apply=%gathered`: a jitted function in a jitted one
-    "call": _of_call,
+    "call": _follow_call,
     # `((f32[8,128]), f32[2,128]) async-start(%doubled), calls=%async_computation`: GPUs, for ops
     # that have no `-start` of their own
-    "async": _of_call,
+    "async": _follow_async_call,
     # `%concatenate.1 = f32[4096]{0} concatenate(%bitcast.1, %bitcast.2), dimensions={0}`: GPUs join
     # gradients for one all-reduce
-    "concatenate": _joined,
+    "concatenate": _follow_all,
     # `f32[4,8]{1,0} dynamic-update-slice(%stacked, %layer, %i, %zero)`: how scans stack results.
     # The operands after the first two say where.
     "dynamic-update-slice": lambda flow, at: operands(at)[:2],
     # `%reduce.55 = bf16[256]{0} reduce(%dynamic-slice.82, %zero), dimensions={0}`, of bf16[1,256]:
     # TPUs reshape so
-    "reduce": _reshaped,
-    "broadcast": _reshaped,
+    "reduce": _follow_reshape,
+    "broadcast": _follow_reshape,
     # `(f32[8]{0}, f32[4]{0}) opt-barrier(%tuple.3)`: of `lax.optimization_barrier`, also in remat
-    "opt-barrier": lambda flow, at: _operand(at, 0, at.element),
+    "opt-barrier": lambda flow, at: _operand(at, 0, at.path),
     # `f32[1024,512] custom-call(%slice-done.8, %slice-done.9), custom_call_target="ConcatBitcast"`:
     # TPUs copy an array to fast memory in slices, which this joins
-    "ConcatBitcast": _joined,
+    "ConcatBitcast": _follow_all,
     **dict.fromkeys(
         (
             "all-gather",
@@ -345,7 +376,7 @@ _SOURCES: Mapping[str, Callable[[Dataflow, Value], list[Value]]] = {
             "SPMDShardToFullShape",
             "annotate_device_placement",
         ),
-        _moved,
+        _follow_element,
     ),
 }
 # Those of them that pass on each element as it is: see `keeps`. A text may have the others between
@@ -382,15 +413,107 @@ class _Loop(NamedTuple):
     body: Context
 
 
-def result(context: Context, element: int | None = None) -> Value:
+def result(context: Context, path: Path = ()) -> Value:
     """What a computation returns."""
-    return value(context, context.computation.root, element)
+    return value(context, context.computation.root, path)
 
 
-def _operand(of: Value, number: int, element: int | None = None) -> list[Value]:
+def _operand(of: Value, number: int, path: Path = ()) -> list[Value]:
     """One operand; none if the op has fewer."""
     names = of.op.operands[number : number + 1]
-    return [value(of.context, name, element) for name in names]
+    return [value(of.context, name, path) for name in names]
+
+
+def _find_started(done: Value) -> list[Value]:
+    """The result of a `-done` op, among what its `-start` op returns."""
+    opcode = done.op.opcode
+    # `%r = (f32[8]{0}, u32[], token[]) recv(%t)`, `%rd = (f32[8]{0}, token[]) recv-done(%r)`; and
+    # an all-reduce-start returns its results alone.
+    if opcode in ("all-reduce-done", "recv-done"):
+        return _operand(done, 0, done.path)
+    # `%cs = (f32[8]{0}, f32[8]{0:S(1)}, u32[]) copy-start(%x)` returns the copy first.
+    return _operand(done, 0, (0 if opcode == "copy-done" else 1, *done.path))
+
+
+# ------------------------------------------------------------------ memory
+
+# Ops whose result is in their first operand's memory.
+_SAME_MEMORY = frozenset(
+    {"add-dependency", "bitcast", "dynamic-update-slice", "opt-barrier", "while"}
+)
+# The elements of the results of `-start` ops that are in the memory of operands:
+#   %ag = (f32[16,128]{1,0}, f32[16,512]{1,0}) all-gather-start(%x), dimensions={1}, ...
+#   %rs = ((f32[4096,1024]{1,0}), f32[1024,1024]{1,0}) reduce-scatter-start(%x), ...
+#   %ds = ((f32[4,8]{1,0:S(5)}, s32[], s32[]), f32[1,8]{1,0}, u32[]) dynamic-slice-start(%x, %i, %j)
+_OPERANDS_AT = {
+    "all-gather-start": (0,),
+    "collective-permute-start": (0,),
+    "copy-start": (1,),
+    "dynamic-slice-start": (0,),
+    "dynamic-update-slice-start": (0, 1),
+    "fusion-start": (0,),
+    "reduce-scatter-start": (0,),
+    "slice-start": (0,),
+}
+# output_to_operand_aliasing={{0}: (1, {}), {1}: (0, {2})}: element 0 of the result is operand 1,
+# and element 1 is element 2 of operand 0. `{}: (0, {})` is a result that is no tuple.
+_ALIASING = re.compile(r"\{(\d*)\}: \((\d+), \{(\d*)\}\)")
+
+
+def _find_in_place(flow: Dataflow, at: Value) -> list[Value]:
+    """The value in whose memory another one is computed; none if it has memory of its own."""
+    opcode = at.op.opcode
+    if opcode in ("tuple", "get-tuple-element"):
+        return flow.sources(at)
+    if opcode in _SAME_MEMORY:
+        return _operand(at, 0, at.path)
+    if opcode.endswith("-done"):
+        return _find_started(at)
+    if opcode in ("fusion", "custom-call"):
+        return _find_in_place_of_fusion(flow, at)
+    if opcode == "call":
+        return _find_passed_operand(flow, at)
+    if at.path[:1] and at.path[0] in _OPERANDS_AT.get(opcode, ()):
+        # Of the operands in a tuple, one; else the first
+        number = at.path[1] if len(at.path) > 1 else 0
+        return _operand(at, number, at.path[2:])
+    return []
+
+
+def _find_in_place_of_fusion(flow: Dataflow, at: Value) -> list[Value]:
+    aliases = _ALIASING.findall(at.op.attribute("output_to_operand_aliasing"))
+    for output, number, element in aliases:
+        if not output or at.path[:1] == (int(output),):
+            path = (int(element),) if element else ()
+            return _operand(at, int(number), (*path, *at.path[1:]))
+    if aliases or at.op.opcode != "fusion":
+        return []
+    # Else a fusion updates a parameter in place:
+    #   %big = f32[16,1024]{1,0} parameter(0)
+    #   ROOT %new = f32[16,1024]{1,0} dynamic-update-slice(%big, %row, %i, %zero)
+    [returned] = flow._results(at, "calls")
+    if returned.op.opcode == "tuple":
+        [returned] = flow.sources(returned)
+    update = flow.trace(returned, lambda each: each.op.opcode not in ("bitcast", "copy"))
+    if update.op.opcode != "dynamic-update-slice":
+        return []
+    target = flow.trace(operands(update)[0], lambda each: each.op.opcode != "bitcast")
+    is_parameter = target.op.opcode == "parameter"
+    return _operand(at, target.op.index or 0, target.path) if is_parameter else []
+
+
+def _find_passed_operand(flow: Dataflow, at: Value) -> list[Value]:
+    """The operand that a call returns as it is."""
+    # The CPU's compiler calls small loops, whose results are the memory of their operands:
+    #   %while.24_computation (tuple.32: (s32[], f32[8])) -> (s32[], f32[8]) {
+    #     %tuple.32 = (s32[], f32[8]{0}) parameter(0)
+    #     ROOT %while.30 = (s32[], f32[8]{0}) while(%tuple.32), body=%region_0, ...
+    #   }
+    #   %call.4 = (s32[], f32[8]{0}) call(%tuple.25), to_apply=%while.24_computation
+    [returned] = flow._results(at, "calls")
+    origin = flow.home(returned)
+    is_parameter = origin.op.opcode == "parameter"
+    return _operand(at, origin.op.index or 0, origin.path) if is_parameter else []
 
 
 # ------------------------------------------------------------------ executions

@@ -20,10 +20,6 @@ _TILED_GROUPS = re.compile(r"(\[[\d,]+\])<=(\[[\d,]+\](?:T\([\d,]+\))?)")
 # devices row-major, `mesh['axis_0'=4,'axis_1'=2], device_ids=([2,4]T(1,0)) {'axis_0'}`
 _MESH = r"mesh\[([^\]]*)\](?:,\s*device_ids=\((.*?)\)(?=\s*[{,]))?"
 _ALONG_MESH = re.compile(_MESH + r"\s*\{([^}]*)\}")
-# `{devices=[1,4,2]<=[2,4]T(1,0) last_tile_dim_replicate}`, or `{devices=[4,2]0,4,1,5,2,6,3,7}`
-_TILES = re.compile(r"\{devices=(\[[\d,]+\])(?:<=)?(\S+?)( last_tile_dim_replicate)?\}")
-# `{mesh['axis_0'=2,'axis_1'=4], [{'axis_0'}, {}]}`
-_ON_MESH = re.compile(r"\{" + _MESH + r",\s*\[(.*?)\](?:,\s*replicated=\{[^}]*\})?\}")
 # The order of devices: `[2,4]T(1,0)`, or `0,4,1,5,2,6,3,7`
 _ORDER = re.compile(r"(\[[\d,]+\])(?:T\(([\d,]+)\))?")
 # An axis that is used: `'axis_0'`, or the part `'axis_0':(2)4` of it
@@ -76,7 +72,7 @@ def groups_of(text: str, devices: int | None, axes: Mapping[str, int]) -> Groups
 def groups_of_pairs(text: str, axes: Mapping[str, int]) -> Groups:
     """The mesh axes along which messages are sent: `{{0,1},{1,2}}` is from 0 to 1, from 1 to 2."""
     try:
-        along = _axes_within(_listed(text).reshape(-1, 2), axes)
+        along = _axes_within(_parse_list(text).reshape(-1, 2), axes)
     except _UNREADABLE:
         return UNKNOWN
     return Groups(math.prod(axes[name] for name in along), along)
@@ -92,7 +88,7 @@ def _group_table(text: str, devices: int | None) -> np.ndarray:
     elif along := _ALONG_MESH.fullmatch(text):
         table = _along_axes(*along.groups())
     else:
-        table = _listed(text)
+        table = _parse_list(text)
     rows, size = table.shape
     if devices not in (None, rows * size):
         raise ValueError(f"{text} has {rows * size} devices, the program has {devices}")
@@ -103,6 +99,8 @@ def _group_table(text: str, devices: int | None) -> np.ndarray:
 def _axes_within(groups: np.ndarray, axes: Mapping[str, int]) -> tuple[str, ...]:
     """The axes along which the devices of a row differ."""
     coordinates = np.stack(np.unravel_index(groups, tuple(axes.values())))
+    # One row per group: an axis along which no device differs from the first of its group is whole
+    # outside of the groups.
     differs = (coordinates != coordinates[..., :1]).any(axis=(1, 2))
     return tuple(compress(axes, differs))
 
@@ -116,45 +114,10 @@ def _stride(groups: np.ndarray, axes: Mapping[str, int], along: Sequence[str]) -
     return int(steps[0]) if steps.size == 1 else None
 
 
-# ------------------------------------------------------------------ shardings
-
-
-def axes_of_sharding(text: str, axes: Mapping[str, int]) -> tuple[str, ...] | None:
-    """The mesh axes that a sharding splits dims along; `None` if it cannot be read.
-
-    - `{replicated}`
-    - `{devices=[2,1,4]<=[8]}` splits dim 0 into 2 parts and dim 2 into 4. Tiles are assigned to
-      devices in the order of `<=[...]`, transposed by `T(...)`, or in the order of a list. With
-      `last_tile_dim_replicate`, the last number counts copies.
-    - `{mesh['data'=2,'fsdp'=4], [{'data'}, {}]}` splits dim 0 along `data`.
-    """
-    if text == "{replicated}":
-        return ()
-    try:
-        tiles = _tile_table(text)
-        tile_of_device = np.empty(tiles.size, int)
-        tile_of_device[tiles] = np.arange(tiles.shape[1])
-        grid = tile_of_device.reshape(tuple(axes.values()))
-    except _UNREADABLE:
-        return None
-    return tuple(axis for dim, axis in enumerate(axes) if (grid != grid.take([0], axis=dim)).any())
-
-
-def _tile_table(text: str) -> np.ndarray:
-    """The devices of each tile, one column per tile."""
-    if tiled := _TILES.fullmatch(text):
-        shape, order, copies = tiled.groups()
-        tiles = _device_order(order).reshape(json.loads(shape))
-        return tiles.reshape(-1, tiles.shape[-1] if copies else 1).T
-    if on_mesh := _ON_MESH.fullmatch(text):
-        return _along_axes(*on_mesh.groups())
-    raise ValueError(f"unknown sharding: {text}")
-
-
 # ------------------------------------------------------------------ notation
 
 
-def _listed(text: str) -> np.ndarray:
+def _parse_list(text: str) -> np.ndarray:
     """`{{0,1},{2,3}}` as an array."""
     return np.array(json.loads(text.replace("{", "[").replace("}", "]")), int)
 
@@ -163,7 +126,7 @@ def _device_order(text: str) -> np.ndarray:
     """The devices of `[2,4]T(1,0)` (0 to 7 in shape `(2, 4)`, transposed), or of a list."""
     ordered = _ORDER.fullmatch(text)
     if ordered is None:
-        order = _listed(f"{{{text}}}")
+        order = _parse_list(f"{{{text}}}")
         _check_permutation(order)
         return order
     shape, transposed = json.loads(ordered[1]), ordered[2]

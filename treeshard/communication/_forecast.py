@@ -1,27 +1,22 @@
-"""Predicts what a training step has to move between devices, from its plan alone.
+"""Predicts what a training step has to communicate, from its plan and the roles of its leaves.
 
-From the plan, and not from a trace of the step: it needs no model, no devices and no compiler, and
-it says what *has* to be moved, which is what a program is compared with.
+Not from the compiled program, which is what the prediction is compared with. And not from the plan
+alone: names and shapes do not say which leaves are trained, nor how often a weight is gathered.
 """
 
 import math
-import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
-from treeshard._core.mesh import axis_sizes, check_axes
+from treeshard._core.mesh import axis_sizes
 from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
 from treeshard._core.specs import axes_of, entries, shard_size
-from treeshard._planning.matching import PlannedLeaf, parameters, state_of_parameters
+from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
-from treeshard._trace.roles import ONLY_UPDATED, TRAINED, Role, Roles
+from treeshard._trace.roles import TRAINED, Role, Roles
 from treeshard._trace.uses import Gather
-
-Leaves = bool | str  # all leaves, none, or those whose path matches a pattern (`re.search`)
 
 
 @dataclass(frozen=True)
@@ -33,7 +28,7 @@ class PlannedTransfer:
         axes: The mesh axes that its device groups span, in the mesh's order.
         bytes: The payload of one execution, on the full-size side, as in `Collective`.
         count: The number of executions in a step.
-        dtype: The dtype that is moved.
+        dtype: The dtype that is communicated.
         path: The path of the leaf; `None` for the loss.
         why: Its purpose: `"weight"`, `"weight, again for its gradient"`, `"gradient"`,
             `"update"` or `"loss"`.
@@ -57,126 +52,58 @@ class PlannedTransfer:
         return self.bytes * self.count
 
 
-def predict_communication(
-    plan: Plan,
-    *,
-    batch: SpecTree,
-    remat: Leaves = False,
-    scan: Leaves = False,
-    params: str | None = None,
-    dtype: DTypeLike | None = None,
-) -> list[PlannedTransfer]:
-    """Lists what a step of data parallel, FSDP or ZeRO-1 training has to move, leaf by leaf.
-
-    - A parameter that is sharded along an axis of the batch is all-gathered for use, and its
-      gradient is reduce-scattered along that axis.
-    - Gradients are all-reduced along the other axes of the batch.
-    - If the optimizer state is sharded further than its parameter (ZeRO-1), the gradient is
-      reduce-scattered as far, and the update is all-gathered.
-    - A parameter stays sharded along axes that do not shard the batch (tensor parallelism). The
-      activations that are moved for it depend on the model, and are not predicted.
-
-    Args:
-        plan: The plan of the parameters, or of a state that contains them. It needs no devices.
-        batch: The specs of the batch, as in `jit_step`.
-        remat: The leaves that are gathered a second time, because the forward pass is repeated
-            for the gradients: all (`True`), or those whose path matches this pattern.
-        scan: The leaves that stack layers on dim 0 for a `lax.scan`, likewise. They are gathered
-            one layer at a time.
-        params: A pattern of the paths of the parameters. By default, all floating-point leaves,
-            except for a top-level branch whose leaves all mirror those of another branch, as
-            optimizer state does.
-        dtype: The dtype in which weights are gathered; by default their own.
-
-    Returns:
-        A `PlannedTransfer` per leaf and op, in the order of the plan, and one for the loss.
-
-    Raises:
-        UnknownAxisError: If `batch` names an axis that the plan's mesh lacks.
-
-    Examples:
-        >>> tree = {"w": jax.ShapeDtypeStruct((1024, 1024), "float32")}
-        >>> decided = plan(tree, [("w", P("fsdp"))], make_mesh("fsdp=8"))
-        >>> [(x.kind, x.bytes) for x in predict_communication(decided, batch=P("fsdp"))]
-        [('all-gather', 4194304), ('reduce-scatter', 4194304), ('all-reduce', 4)]
-
-    Source:
-        ZeRO: Rajbhandari et al. 2020, arXiv:1910.02054.
-    """
-    check_axes(
-        get_names_from_partition_spec(batch), axis_sizes(plan.mesh), "predict_communication: batch"
-    )
-    roles = roles_by_name(plan, batch, remat=remat, scan=scan, params=params, dtype=dtype)
-    return predict_by_role(plan, batch, roles)
-
-
-def roles_by_name(
-    plan: Plan,
-    batch: SpecTree,
-    *,
-    remat: Leaves = False,
-    scan: Leaves = False,
-    params: str | None = None,
-    dtype: DTypeLike | None = None,
-) -> Roles:
-    """The roles that leaves seem to have, by their paths, where there is no trace."""
-    along = batch_axes(plan, batch)
-    state = state_of_parameters(plan.leaves, params)
-    roles = {leaf.path: Role(ONLY_UPDATED) for leaf in plan.leaves}
-    for leaf in parameters(plan.leaves, params):
-        gathers: list[Gather] = []
-        axes = frozenset(get_names_from_partition_spec(leaf.given)).intersection(along)
-        if axes:
-            layers = leaf.shape[0] if leaf.shape and _chosen(scan, leaf) else 1
-            known = leaf.dtype if dtype is None else jnp.dtype(dtype)
-            once = Gather(axes, str(known), known.itemsize, layers, layers, is_again=False)
-            again = once._replace(is_again=True)
-            gathers = [once, again] if _chosen(remat, leaf) else [once]
-        sources = frozenset({state[leaf.path].path} if leaf.path in state else ())
-        roles[leaf.path] = Role(TRAINED, tuple(gathers), frozenset(), sources, uses=0)
-    return roles
-
-
 def batch_axes(plan: Plan, batch: SpecTree) -> tuple[str, ...]:
     """The axes over which a batch is split, in the mesh's order."""
     named = get_names_from_partition_spec(batch)
     return tuple(axis for axis, size in axis_sizes(plan.mesh).items() if axis in named and size > 1)
 
 
-def predict_by_role(plan: Plan, batch: SpecTree, roles: Roles) -> list[PlannedTransfer]:
-    """Lists what a step has to move, by what it does with each leaf."""
+def predict_transfers(plan: Plan, batch: SpecTree, roles: Roles) -> list[PlannedTransfer]:
+    """Lists what a step of data parallel, FSDP or ZeRO-1 training has to communicate.
+
+    1. A leaf is all-gathered wherever the step needs it whole along an axis of the batch, in the
+       dtype that it has there.
+    2. Its gradient is reduce-scattered over the axes along which it is gathered.
+    3. If its optimizer state is sharded further than the leaf (ZeRO-1), the gradient is
+       reduce-scattered as far, and the update is all-gathered.
+    4. The gradient is all-reduced over the other axes of the batch, unless the leaf stays split
+       along them where it is used, as experts do.
+    5. The loss is all-reduced.
+
+    A leaf stays sharded along axes that do not split the batch (tensor parallelism). The
+    activations that are communicated for it depend on the model, and are not predicted.
+
+    Source:
+        ZeRO: Rajbhandari et al. 2020, arXiv:1910.02054.
+    """
     along = batch_axes(plan, batch)
     forecast = _Forecast(plan, along, roles)
-    transfers = [transfer for leaf in plan.leaves for transfer in forecast.of_leaf(leaf)]
+    transfers = [transfer for leaf in plan.leaves for transfer in forecast.predict_leaf(leaf)]
     if along:
         transfers.append(PlannedTransfer("all-reduce", along, 4, 1, "float32", None, "loss"))
     return transfers
 
 
-def _chosen(which: Leaves, leaf: PlannedLeaf) -> bool:
-    return which if isinstance(which, bool) else re.search(which, leaf.path) is not None
-
-
 class _Forecast:
-    """What each leaf has to move; `along` are the axes of the batch, in the mesh's order."""
+    """What each leaf has to communicate; `along` are the axes of the batch, in the mesh's order."""
 
     def __init__(self, plan: Plan, along: tuple[str, ...], roles: Roles) -> None:
         self.along, self.roles, self.mesh = along, roles, plan.mesh
         self.leaves = {leaf.path: leaf for leaf in plan.leaves}
 
-    def of_leaf(self, leaf: PlannedLeaf) -> Iterator[PlannedTransfer]:
+    def predict_leaf(self, leaf: PlannedLeaf) -> Iterator[PlannedTransfer]:
         """The gathers of a leaf, then the reductions of its gradient, then its update."""
         role = self.roles[leaf.path]
         for gather in role.gathers:
             if gather.is_counted:
-                yield from self._gathers(leaf, gather)
+                yield from self._predict_gathers(leaf, gather)
         if role.name == TRAINED:
-            yield from self._of_gradient(leaf, role)
+            yield from self._predict_gradient(leaf, role)
 
-    def _gathers(self, leaf: PlannedLeaf, gather: Gather) -> Iterator[PlannedTransfer]:
+    def _predict_gathers(self, leaf: PlannedLeaf, gather: Gather) -> Iterator[PlannedTransfer]:
         why = "weight, again for its gradient" if gather.is_again else "weight"
-        # Dim by dim: each gather has the result of the one before.
         size = shard_size(leaf.shape, leaf.given, self.mesh) // gather.parts
+        # Dim by dim: each gather has the result of the one before.
         for axes in self._dims(leaf, gather.axes):
             size *= self._parts(axes)
             payload = size * gather.itemsize
@@ -184,35 +111,41 @@ class _Forecast:
                 "all-gather", axes, payload, gather.times, gather.dtype, leaf.path, why
             )
 
-    def _of_gradient(self, leaf: PlannedLeaf, role: Role) -> Iterator[PlannedTransfer]:
-        """What is moved of a gradient: scattered over the axes over which the leaf is gathered, and
-        over those that shard its optimizer state; reduced over the others."""
-        gathers = role.gathers
-        gathered = frozenset[str]().union(*(gather.axes for gather in gathers))
-        parts = max((gather.parts for gather in gathers), default=1)
+    def _predict_gradient(self, leaf: PlannedLeaf, role: Role) -> Iterator[PlannedTransfer]:
+        gathered = frozenset[str]().union(*(gather.axes for gather in role.gathers))
+        parts = max((gather.parts for gather in role.gathers), default=1)
         scattered = self._dims(leaf, gathered)
         size = shard_size(leaf.shape, leaf.given, self.mesh)
         size *= self._parts(axis for axes in scattered for axis in axes)
         for axes in scattered:
-            # The gradient of a weight that is gathered in bfloat16 is reduced in bfloat16.
-            transfer = partial(_transfer, leaf.path, gathers[0].dtype, parts * role.updates)
-            yield transfer("reduce-scatter", axes, size // parts, "gradient")
+            # The gradient of a weight that is gathered in bfloat16 is reduced in bfloat16; that of
+            # a stack that is gathered layer by layer is reduced so too.
+            yield _transfer(
+                "reduce-scatter",
+                axes,
+                size // parts,
+                role.gathers[0].dtype,
+                parts * role.updates,
+                leaf.path,
+                "gradient",
+            )
             size //= self._parts(axes)
-        transfer = partial(_transfer, leaf.path, str(leaf.dtype), role.updates)
+        rest = (str(leaf.dtype), role.updates, leaf.path)
+        # Along axes over which the leaf stays split, each device has the gradient of its own part.
         done = {*gathered, *role.split}
-        further = self._in_order(self._axes_of_state(leaf, role) - done)
+        further = self._sort_axes(self._axes_of_state(leaf, role) - done)
         if further:
-            yield transfer("reduce-scatter", further, size, "gradient")
-        rest = self._in_order({*self.along} - done - {*further})
-        if rest:
-            yield transfer("all-reduce", rest, size // self._parts(further), "gradient")
+            yield _transfer("reduce-scatter", further, size, *rest, "gradient")
+        others = self._sort_axes({*self.along} - done - {*further})
+        if others:
+            yield _transfer("all-reduce", others, size // self._parts(further), *rest, "gradient")
         if further:
-            yield transfer("all-gather", further, size, "update")
+            yield _transfer("all-gather", further, size, *rest, "update")
 
     def _axes_of_state(self, leaf: PlannedLeaf, role: Role) -> set[str]:
         """The axes that shard the optimizer state of a leaf: an array of its shape, from which its
         new value is computed."""
-        state = [self.leaves[path] for path in sorted(role.sources)]
+        state = [self.leaves[path] for path in role.sources]
         return {
             axis
             for source in state
@@ -222,10 +155,10 @@ class _Forecast:
 
     def _dims(self, leaf: PlannedLeaf, axes: Collection[str]) -> list[tuple[str, ...]]:
         """Those of some axes that split each dim of a leaf."""
-        of_dims = [self._in_order({*axes_of(entry)} & {*axes}) for entry in entries(leaf.given)]
+        of_dims = [self._sort_axes({*axes_of(entry)} & {*axes}) for entry in entries(leaf.given)]
         return [of_dim for of_dim in of_dims if of_dim]
 
-    def _in_order(self, axes: Iterable[str]) -> tuple[str, ...]:
+    def _sort_axes(self, axes: Iterable[str]) -> tuple[str, ...]:
         """Those of some axes that split the batch."""
         chosen = set(axes)
         return tuple(axis for axis in self.along if axis in chosen)
@@ -236,7 +169,7 @@ class _Forecast:
 
 
 def _transfer(
-    path: str, dtype: str, count: int, kind: str, axes: tuple[str, ...], size: int, why: str
+    kind: str, axes: tuple[str, ...], size: int, dtype: str, count: int, path: str, why: str
 ) -> PlannedTransfer:
     """A transfer of `size` elements in each of `count` executions."""
     payload = size * jnp.dtype(dtype).itemsize

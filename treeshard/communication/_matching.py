@@ -4,7 +4,24 @@ Compilers combine, split, reorder and peel collectives, so that the ops of a pro
 transfers of a plan are seldom one to one. So each planned transfer is an account of elements, from
 which each collective of its kind, axes and leaf takes what it moves. The text of a program names
 the leaf of a gathered weight. It names none for a gradient: one of the same size stands for it.
-What no account takes is a difference, filed under a case.
+
+Each collective goes to the first of these rules that takes it. Exact ones come first, so that what
+may stand for a transfer does not use up an account that another one fits exactly.
+
+ 1. Its axes, bytes or count are unknown: `other`.
+ 2. An all-gather of a planned leaf, axes and size: booked.
+ 3. A planned reduction of a gradient, of all of it or of some layers: booked.
+ 4. An exchange of `training.by_matrix`, by its name: listed apart.
+ 5. A reduction of a gradient over some of its axes, in parts, or in full where a reduce-scatter was
+    planned: booked; in full it is `all-reduce`, or the compiler's choice.
+ 6. Another all-gather of a leaf: `again`, `sharded-further`, or `batch-not-split`.
+ 7. An argument that is not a leaf, such as rows of the batch: as 8, or `activation`.
+ 8. Computed values along axes that do not split the batch, as in tensor parallelism: listed apart.
+ 9. A sum over all rows of the batch, as of batch norm: listed apart.
+10. A reduction of the size of a gradient that is booked already: `again`, or `inside-loop`.
+11. The rest: `activation`, or `other` in an update that multiplies matrices.
+
+What is left in an account at the end is `not-moved`.
 """
 
 import math
@@ -22,8 +39,14 @@ from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import BY_MATRIX
 from treeshard._trace.roles import Role, Roles
-from treeshard.communication._collectives import TINY, Collective, is_scalar
-from treeshard.communication._differences import OWN, Unplanned, explain
+from treeshard.communication._collectives import (
+    TINY,
+    Collective,
+    bytes_text,
+    is_scalar,
+    total_bytes,
+)
+from treeshard.communication._differences import Unplanned, explain
 from treeshard.communication._forecast import PlannedTransfer
 
 _REDUCTIONS = ("all-reduce", "reduce-scatter")
@@ -33,21 +56,26 @@ _SUM = re.compile(r"\breduce_\w+(?=[:)]|$)")
 
 
 class _Moved(NamedTuple):
-    """A collective, and what is asked of it.
+    """A collective, and what the rules ask of it."""
 
-    `leaf` is the plan's path of the argument that it moves, if that is in the plan. `size` counts
-    the elements of all its executions, and `one` those of one.
-    """
-
-    number: int
+    number: int  # its place in the program
     collective: Collective
     kind: str
-    name: str
-    leaf: str | None
-    size: int
-    one: int
+    name: str  # JAX's name of the operation
+    leaf: str | None  # the plan's path of the argument that it moves, if that is in the plan
+    size: int  # the elements of all its executions
+    one: int  # the elements of one execution
     axes: frozenset[str]
     is_in_loop: bool
+
+
+class _Difference(NamedTuple):
+    """What collectives that are reported together have in common: see `explain`."""
+
+    code: str
+    kind: str  # empty where collectives of several kinds belong together
+    detail: str
+    axes: tuple[str, ...]  # the axes that it is about
 
 
 class _Gather:
@@ -149,10 +177,14 @@ class Matcher:
         self.sums: list[_Moved] = []
         self.leaves: list[str | None] = []
         # Weights that are gathered along axes that do not split the batch.
-        self.gathered_for_nothing: set[str] = set()
-        # The collectives of each case, kind and detail, with the leaf that they concern.
-        self.filed: dict[tuple[str, str, str], list[tuple[Collective, str | None]]]
-        self.filed = defaultdict(list)
+        self.gathered_for_nothing: dict[str, tuple[str, ...]] = {}
+        # The collectives of each difference, with the leaf that they concern.
+        self.filed: dict[_Difference, list[tuple[Collective, str | None]]] = defaultdict(list)
+        # What only the compiler decides: full gradients that it all-reduces, what it communicates
+        # in another dtype, and all-gathers that it makes all-reduces.
+        self.reduced_in_full: list[Collective] = []
+        self.in_other_dtypes: dict[tuple[str, str], list[Collective]] = defaultdict(list)
+        self.gathered_by_reducing: list[Collective] = []
         leaves = self.plan_leaves
         self.gathers: list[_Gather] = []
         of_gradients: dict[str, list[PlannedTransfer]] = defaultdict(list)
@@ -174,20 +206,21 @@ class Matcher:
             self.leaves.append(leaf)
             is_part = collective.completes is not None
             if collective.axes != () and not is_scalar(collective) and not is_part:
-                left.append(_moved(number, collective, leaf))
+                left.append(_read_moved(number, collective, leaf))
         for rule in (
-            self._file_unreadable,
-            self._book_gather,
-            self._book_gradient,
-            self._take_matrix,
-            self._book_gradient_otherwise,
-            self._file_gather,
-            self._file_argument,
-            self._take_activation,
-            self._take_batch_sum,
-            self._file_gradient,
-            self._file_activation,
+            self._file_unreadable,  # 1
+            self._book_gather,  # 2
+            self._book_gradient,  # 3
+            self._take_matrix,  # 4
+            self._book_gradient_otherwise,  # 5
+            self._file_gather,  # 6
+            self._file_argument,  # 7
+            self._take_activation,  # 8
+            self._take_batch_sum,  # 9
+            self._file_gradient,  # 10
+            self._file_activation,  # 11
         ):
+            # Rule by rule over all collectives: a rule sees what the ones before it left.
             left = [moved for moved in left if not rule(moved)]
         if any(x.left == x.total and not self._is_merged(x) for x in self.gathers):
             # Weights are not gathered: such sums are what is moved instead.
@@ -195,19 +228,30 @@ class Matcher:
                 self._file_activation(moved)
             self.sums = []
 
-    def _file(self, case: str, moved: _Moved, leaf: str | None = None, detail: str = "") -> bool:
+    def _file(
+        self,
+        code: str,
+        moved: _Moved,
+        leaf: str | None = None,
+        detail: str = "",
+        axes: Sequence[str] = (),
+    ) -> bool:
         self.leaves[moved.number] = self.leaves[moved.number] or leaf
-        kind = "all-gather" if case == "batch-not-split" else moved.kind
-        self.filed[case, kind, detail].append((moved.collective, leaf))
+        # Sums of weights that are gathered for nothing belong to their gathers.
+        kind = "" if code == "batch-not-split" else moved.kind
+        difference = _Difference(code, kind, detail, tuple(axes))
+        self.filed[difference].append((moved.collective, leaf))
         return True
 
     # ---------------------------------------------------------------- as planned
 
     def _file_unreadable(self, moved: _Moved) -> bool:
         if None in (moved.collective.total_bytes, moved.collective.wire_bytes):
-            return self._file("other, unreadable", moved, moved.leaf)
+            return self._file("other", moved, moved.leaf, "with unknown axes, bytes or count")
         if moved.collective.axes is None:
-            return self._file("other, devices", moved, moved.leaf)
+            return self._file(
+                "other", moved, moved.leaf, "between devices that do not form axes of the mesh"
+            )
         return False
 
     def _book_gather(self, moved: _Moved) -> bool:
@@ -222,7 +266,7 @@ class Matcher:
         return True
 
     def _book_gradient(self, moved: _Moved) -> bool:
-        for gradient in self._nearest(moved):
+        for gradient in self._sort_by_fit(moved):
             if found := gradient.planned_as(moved):
                 planned, parts = found
                 gradient.take(moved.axes, moved.size * parts)
@@ -235,32 +279,34 @@ class Matcher:
         reduce-scatter was planned."""
         if moved.kind not in _REDUCTIONS:
             return False
-        for gradient, parts in self._fitting(moved, by_layer=True):
+        for gradient, parts in self._find_fitting(moved, by_layer=True):
             if not gradient.has(moved.axes, moved.size * parts):
                 continue
             gradient.take(moved.axes, moved.size * parts)
             if moved.kind == "reduce-scatter" or moved.axes.isdisjoint(gradient.scattered):
                 self._note_dtype(moved, gradient.planned[-1])
                 return True
-            is_own = self.platform == "cpu"
-            case = "all-reduce, own" if is_own else "all-reduce"
-            if self.roles[gradient.path].is_scattered:
-                case += ", scattered"
-            return self._file(case, moved, None if is_own else gradient.path)
+            self.leaves[moved.number] = gradient.path
+            if self.platform != "cpu" and not self.roles[gradient.path].is_scattered:
+                return self._file("all-reduce", moved, gradient.path)
+            # A CPU's compiler does so whatever one writes, and others do although the step
+            # constrains its gradients, or scatters them by hand.
+            self.reduced_in_full.append(moved.collective)
+            return True
         return False
 
-    def _nearest(self, moved: _Moved) -> list[_Gradient]:
+    def _sort_by_fit(self, moved: _Moved) -> list[_Gradient]:
         """All gradients that it may be of, those of which exactly so much is left first: the
         gradient of a final norm has the size of one layer of the other norms."""
         fits = [x for x in self.gradients if moved.leaf in (None, x.path)]
         return sorted(fits, key=lambda x: all(x.left.get(i) != moved.size for i in moved.axes))
 
-    def _fitting(self, moved: _Moved, *, by_layer: bool) -> list[tuple[_Gradient, int]]:
+    def _find_fitting(self, moved: _Moved, *, by_layer: bool) -> list[tuple[_Gradient, int]]:
         """The gradients that have its size if they are split into so many parts; last, if
         `by_layer`, those of which one layer has."""
         sizes = [
             (gradient, parts, moved.one * parts)
-            for gradient in self._nearest(moved)
+            for gradient in self._sort_by_fit(moved)
             for parts in self._parts(gradient, moved)
         ]
         whole = [(gradient, parts) for gradient, parts, size in sizes if size in gradient.units]
@@ -276,28 +322,17 @@ class Matcher:
         return sorted({math.prod(each) for each in chain.from_iterable(chosen)})
 
     def _note_dtype(self, moved: _Moved, planned: PlannedTransfer) -> None:
-        """Files a collective that is planned, but in another dtype or by another op."""
-        collective, path = moved.collective, planned.path or ""
-        self.leaves[moved.number] = path
-        size, planned_size = (jnp.dtype(x.dtype).itemsize for x in (collective, planned))
-        if size > planned_size:
-            is_own = self.platform == "cpu" and self._is_widened(collective, planned)
-            self._file("wider" if is_own else "other, wider", moved, path, planned.dtype)
-        elif size < planned_size:
-            self._file("narrower", moved, path, planned.dtype)
-        if planned.kind == "all-gather" and (collective.wire_bytes or 0) >= (collective.bytes or 0):
-            self._file("by-all-reduce", moved, path)
+        """Notes a collective that is planned, but in another dtype or by another op.
 
-    def _is_widened(self, collective: Collective, planned: PlannedTransfer) -> bool:
-        """Whether a CPU's compiler chose the wider dtype: it has no collectives of 16-bit floats,
-        and gathers before a cast."""
-        if collective.dtype != "float32" or planned.dtype not in ("bfloat16", "float16"):
-            return False
-        own = self.plan_leaves[planned.path or ""].dtype
-        if own.itemsize <= jnp.dtype(planned.dtype).itemsize:
-            return True
-        is_cast = (collective.op_name or "").endswith("convert_element_type")
-        return is_cast or collective.is_widened
+        The dtype that is planned is the one in the trace, so the compiler chose the other: those
+        for CPUs have no collectives of 16-bit floats, and products of TPUs round to bfloat16.
+        """
+        collective = moved.collective
+        self.leaves[moved.number] = planned.path
+        if jnp.dtype(collective.dtype).itemsize != jnp.dtype(planned.dtype).itemsize:
+            self.in_other_dtypes[collective.dtype, planned.dtype].append(collective)
+        if planned.kind == "all-gather" and (collective.wire_bytes or 0) >= (collective.bytes or 0):
+            self.gathered_by_reducing.append(collective)
 
     # ---------------------------------------------------------------- differences
 
@@ -317,22 +352,30 @@ class Matcher:
         known = frozenset[str]().union(*(x.axes for x in planned))
         kept = [axis for axis in moved.collective.axes or () if axis not in known]
         if planned and kept:
-            return self._file("sharded-further, axis", moved, leaf, ", ".join(map(repr, kept)))
+            return self._file("sharded-further", moved, leaf, axes=kept)
         if self.roles[leaf].is_used and moved.axes.isdisjoint(self.batch_axes):
-            for gradient in self.gradients:
-                if gradient.path == leaf:
-                    gradient.left = dict.fromkeys(gradient.left, 0)
-            self.gathered_for_nothing.add(leaf)
-            return self._file("batch-not-split", moved, leaf)
-        for account in planned:  # it is gathered as planned too
+            return self._file_gather_for_nothing(moved, leaf)
+        # One difference is enough for a leaf: its planned gathers do not count as missing too.
+        for account in planned:
             account.left = 0
-        return self._file("again" if planned else "sharded-further", moved, leaf)
+        if planned:
+            return self._file("again", moved, leaf)
+        return self._file("sharded-further", moved, leaf, axes=moved.collective.axes or ())
+
+    def _file_gather_for_nothing(self, moved: _Moved, leaf: str) -> bool:
+        """Files a gather of a weight along axes that do not split the batch."""
+        # Its gradients are summed over the same axes, and belong to the gathers: see rule 10.
+        for gradient in self.gradients:
+            if gradient.path == leaf:
+                gradient.left = dict.fromkeys(gradient.left, 0)
+        axes = self.gathered_for_nothing.setdefault(leaf, moved.collective.axes or ())
+        return self._file("batch-not-split", moved, leaf, axes=axes)
 
     def _file_argument(self, moved: _Moved) -> bool:
         if moved.collective.path is None or moved.leaf is not None:
             return False
         # Rows of the batch that are sent to experts
-        return self._take_activation(moved) or self._file("activation, batch", moved)
+        return self._take_activation(moved) or self._file("activation", moved)
 
     def _take_activation(self, moved: _Moved) -> bool:
         if not moved.axes <= self.axes_of_activations:
@@ -344,7 +387,7 @@ class Matcher:
         """Whether it adds up values of all rows, as batch norm does, with the gradients of such."""
         if moved.kind != "all-reduce" or not moved.axes <= {*self.batch_axes}:
             return False
-        fitting = [x for x, _ in self._fitting(moved, by_layer=moved.is_in_loop)]
+        fitting = [x for x, _ in self._find_fitting(moved, by_layer=moved.is_in_loop)]
         if moved.is_in_loop and fitting:
             return False
         # TPUs name all results of a fusion alike: such a sum is a `transpose(jvp())/dot_general`
@@ -361,38 +404,55 @@ class Matcher:
         if moved.kind not in _REDUCTIONS:
             return False
         is_backward = moved.is_in_loop or "transpose(" in moved.name
-        fitting = [x for x, _ in self._fitting(moved, by_layer=moved.is_in_loop)]
+        fitting = [x for x, _ in self._find_fitting(moved, by_layer=moved.is_in_loop)]
         fitting = [x for x in fitting if is_backward or self.roles[x.path].uses > 1]
         if not fitting:
             return False
-        # What is not reduced yet, first
+        # Several gradients may have this size. Of one that is not reduced yet, this is the
+        # reduction that was planned, in another place.
         gradient = next((x for x in fitting if x.has(moved.axes, 1)), fitting[0])
         if gradient.path in self.gathered_for_nothing:  # its reductions belong to its gathers
-            return self._file("batch-not-split", moved, gradient.path)
+            axes = self.gathered_for_nothing[gradient.path]
+            return self._file("batch-not-split", moved, gradient.path, axes=axes)
         gradient.take(moved.axes, gradient.total)
-        case = "inside-loop" if moved.is_in_loop else "again, gradient"
-        return self._file(case, moved, gradient.path)
+        return self._file("inside-loop" if moved.is_in_loop else "again", moved, gradient.path)
 
     def _file_activation(self, moved: _Moved) -> bool:
         is_multiplied = any(role.is_multiplied for role in self.roles.values())
         # `jit(step)/jvp()/dot_general` is of the forward pass, `transpose(jvp())` of the backward
         is_differentiated = "jvp(" in moved.name or "transpose(" in moved.name
         if is_multiplied and not is_differentiated:
-            return self._file("other, update", moved)
-        return self._file("activation, loop" if moved.is_in_loop else "activation", moved)
+            return self._file("other", moved, detail="in an update that multiplies matrices")
+        return self._file("activation", moved)
 
     # ---------------------------------------------------------------- results
 
-    def by_compiler(self) -> Iterator[Unplanned]:
-        """The differences that are the compiler's own."""
-        yield from self._explained(is_own=True)
-        merged = [x.path for x in self.gathers if x.left and self._is_merged(x)]
-        if merged:
-            yield explain("merged", paths=merged)
+    def list_compiler_choices(self) -> Iterator[str]:
+        """What only the compiler decides."""
+        if self.reduced_in_full:
+            size = bytes_text(total_bytes(self.reduced_in_full))
+            yield f"all-reduces full gradients ({size}) where a reduce-scatter was planned"
+        for (dtype, planned), moved in self.in_other_dtypes.items():
+            size = bytes_text(total_bytes(moved))
+            yield f"communicates {size} as {dtype} in place of {planned}"
+        if self.gathered_by_reducing:
+            size = bytes_text(total_bytes(self.gathered_by_reducing))
+            yield f"gathers {size} by all-reduces, which send twice the bytes"
+        if any(x.left and self._is_merged(x) for x in self.gathers):
+            yield "gathers once what the step gathers several times"
 
-    def unplanned(self) -> Iterator[Unplanned]:
+    def list_unplanned(self) -> Iterator[Unplanned]:
         """The differences, and last the planned transfers that the program does not have."""
-        yield from self._explained(is_own=False)
+        for difference, members in self.filed.items():
+            yield explain(
+                **difference._asdict(),
+                moved=[collective for collective, _ in members],
+                paths=[leaf for _, leaf in members if leaf is not None],
+                batch_axes=self.batch_axes,
+            )
+        yield from self._list_missing()
+
+    def _list_missing(self) -> Iterator[Unplanned]:
         missing = [x.planned for x in self.gathers if x.left and not self._is_merged(x)]
         for gradient in self.gradients:
             missing += [x for x in gradient.planned if any(gradient.left[i] for i in x.axes)]
@@ -400,7 +460,7 @@ class Matcher:
         for transfer in missing:
             paths[transfer.kind, transfer.why].append(transfer.path or "")
         for (kind, why), of_kind in paths.items():
-            yield explain("not-moved", kind, why, paths=of_kind)
+            yield explain("not-moved", kind=kind, detail=why, paths=of_kind)
 
     def _is_merged(self, account: _Gather) -> bool:
         """Whether the step gathers the same more often than the program: twice in one way, or in
@@ -409,15 +469,8 @@ class Matcher:
             return any(not x.left for x in self.gathers if x.planned == account.planned)
         return account.left % (account.layers * account.one) == 0
 
-    def _explained(self, *, is_own: bool) -> Iterator[Unplanned]:
-        for (case, kind, detail), members in self.filed.items():
-            if (case in OWN) == is_own:
-                moved = [collective for collective, _ in members]
-                paths = [leaf for _, leaf in members if leaf is not None]
-                yield explain(case, kind, detail, moved, paths, self.batch_axes, self.platform)
 
-
-def _moved(number: int, collective: Collective, leaf: str | None) -> _Moved:
+def _read_moved(number: int, collective: Collective, leaf: str | None) -> _Moved:
     name = collective.op_name or ""
     return _Moved(
         number,

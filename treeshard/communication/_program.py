@@ -31,32 +31,33 @@ _LOWERED = (
 
 
 class ReadProgram(NamedTuple):
-    """A program's graph and arguments, and its mesh axes: in all, within a slice, between slices.
-
-    For devices in several slices, the text is that of one. There are no axes if they are unknown.
-    """
+    """A program that was parsed."""
 
     graph: HloProgram
     arguments: Sequence[Argument]
-    axes: Mapping[str, int]
+    # The mesh axes along which the devices of one slice differ, with their sizes. For devices in
+    # several slices the text is that of one. Empty if the mesh is unknown.
     within: Mapping[str, int]
+    # Likewise the axes along which slices differ.
     between: Mapping[str, int]
+    platform: str | None  # such as `"cpu"`; `None` for a text, which does not say it
 
 
 def read_program(program: CompiledProgram, mesh: MeshLike | None = None) -> ReadProgram:
     """Parses a program. Raises as `collectives` documents it."""
-    program = _unwrapped(program)
+    program = _unwrap(program)
     text = _text_of(program)
     graph = _parse(text)
     arguments = arguments_of(program, graph)
     if mesh is None and isinstance(program, jax.stages.Compiled):
         mesh = _mesh_of(program)
+    platform = _platform_of(program)
     if mesh is None:
-        return ReadProgram(graph, arguments, {}, {}, {})
+        return ReadProgram(graph, arguments, {}, {}, platform)
     axes = axis_sizes(mesh)
     count = math.prod(axes.values())
     if graph.devices in (None, count):
-        return ReadProgram(graph, arguments, axes, axes, {})
+        return ReadProgram(graph, arguments, axes, {}, platform)
     slices, rest = divmod(count, graph.devices or count)
     if rest or MEGASCALE not in text:
         raise MeshError(
@@ -65,10 +66,10 @@ def read_program(program: CompiledProgram, mesh: MeshLike | None = None) -> Read
         )
     between = _slices_by_device(mesh) or _slices_outermost(axes, slices)
     within = {axis: size // between.get(axis, 1) for axis, size in axes.items()}
-    return ReadProgram(graph, arguments, axes, within, between)
+    return ReadProgram(graph, arguments, within, between, platform)
 
 
-def _unwrapped(program: CompiledProgram) -> CompiledProgram:
+def _unwrap(program: CompiledProgram) -> CompiledProgram:
     """JAX's own object, of what `Step.compile` or a function of `eqx.filter_jit` compiles to."""
     inner = getattr(program, "compiled", None)
     return inner if isinstance(inner, jax.stages.Compiled) else program
@@ -110,9 +111,7 @@ def _slices_outermost(axes: Mapping[str, int], slices: int) -> dict[str, int]:
     return between
 
 
-def platform_of(program: CompiledProgram) -> str | None:
-    """The platform of a program, such as `"cpu"`; `None` for a text, which does not say it."""
-    program = _unwrapped(program)
+def _platform_of(program: CompiledProgram) -> str | None:
     if not isinstance(program, jax.stages.Compiled):
         return None
     shardings = tree_leaves((program.input_shardings, program.output_shardings))

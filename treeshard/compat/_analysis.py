@@ -61,7 +61,7 @@ def analyze_sharding_strategy(
     Source:
         EasyDeL's function of this name.
     """
-    leaves = _placed_leaves(tree, specs, mesh)
+    leaves = _find_placed_leaves(tree, specs, mesh)
     memory = bytes_by_device(leaves)
     total = sum(leaf.size for leaf in leaves)
     sharded = sum(x.size for x in leaves if x.sharding and not x.sharding.is_fully_replicated)
@@ -70,18 +70,18 @@ def analyze_sharding_strategy(
         "sharded_parameters": sharded,
         "replicated_parameters": total - sharded,
         "memory_per_device": memory,
-        "balance_score": _balance(list(memory.values())),
-        "partition_stats": _by_spec(leaves),
+        "balance_score": _compute_balance(list(memory.values())),
+        "partition_stats": _group_by_spec(leaves),
     }
 
 
 # EasyDeL's function promises these keys and computes the first two: the memory per device and the
 # statistics stay empty, and the balance is 0.0.
-def _balance(sizes: list[int]) -> float:
+def _compute_balance(sizes: list[int]) -> float:
     return sum(sizes) / len(sizes) / max(sizes) if any(sizes) else 1.0
 
 
-def _by_spec(leaves: list[PlacedLeaf]) -> dict[PartitionSpec | None, dict[str, int]]:
+def _group_by_spec(leaves: list[PlacedLeaf]) -> dict[PartitionSpec | None, dict[str, int]]:
     leaves_of: dict[PartitionSpec | None, list[PlacedLeaf]] = {}
     for leaf in leaves:
         leaves_of.setdefault(leaf.spec, []).append(leaf)
@@ -96,10 +96,11 @@ def _by_spec(leaves: list[PlacedLeaf]) -> dict[PartitionSpec | None, dict[str, i
     }
 
 
-def _placed_leaves(tree: Any, specs: Any, mesh: MeshLike | None) -> list[PlacedLeaf]:
+def _find_placed_leaves(tree: Any, specs: Any, mesh: MeshLike | None) -> list[PlacedLeaf]:
     """Every array with its sharding. Raises for all leaves whose spec does not fit."""
     check_no_refs(tree, "analyze_sharding_strategy")
     laid = resolve_specs(tree, specs, mesh)
+    # An uneven dim is counted as the compiler splits it. `UNCONSTRAINED` has no size to count.
     kinds = MISFITS - {"indivisible"} | {"unconstrained"}
     misfits = {i: misfit for i, spec in enumerate(laid) if spec and (misfit := spec.misfit(kinds))}
     raise_misfits(tree, misfits, "analyze_sharding_strategy")

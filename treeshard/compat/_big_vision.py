@@ -5,7 +5,6 @@ thresholds stay big_vision's: mebibytes, so that configs give the shardings that
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import wraps
 from math import prod
 from typing import Any
@@ -28,7 +27,7 @@ from treeshard._core.specs import (
 )
 from treeshard._planning.matching import Decided, decide
 from treeshard._planning.rules import read_rules, rules_error
-from treeshard._planning.tactics import Fsdp, Refined, Step, Tactic, axes_to_shard
+from treeshard._planning.tactics import Refined, Step, Tactic, axes_to_shard, shard_largest
 from treeshard.compat._strategies import TACTICS, MakeTactic, parse_strategy
 from treeshard.errors import ShardingRuleError, SpecError, listed, warn
 
@@ -76,20 +75,23 @@ def infer_sharding(tree: PyTree, strategy: Strategy, mesh: MeshLike) -> SpecTree
     mesh = as_mesh(mesh, make_mesh)
     # `u.make_mask_trees` of big_vision matches with `re.fullmatch`, the first pattern first.
     decided = decide(read_rules(strategy, _read_ops), tree, mesh, 0, whole_paths=True)
-    matched = [row for row in decided.adjusted() if row[2].rule is not None]
+    # A spec that does not fit is an error where a pattern chose it. What no pattern matches is
+    # replicated, and a warning lists it.
+    matched = [row for row in decided.adjusted_rows() if row[2].rule is not None]
     if error := rules_error(matched, mesh):
         raise error
-    _warn_of_unmatched(decided)
-    specs = [decision.given for decision in decided.decisions]
+    _warn_about_unmatched(decided)
+    specs = [decision.spec for decision in decided.decisions]
+    # One object for each spec, since trees of thousands of leaves have a handful.
     sharding_of = {spec: NamedSharding(mesh, spec) for spec in set(specs)}
     shardings = [sharding_of[spec] for spec in specs]
-    return _unboxed(tree, shardings)
+    return _replace_boxes(tree, shardings)
 
 
-def _warn_of_unmatched(decided: Decided) -> None:
+def _warn_about_unmatched(decided: Decided) -> None:
     unmatched = [
         f"{path}: shape {shape}"
-        for path, shape, decision in decided.adjusted()
+        for path, shape, decision in decided.adjusted_rows()
         if any(note.kind == "unmatched" for note in decision.adjustments)
     ]
     if not unmatched:
@@ -101,7 +103,7 @@ def _warn_of_unmatched(decided: Decided) -> None:
     warn(f'{text}\nReplicated. To say that this is intended, end with (".*", "replicate").')
 
 
-def _unboxed(tree: Any, shardings: list[Any]) -> Any:
+def _replace_boxes(tree: Any, shardings: list[Any]) -> Any:
     """The tree of the shardings, where each box around a single leaf is replaced as a whole."""
     # big_vision maps over `nn.unbox(params)`, and `jax.jit` takes a sharding for a whole box.
     boxes, treedef = tree_flatten(tree, is_leaf=is_box)
@@ -117,55 +119,44 @@ def _unboxed(tree: Any, shardings: list[Any]) -> Any:
 # ------------------------------------------------------------------ ops
 
 
-@dataclass(frozen=True, repr=False)
-class _FsdpByBytes(Fsdp):
-    min_size_to_shard_mb: int | float = 4
-
-    def __repr__(self) -> str:
-        axes = entry_of(self.axes)
-        return f"fsdp({axes!r}, min_size_to_shard_mb={self.min_size_to_shard_mb})"
-
-    def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
-        # In big_vision too, a leaf of exactly this many bytes stays whole.
-        if prod(leaf.shape) * leaf.dtype.itemsize <= self.min_size_to_shard_mb * 2**20:
-            return spec, ()
-        return super().refine(spec, mesh, path, leaf)
-
-
 def _fsdp(axis: str | Sequence[str], min_size_to_shard_mb: int | float = 4) -> Tactic:
     if not isinstance(min_size_to_shard_mb, int | float):
         raise TypeError(f"min_size_to_shard_mb is {min_size_to_shard_mb!r}, not a number of MiB")
     axes = axes_to_shard(axis, "fsdp")
-    return Tactic((_FsdpByBytes(axes, 0, min_size_to_shard_mb=min_size_to_shard_mb),))
+
+    def refine(spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
+        # In big_vision too, a leaf of exactly this many bytes stays whole.
+        if prod(leaf.shape) * leaf.dtype.itemsize <= min_size_to_shard_mb * 2**20:
+            return spec, ()
+        return shard_largest(spec, mesh, tuple(leaf.shape), axes)
+
+    text = f"fsdp({entry_of(axes)!r}, min_size_to_shard_mb={min_size_to_shard_mb})"
+    return Tactic((Step(text, refine, min_size=0, fsdp_axes=axes),))
 
 
-@dataclass(frozen=True, repr=False)
-class _UserOp(Step):
-    """What an op of the user returned, and the call that made it."""
+def _user_op(call: str, update: Update) -> Tactic:
+    """A tactic that applies what an op of the user returned; `call` is the call that made it."""
 
-    call: str
-    update: Update
-
-    def __repr__(self) -> str:
-        return self.call
-
-    def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
+    def refine(spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
         shape = tuple(leaf.shape)
         # Ops of big_vision replace an entry of a full spec, and return a plain tuple:
         # `cur_spec[:i] + (axis,) + cur_spec[i+1:]`.
         cur_spec = spec.update(partitions=tuple(dim_entries(spec, len(shape))))
-        returned = self.update(cur_spec, mesh, path, leaf)
+        returned = update(cur_spec, mesh, path, leaf)
         is_plain = isinstance(returned, tuple) and all(map(is_mesh_axes, returned))
         new = PartitionSpec(*returned) if is_plain else returned
         if not isinstance(new, PartitionSpec) or len(entries(new)) != len(shape):
             raise SpecError(
-                f"the op {self.call} returned {returned!r} for shape {shape}. Return a spec or a"
+                f"the op {call} returned {returned!r} for shape {shape}. Return a spec or a"
                 " tuple with one entry per dim: a mesh axis, a tuple of them, or None."
             )
         return project(trimmed(new), mesh, shape)
 
+    return Tactic((Step(call, refine, by_shape=False),))
 
-# big_vision registers ops as "shardings.fsdp" and calls each without the prefix.
+
+# A registry of the module, as in big_vision: a config has an op's name, and no object. There, ops
+# are registered as "shardings.fsdp" and called without the prefix.
 _ops: dict[str, MakeTactic] = {**TACTICS, "fsdp": _fsdp}
 
 
@@ -197,10 +188,11 @@ def register_op(factory: Callable[..., Update]) -> MakeTactic:
     if name in TACTICS:
         raise ShardingRuleError(f"register_op: {name!r} is big_vision's. Use another name.")
 
+    # The tactic prints as its call, by which a plan and an error name it.
     @wraps(factory)
     def make(*args: Any, **options: Any) -> Tactic:
         call = [*map(repr, args), *(f"{key}={value!r}" for key, value in options.items())]
-        return Tactic((_UserOp(f"{name}({', '.join(call)})", factory(*args, **options)),))
+        return _user_op(f"{name}({', '.join(call)})", factory(*args, **options))
 
     _ops[name] = make
     return make

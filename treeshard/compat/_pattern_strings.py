@@ -56,6 +56,7 @@ def create_pattern_based_partition_spec(
     """
     rules: list[_Rule] = []
     bad: list[str] = []
+    # All malformed rules are listed together, each with its own reason.
     for part in re.split("[,;]", text):
         try:
             rules.append(_read(part))
@@ -77,6 +78,7 @@ def create_pattern_based_partition_spec(
     return partition_spec
 
 
+# What a leaf's path is searched for, and the spec that it then gets.
 _Rule = tuple[re.Pattern[str], PartitionSpec]
 _HOW = 'Write pattern->dims, such as "embed->tensor.fsdp, attention|mlp->fsdp".'
 

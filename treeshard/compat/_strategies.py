@@ -13,7 +13,6 @@ from operator import or_
 from typing import Any, NoReturn
 
 from treeshard._core.text import LONGEST_EXPRESSION
-from treeshard._planning.adapters import follow
 from treeshard._planning.tactics import Tactic, fsdp, logical_partitioning, replicate, shard_dim
 from treeshard.errors import ShardingRuleError, TreeShardError, did_you_mean, short
 
@@ -21,7 +20,6 @@ MakeTactic = Callable[..., Tactic]
 
 # The names mean the same in a text as in Python.
 TACTICS: Mapping[str, MakeTactic] = {
-    "follow": follow,
     "fsdp": fsdp,
     "logical_partitioning": logical_partitioning,
     "replicate": replicate,
@@ -42,6 +40,7 @@ def parse_strategy(text: str, tactics: Mapping[str, MakeTactic] = TACTICS) -> Ta
         ShardingRuleError: If the text does not parse, a name is not a tactic, or a tactic
             does not take the arguments. The message shows the column.
     """
+    # Beyond its own limits, Python's parser raises errors of many types.
     text = text.strip()
     if len(text) > LONGEST_EXPRESSION:
         raise ShardingRuleError(f"the strategy {short(text)!r} has {len(text):,} characters.")
@@ -77,6 +76,7 @@ def _tactic(node: ast.expr, text: str, tactics: Mapping[str, MakeTactic]) -> Tac
         hint = did_you_mean(name, tactics) or f" The tactics are {', '.join(tactics)}."
         _refuse(called, text, f"is not a tactic.{hint}")
     args, options = _arguments(node, text) if isinstance(node, ast.Call) else ([], {})
+    # Bound before it is called: a `TypeError` of the call itself is about a value, and no argument.
     try:
         inspect.signature(make).bind(*args, **options)
     except TypeError as error:

@@ -1,14 +1,12 @@
 """Compiled steps before they run: what memory they need, what they move.
 
 `step.compile(state, batch)` returns a `CompiledStep`, for attached devices and for those of
-`make_mesh(topology=...)`; its `memory()` is a `Memory`, its `types()` the values that it
-computes, as `Types`.
+`make_mesh(topology=...)`; its `memory()` is a `Memory`.
 """
 
 from treeshard._core.topologies import CHIPS, Chip
 from treeshard.programs._compiled_step import CompiledStep
 from treeshard.programs._memory import LiveBuffer, Memory
-from treeshard.programs._types import StepValue, Types
 
 __all__ = [
     "CHIPS",
@@ -16,8 +14,6 @@ __all__ = [
     "CompiledStep",
     "LiveBuffer",
     "Memory",
-    "StepValue",
-    "Types",
 ]
 
 

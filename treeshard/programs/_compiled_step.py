@@ -17,14 +17,12 @@ from treeshard._core.make_mesh import is_attached, with_devices
 from treeshard._core.spec_trees import SpecTree
 from treeshard._core.text import parse_bytes
 from treeshard._planning.plan import Plan
-from treeshard._trace.lines import traced
 from treeshard._trace.roles import Roles, roles_of, with_roles
 from treeshard.communication._comparison import Comparison, compare_step
 from treeshard.communication._forecast import batch_axes
 from treeshard.communication._program import ReadProgram, read_program
 from treeshard.errors import DoesNotFitError
 from treeshard.programs._memory import Memory, memory_of
-from treeshard.programs._types import Types, types_of
 
 # RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries
 # (64.00G) exceeds available HBM (31.25G).
@@ -53,8 +51,8 @@ class CompiledStep:
         >>> compiled = step.compile(plan.structs, np.ones((16, 8), "float32"))
         >>> [row.kind for row in compiled.communication().rows if row.count]
         ['all-gather', 'all-reduce']
-        >>> compiled.memory().kinds
-        {'parameters': 32, 'other state': 0, 'batch': 64}
+        >>> compiled.memory().arguments  # 32 bytes of weights and 64 of the batch
+        96
     """
 
     plan: Plan
@@ -85,25 +83,11 @@ class CompiledStep:
         Returns:
             A `Memory`.
         """
-        return memory_of(self.compiled, self._read, self.plan, self.roles, self.batch)
-
-    def types(self, *, min_size: int | None = None) -> Types:
-        """Lists the values that the step computes: their shapes, specs and bytes, and where in the
-        program they are.
-
-        Args:
-            min_size: Values with fewer elements are left out; 16,384 by default.
-
-        Returns:
-            `Types`, as of `Step.types`.
-        """
-        axes = batch_axes(self.plan, self.batch_specs)
-        values = traced(self.jaxpr.jaxpr, self.plan, axes)
-        return types_of(values, self.plan, min_size, self._read.graph, self.memory().at_peak)
+        return memory_of(self.compiled, self._read, self.plan)
 
     @cached_property
     def _compared(self) -> Comparison:
-        return compare_step(self.plan, self.compiled, self.batch_specs, self.roles, self._read)
+        return compare_step(self.plan, self.batch_specs, self.roles, self._read)
 
     @cached_property
     def _read(self) -> ReadProgram:

@@ -36,7 +36,7 @@ def lock_text(compiled: CompiledStep) -> str:
         "batch": [_batch_leaf(x) for x in compiled.batch if has_shape(x)],
         "bytes moved": _moved(compiled.communication().compiled),
         "memory": {
-            **memory.kinds,
+            "arguments": memory.arguments,
             "results": memory.results,
             "temporaries": memory.temporaries,
             "state on the host": memory.host,

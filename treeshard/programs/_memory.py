@@ -4,20 +4,16 @@ The compiler's own numbers are the amounts. Which arrays they are it does not sa
 the text of the program (`_buffers`) and from the plan.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from treeshard._core.arrays import has_shape
 from treeshard._core.make_mesh import is_attached, with_devices
 from treeshard._core.text import columns, human_bytes
 from treeshard._core.topologies import chip_of, usable_memory
 from treeshard._planning.plan import Plan
-from treeshard._trace.roles import Roles
 from treeshard.communication._arguments import paths_by_number
 from treeshard.communication._collectives import bytes_text, path_of
 from treeshard.communication._dataflow import Context, Dataflow, value
@@ -66,9 +62,7 @@ class Memory:
     """Bytes per device of a compiled step; `str()` of it is a table.
 
     Attributes:
-        kinds: The bytes of its arguments: `"parameters"`, `"other state"` (optimizer state,
-            counters, keys) and `"batch"`.
-        arguments: The bytes of all arguments, as the compiler lays them out.
+        arguments: The bytes of the state and the batch, as the compiler lays them out.
         results: The bytes of results that do not reuse the memory of donated arguments.
         temporaries: The bytes of intermediate values at most.
         code: The bytes of the program itself, where it is in the device's memory.
@@ -86,13 +80,11 @@ class Memory:
         device_memory: The bytes of the device's memory; `None` if that is unknown.
 
     Examples:
-        >>> kinds = {"parameters": 2**30, "other state": 2**31, "batch": 2**20}
-        >>> memory = ts.programs.Memory(kinds, 3 * 2**30, 0, 2**33, 0, 2**34, "TPU v5 lite", ())
+        >>> memory = ts.programs.Memory(3 * 2**30, 0, 2**33, 0, 2**34, "TPU v5 lite", ())
         >>> memory.total // 2**30, memory.fits
         (11, True)
     """
 
-    kinds: dict[str, int]
     arguments: int
     results: int
     temporaries: int
@@ -144,8 +136,8 @@ class Memory:
         return f"{has} XLA_CLIENT_MEM_FRACTION in the environment says which part it allocates."
 
     def __str__(self) -> str:
-        rows = [(kind, size) for kind, size in self.kinds.items() if size]
-        rows += [
+        rows = [
+            ("arguments", self.arguments),
             ("results", self.results),
             ("temporaries", self.temporaries),
             ("code", self.code),
@@ -168,22 +160,14 @@ class Memory:
         return "\n".join(lines)
 
 
-def memory_of(
-    compiled: jax.stages.Compiled,
-    program: ReadProgram,
-    plan: Plan,
-    roles: Roles,
-    batch: Sequence[Any],
-) -> Memory:
-    """Reads the memory of a compiled step; `program` is its text, parsed, and `batch` has
-    shardings."""
+def memory_of(compiled: jax.stages.Compiled, program: ReadProgram, plan: Plan) -> Memory:
+    """Reads the memory of a compiled step; `program` is its text, parsed."""
     analysis: Any = compiled.memory_analysis()
     device = with_devices(plan.mesh, "memory", compile_only=True).devices.flat[0]
     host, chip = host_bytes(plan), chip_of(device)
     # The compiler for CPUs, which have one memory, counts what is on the host with the rest.
     counted_host = host if device.platform == "cpu" else 0
     return Memory(
-        _kinds(plan, roles, batch),
         arguments=analysis.argument_size_in_bytes - counted_host,
         results=analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
         temporaries=temporaries_of(analysis, device.platform),
@@ -222,21 +206,6 @@ def temporaries_of(analysis: Any, platform: str) -> int:
         + analysis.host_temp_size_in_bytes
     )
     return min(temporaries, analysis.peak_memory_in_bytes - others)
-
-
-def _kinds(plan: Plan, roles: Roles, batch: Sequence[Any]) -> dict[str, int]:
-    """The bytes of a step's arguments in a device's memory, by kind: parameters are used."""
-    used = [leaf for leaf in plan.leaves if roles[leaf.path].is_used and leaf.memory is None]
-    weights = [leaf for leaf in used if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    of_weights = sum(leaf.bytes_per_device(plan.mesh) for leaf in weights)
-    of_batch = sum(_local_bytes(x) for x in batch if has_shape(x))
-    others = plan.bytes_per_device() - of_weights
-    return {"parameters": of_weights, "other state": others, "batch": of_batch}
-
-
-def _local_bytes(x: Any) -> int:
-    shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
-    return jax.dtypes.canonicalize_dtype(x.dtype).itemsize * math.prod(shape)
 
 
 def _capacity(device: Any) -> int | None:

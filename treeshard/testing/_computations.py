@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
 from itertools import combinations, permutations
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
@@ -63,26 +63,24 @@ _ABSENT = Finding("by_hand returns no gradient for it.", "absent")
 _OTHER_SHAPE = "each device has a gradient of {grad}, and its shard is {shard}."
 
 
-class Computation:
-    """A computation that runs in any layout, from values on the host.
+class Output(NamedTuple):
+    """One result of a computation: a loss, a gradient, or a leaf after a step."""
 
-    Attributes:
-        paths: The names of its results.
-        specs: Their specs.
-        start: What its differentiated or updated leaves are before it runs.
-        batch: The leaves of the batch, on the host.
-        first: How many of its results do not follow from other ones.
-        bases: The leaf of `start` that a result is a change of: both by index.
-        beside: The results that a check is not about, such as the value of the loss, by index.
-        widening: What its traces are rewritten by before they run; `None` if they are not.
-        narrow: The computation in its own dtypes.
-        notes: What was seen while a result was traced, by layout name and index of the result.
-    """
+    path: str  # its name in reports
+    spec: PartitionSpec
+    base: int | None = None  # the leaf of `start` that it is a change of
+    is_aux: bool = False  # whether a check is not about it, such as the value of the loss
+    step: int = 1  # of step 2, which starts from the results of step 1, or of the only one
+
+
+class Computation:
+    """A computation that runs in any layout, from values on the host."""
 
     def __init__(self, tree: PyTree, batch: PyTree, plan: Plan) -> None:
         leaves, treedef = tree_flatten(tree)
         self.plan = plan
         self.split = StaticSplit(leaves, treedef, has_shape)
+        # What its differentiated or updated leaves are before it runs.
         self.start = [_host(x) for x in self.split.dynamic(leaves)]
         if [np.shape(x) for x in self.start] != [leaf.shape for leaf in plan.leaves]:
             plan_paths = [leaf.path for leaf in plan.leaves]
@@ -93,16 +91,21 @@ class Computation:
         data, batch_def = tree_flatten(batch)
         self.batch_split = StaticSplit(data, batch_def, has_shape)
         self.batch = [_host(x) for x in self.batch_split.dynamic(data)]
+        # What was seen while a result was traced, by the layout's name and the result's index.
         self.notes: dict[tuple[str, int], Finding] = {}
-        self.paths: list[str] = []
-        self.specs: list[PartitionSpec] = []
-        self.first = 0
-        self.bases: dict[int, int] = {}
-        self.beside: set[int] = set()
+        # What it returns; of a step, this is known when it has run.
+        self.outputs: list[Output] = []
+        # What rewrites its traces before they run, if anything; and the computation without that.
         self.widening: Widening | None = None
         self.narrow = self
-        self._made: dict[str, Any] = {}  # traces, and functions that are compiled
+        # Traces and compiled functions: noise is measured by a dozen runs of one program.
+        self._made: dict[str, Any] = {}
         self._has_x64 = jax.dtypes.canonicalize_dtype("float64") == "float64"
+
+    @property
+    def first(self) -> int:
+        """The number of results that do not follow from other ones: those of step 1."""
+        return sum(output.step == 1 for output in self.outputs)
 
     # -------------------------------------------------------------- of each kind
 
@@ -121,7 +124,7 @@ class Computation:
         """The axes, in order, by whose index a device may have folded its key."""
         raise NotImplementedError
 
-    def of_device(
+    def run_as_device(
         self,
         layout: Layout,
         batch: list[Any],
@@ -143,9 +146,9 @@ class Computation:
         """Whether it has the program's own floats of 16 bits, in which sums may be wrong."""
         return self.widening is None or self.widening.above > 0
 
-    def widened(self, widening: Widening) -> "Computation":
+    def widen(self, widening: Widening) -> "Computation":
         """The same computation with wider floats."""
-        wide = copy(self)
+        wide = copy(self)  # shares `narrow`, which keeps the traces
         wide.start = [widening.array(x) for x in self.start]
         wide.batch = [widening.array(x) for x in self.batch]
         wide.widening = widening
@@ -185,8 +188,10 @@ class Computation:
     def _on_mesh(
         self, layout: Layout, arrays: list[Any], data: list[Any], position: Position
     ) -> list[Any]:
+        # The program as the user wrote it runs by itself. Only a trace can be rewritten, or get the
+        # index of a device as an argument.
         if self.widening is None and not position:
-            with self._in(layout):
+            with self._enter(layout):
                 return self._call(layout, arrays, data)
         traced = self.trace(layout, position, data)
 
@@ -195,7 +200,7 @@ class Computation:
             return jax.jit(jaxpr_as_fun(program))
 
         run = self._once(f"program {id(traced)}", compiled)  # `narrow` keeps the trace
-        with self._in(layout):
+        with self._enter(layout):
             return run(*tree_leaves((position, arrays, data)))
 
     def trace(
@@ -215,7 +220,7 @@ class Computation:
             arrays = _structs(narrow.start, map(np.shape, narrow.start), given, layout.mesh)
             rows = _structs(narrow.batch, shapes, narrow.batch_specs(layout), layout.mesh)
             # With the dtypes that code gets without the wider floats.
-            with self._in(layout), jax.enable_x64(self._has_x64):
+            with self._enter(layout), jax.enable_x64(self._has_x64):
                 return jax.make_jaxpr(call)(position, arrays, rows)
 
         return narrow._once(f"trace {_key(layout)} {[*position]} {shapes}", traced)
@@ -226,11 +231,10 @@ class Computation:
         return self._made[key]
 
     @contextmanager
-    def _in(self, layout: Layout) -> Iterator[None]:
+    def _enter(self, layout: Layout) -> Iterator[None]:
         # Constraints with a bare `PartitionSpec` need a mesh, and `_shards` must be without: in it,
         # JAX computes nothing from the shard of one device.
-        in_force = PlanInForce(layout.plan, row_axes(layout.batch_specs))
-        types = sharding_type_errors(layout.mesh, in_force)
+        types = sharding_type_errors(layout.mesh)
         mesh, one_pass = jax.set_mesh(layout.mesh), in_one_pass(layout.one_pass)
         with mesh, types, one_pass, _devices_are(layout.mesh):
             yield
@@ -266,10 +270,9 @@ class Gradients(Computation):
         super().__init__(params, batch, plan)
         self.loss, self.by_hand = loss, by_hand
         self.differentiated = [i for i, x in enumerate(self.start) if has_gradient(x)]
-        self.paths = ["loss", *(plan.leaves[i].path for i in self.differentiated)]
-        self.specs = [PartitionSpec(), *(plan.leaves[i].given for i in self.differentiated)]
-        self.first = len(self.paths)
-        self.beside = {0}
+        leaves = [plan.leaves[i] for i in self.differentiated]
+        grads = [Output(leaf.path, leaf.given) for leaf in leaves]
+        self.outputs = [Output("loss", PartitionSpec(), is_aux=True), *grads]
 
     def is_by_hand(self, layout: Layout) -> bool:
         return layout.check_vma is not None
@@ -279,7 +282,7 @@ class Gradients(Computation):
         typical = max((_scale(given[i]) for i in self.differentiated), default=0.0) or 1.0
         moved = list(given)
         for i in self.differentiated:
-            moved[i] = _moved(given[i], typical, random)
+            moved[i] = _move_off_value(given[i], typical, random)
         # A variance of zero, say, may not become negative.
         if _count_finite(self.alone(layout, moved)) >= _count_finite(self.alone(layout, given)):
             self.start = moved
@@ -290,7 +293,7 @@ class Gradients(Computation):
         # `fold_in` of another index is another key, so each order of the axes is a case of its own.
         return [order for some in subsets(layout.split_axes) for order in permutations(some)]
 
-    def of_device(
+    def run_as_device(
         self,
         layout: Layout,
         batch: list[Any],
@@ -311,12 +314,12 @@ class Gradients(Computation):
         if self.is_by_hand(layout):
             # Here `out_specs` say how results are sharded.
             by_hand = PlanInForce(layout.plan, rows, is_by_hand=True)
-            return jax.jit(by_hand.inside(self._by_hand(layout)))
-        shardings = [NamedSharding(layout.mesh, spec) for spec in self.specs]
-        run = PlanInForce(layout.plan, rows).inside(self._by_jit(layout))
+            return jax.jit(by_hand.inside(self._make_by_hand(layout)))
+        shardings = [NamedSharding(layout.mesh, output.spec) for output in self.outputs]
+        run = PlanInForce(layout.plan, rows).inside(self._make_jitted(layout))
         return jax.jit(run, out_shardings=shardings)
 
-    def _by_jit(self, layout: Layout) -> Callable[..., list[Any]]:
+    def _make_jitted(self, layout: Layout) -> Callable[..., list[Any]]:
         """The value and the gradients of the loss, as one list."""
 
         def grads_of(arrays: list[Any], data: list[Any]) -> list[Any]:
@@ -347,7 +350,7 @@ class Gradients(Computation):
 
         return accumulated
 
-    def _by_hand(self, layout: Layout) -> Callable[..., list[Any]]:
+    def _make_by_hand(self, layout: Layout) -> Callable[..., list[Any]]:
         def body(arrays: list[Any], data: list[Any]) -> list[Any]:
             out = self.by_hand(self.split.combine(arrays), self.batch_split.combine(data))
             try:
@@ -372,7 +375,7 @@ class Gradients(Computation):
             body,
             mesh=layout.mesh,
             in_specs=([leaf.given for leaf in layout.plan.leaves], self.batch_specs(layout)),
-            out_specs=self.specs,
+            out_specs=[output.spec for output in self.outputs],
             check_vma=bool(layout.check_vma),
         )
 
@@ -391,7 +394,7 @@ class Steps(Computation):
     def key_orders(self, layout: Layout) -> list[Axes]:
         return subsets(layout.split_axes) if self.step.is_by_hand else [()]
 
-    def of_device(
+    def run_as_device(
         self,
         layout: Layout,
         batch: list[Any],
@@ -409,19 +412,19 @@ class Steps(Computation):
 
     def after(self, results: Sequence[np.ndarray]) -> list[Any]:
         start = list(self.start)
-        for i, base in self.bases.items():
-            if i < self.first:
-                start[base] = _after(self.start[base], results[i])
+        for output, result in zip(self.outputs[: self.first], results, strict=False):
+            if output.base is not None:
+                start[output.base] = _apply_change(self.start[output.base], result)
         return start
 
     def _results(
         self, layout: Layout, arrays: list[Any], data: list[Any], position: Position
     ) -> list[Shards]:
-        leaves, count, out = self.plan.leaves, len(arrays), []
+        count, out = len(arrays), []
         before = _shards(arrays)
         for number in (1, 2):
             if number == 2 and layout.second is not None:
-                arrays, data = self._restored(arrays, layout.second)
+                arrays, data = self._save_and_restore(arrays, layout.second)
                 layout, before = layout.second, _shards(arrays)
             results = self._on_mesh(layout, arrays, data, position)
             # A copy, since the step donates its state: the next one reuses the memory.
@@ -430,19 +433,20 @@ class Steps(Computation):
             out += [*changes, *after[count:]]
             before = after[:count]
         # What a step returns beside its state is known when it has run.
-        aux = self.narrow._aux
-        names = [*(leaf.path for leaf in leaves), *aux]
-        self.paths = [f"step {n}: {name}" for n in (1, 2) for name in names]
-        self.specs = [*(leaf.given for leaf in leaves), *(PartitionSpec() for _ in aux)] * 2
-        self.first = len(names)
-        self.bases = {n * self.first + i: i for n in (0, 1) for i in range(count)}
-        self.beside = {*range(len(out))} - {*self.bases}
+        self.outputs = [output for step in (1, 2) for output in self._outputs_of(step)]
         return out
 
-    def _restored(self, arrays: list[Any], layout: Layout) -> tuple[list[Any], list[Any]]:
+    def _outputs_of(self, step: int) -> Iterator[Output]:
+        for i, leaf in enumerate(self.plan.leaves):
+            yield Output(f"step {step}: {leaf.path}", leaf.given, i, step=step)
+        for name in self.narrow._aux:
+            yield Output(f"step {step}: {name}", PartitionSpec(), is_aux=True, step=step)
+
+    def _save_and_restore(self, arrays: list[Any], layout: Layout) -> tuple[list[Any], list[Any]]:
         """A state, saved and restored in a layout, and the batch there."""
         from treeshard import checkpoint  # needs TensorStore
 
+        # By numbers, since paths of a state may not be names of files.
         named = {f"{i:05}": x for i, x in enumerate(arrays)}
         specs = [leaf.given for leaf in layout.plan.leaves]
         shapes = [leaf.shape for leaf in layout.plan.leaves]
@@ -502,6 +506,7 @@ def _devices_are(mesh: Mesh) -> AbstractContextManager[Any]:
     not would be wrong by the same factor everywhere.
     """
     local = sum(x.process_index == jax.process_index() for x in mesh.devices.flat)
+    # Patched and not passed: the user's code asks `jax` itself.
     return mock.patch.multiple(
         jax,
         device_count=lambda *_, **__: mesh.devices.size,
@@ -538,7 +543,7 @@ def _values(result: Sequence[Shards]) -> list[np.ndarray]:
     return [x for shards in result for _, x in shards.values()]
 
 
-def _after(old: Any, result: np.ndarray) -> Any:
+def _apply_change(old: Any, result: np.ndarray) -> Any:
     """A leaf after a step, from how it changed; of integers and keys, from what they are."""
     if is_key(old):
         data = jnp.asarray(result.astype("uint32"))
@@ -552,7 +557,7 @@ def _count_finite(arrays: Sequence[np.ndarray]) -> int:
     return sum(int(np.isfinite(x).sum()) for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def _moved(x: Any, typical: float, random: np.random.Generator) -> Any:
+def _move_off_value(x: Any, typical: float, random: np.random.Generator) -> Any:
     """The array with each number changed by a part of its size; zeros alone by one of `typical`."""
     wide = np.asarray(x).astype("complex128" if np.iscomplexobj(x) else "float64")
     steps = _MOVED * random.standard_normal(wide.shape)
@@ -578,7 +583,7 @@ def _host(x: Any) -> Any:
 def _shards(arrays: Sequence[Any]) -> list[Shards]:
     """A copy of the shard of each device, those of other processes included."""
     arrays = [data_of(x) for x in arrays]
-    spread = {i: _by_device(x) for i, x in enumerate(arrays) if is_spread(x)}
+    spread = {i: _stack_shards(x) for i, x in enumerate(arrays) if is_spread(x)}
     everywhere = dict(zip(spread, gather(list(spread.values())), strict=True))
     shards: list[Shards] = []
     for i, x in enumerate(arrays):
@@ -595,7 +600,7 @@ def _real(x: np.ndarray) -> np.ndarray:
     return np.stack((np.real(x), np.imag(x)), -1) if np.iscomplexobj(x) else x
 
 
-def _by_device(x: jax.Array) -> jax.Array:
+def _stack_shards(x: jax.Array) -> jax.Array:
     """The shards of an array, replicas included, stacked on dim 0."""
     # JAX takes the replicas of a shard to be equal, so a sharding in which each device has a row
     # of its own is the only way to read all of them.

@@ -1,15 +1,13 @@
 """What a comparison shows: how far a result is from the right one, by which factor, or nothing.
 
-A factor is named only if it takes the right result to that of every device, within the noise; the
-axes whose size it is are named only if their sizes are the factor on meshes of different sizes.
+A factor is named only if it takes the right result to that of every device, within the noise.
 """
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from treeshard.testing._computations import Axes, Shards, subsets
+from treeshard.testing._computations import Axes, Shards
 from treeshard.testing._layouts import Layout
 from treeshard.testing._noise import BLIND, LIMIT, Tolerance, distance, finite, norm
 from treeshard.testing._own_rows import OwnRows
@@ -67,7 +65,7 @@ def uninformative_results(precisions: Sequence[Tolerance], rows: OwnRows) -> dic
             found[i] = _ZERO
         elif min(each.visible(i) for each in precisions) > BLIND:
             found[i] = _HIDDEN
-        elif rows.are_alike(i, LIMIT * widest.of(i)):
+        elif rows.has_equal_results(i, LIMIT * widest.of(i)):
             found[i] = _ALIKE
     return found
 
@@ -76,13 +74,7 @@ def uninformative_results(precisions: Sequence[Tolerance], rows: OwnRows) -> dic
 
 
 class Compared:
-    """The results of one layout, beside those that it should have.
-
-    Attributes:
-        unknown: The results of which the right ones are not known.
-        found: What is wrong with random numbers, by the first result that shows it.
-        notes: What they were compared with.
-    """
+    """The results of one layout, beside those that it should have."""
 
     def __init__(
         self,
@@ -93,8 +85,13 @@ class Compared:
         found: Mapping[int, Finding] | None = None,
         notes: Sequence[str] = (),
     ) -> None:
-        self.expected, self.result, self.unknown = expected, result, unknown
-        self.found, self.notes = found or {}, notes
+        self.expected, self.result = expected, result
+        # The indices of results of which the right ones are not known.
+        self.unknown = unknown
+        # What is wrong with random numbers, by the first result that shows it.
+        self.found = found or {}
+        # What the results were compared with, in words.
+        self.notes = notes
         by_layout = expected.computation.notes.items()
         self._of_form = {i: note for (name, i), note in by_layout if name == layout.name}
 
@@ -112,8 +109,15 @@ class Compared:
             return None
         return min(self.expected.visible(i, index) for index, _ in self.result[i].values())
 
-    def finding(self, i: int) -> Finding:
-        """What is measured of a result that is wrong."""
+    def describe_error(self, i: int) -> Finding:
+        """What is measured of a result that is wrong, the first of these that it is:
+
+        1. no gradient, or one of another form, seen when it was traced;
+        2. of another shape than on one device;
+        3. not finite where one device is, or the other way round;
+        4. a multiple of the right result, the same on all devices;
+        5. off by a part of its size.
+        """
         # A gradient of another form cannot leave `shard_map`, and was replaced by zeros.
         if i in self._of_form:
             return self._of_form[i]
@@ -126,27 +130,37 @@ class Compared:
         broken = sum(bool((np.isfinite(x) != np.isfinite(reference[at])).any()) for at, x in shards)
         if broken:
             return Finding(_BROKEN.format(wrong=broken, all=len(shards)), "not finite")
-        factor = self.expected.multiple(self.result[i], i)
+        factor = self.expected.find_factor(self.result[i], i)
         if factor is not None:
-            shown = f"x {factor:.3f}" if abs(factor) > 0.1 else f"x {factor:.3g}"
-            return Finding(_MULTIPLE, shown, factor)
-        far = norm([distance(x, reference[index]) for index, x in shards])
-        size = norm([norm(finite(reference[index])) for index, _ in shards])
-        percent = 100 * far / size if size else math.inf
-        shown = f"{percent:.2g}" if percent < 100 else f"{percent:.0f}"
-        cell = f"off {shown}%" if size else "not zero"
+            return Finding(_MULTIPLE, f"x {factor:.3f}" if abs(factor) > 0.1 else f"x {factor:.3g}")
         wrong = sum(error > LIMIT for error in self.errors(i))
-        some = "" if wrong == len(shards) else f" on {wrong} of {len(shards)}"
-        return Finding(_OFF, cell + some)
+        where = "" if wrong == len(shards) else f" on {wrong} of {len(shards)}"
+        return Finding(_OFF, self._relative_error(i) + where)
+
+    def _relative_error(self, i: int) -> str:
+        reference = self.expected.reference[i]
+        shards = list(self.result[i].values())
+        size = norm([norm(finite(reference[index])) for index, _ in shards])
+        if not size:
+            return "not zero"
+        far = norm([distance(x, reference[index]) for index, x in shards])
+        percent = 100 * far / size
+        return f"off {percent:.2g}%" if percent < 100 else f"off {percent:.0f}%"
 
 
 def compare_layout(expected: Tolerance, layout: Layout, result: list[Shards]) -> Compared:
-    """Puts the results of a layout beside those that it should have.
+    """Compares the results of a layout with those that it should have.
 
-    Under `jit` a key gives the same numbers in all layouts. In `shard_map` each device draws, and
-    one device can repeat that if it knows the key of each: one for all rows, the same on each
-    device, or a key folded by `axis_index`. Code that does not reduce its results is known by the
-    results of single devices.
+    Under `jit` a key gives the same numbers in all layouts. In `shard_map` each device draws its
+    own. One device can repeat that if it knows the key of each device:
+
+    1. One key for all rows, as on one device: the results are compared as they are.
+    2. The same key on each device, or a key folded by `axis_index` along some axes: the right
+       results are the means of those of single devices. Code that does not reduce its results is
+       known by the results of single devices, too.
+    3. Keys that are folded in another way: nothing is known of the results.
+
+    The way that explains most results is taken, if no other explains as many.
     """
     computation = expected.computation
     indices = range(computation.first)
@@ -154,12 +168,13 @@ def compare_layout(expected: Tolerance, layout: Layout, result: list[Shards]) ->
     if not wrong or not expected.random or not computation.is_by_hand(layout):
         return Compared(expected, layout, result)
     rows = OwnRows(computation, layout)
-    right = {order: rows.right(order, expected) for order in rows.distinct_orders()}
-    # How many results each way to fold keys explains, and one key for all rows.
-    multiples = [i for i in wrong if expected.multiple(result[i], i) is not None]
-    counts: dict[Axes | None, int] = {None: len(indices) - len(wrong) + len(multiples)}
-    for order, means in right.items():
-        counts[order] = sum(rows.is_explained(order, means, result, i) for i in indices)
+    right = {order: rows.expect_means(order, expected) for order in rows.distinct_orders()}
+    counts: dict[Axes | None, int] = {
+        order: sum(rows.is_explained(order, means, result, i) for i in indices)
+        for order, means in right.items()
+    }
+    multiples = [i for i in wrong if expected.find_factor(result[i], i) is not None]
+    counts[None] = len(indices) - len(wrong) + len(multiples)  # one key for all rows
     most = max(counts.values())
     best = [order for order, count in counts.items() if count == most]
     if most == 0 or len(best) > 1:
@@ -168,16 +183,26 @@ def compare_layout(expected: Tolerance, layout: Layout, result: list[Shards]) ->
     [order] = best
     if order is None:
         return Compared(expected, layout, result)
-    unknown = _unknown(rows, order, right[order], result)
-    wrong_keys = _wrong_keys(rows.axes, order)
-    notes = [] if wrong_keys else [_REPEATED.format(layout=layout.name, order=order)]
+    return _compare_by_keys(rows, order, right[order], result, wrong[0])
+
+
+def _compare_by_keys(
+    rows: OwnRows, order: Axes, right: Tolerance, result: list[Shards], first_wrong: int
+) -> Compared:
+    """Compares results with those of single devices, whose keys are folded along some axes."""
+    name = rows.layout.name
+    unknown = _find_unknown(rows, order, right, result)
+    wrong_keys = _check_folding(rows.axes, order)
+    notes = [] if wrong_keys else [_REPEATED.format(layout=name, order=order)]
     if unknown:
-        notes.append(_OF_THE_MEAN_GRADIENT.format(layout=layout.name))
-    found = {wrong[0]: wrong_keys} if wrong_keys else {}
-    return Compared(right[order], layout, result, unknown, found, notes)
+        notes.append(_OF_THE_MEAN_GRADIENT.format(layout=name))
+    found = {first_wrong: wrong_keys} if wrong_keys else {}
+    return Compared(right, rows.layout, result, unknown, found, notes)
 
 
-def _unknown(rows: OwnRows, order: Axes, right: Tolerance, result: Sequence[Shards]) -> set[int]:
+def _find_unknown(
+    rows: OwnRows, order: Axes, right: Tolerance, result: Sequence[Shards]
+) -> set[int]:
     """The results of a step that follow from the devices' own in no way that is known.
 
     Of what is linear in the gradients, the mean over the devices is the right result. Others, such
@@ -192,24 +217,22 @@ def _unknown(rows: OwnRows, order: Axes, right: Tolerance, result: Sequence[Shar
     return unknown
 
 
-def _wrong_keys(axes: Axes, order: Axes) -> Finding | None:
+def _check_folding(axes: Axes, order: Axes) -> Finding | None:
     """What is wrong with keys that are folded along other axes than those of the batch."""
     if missing := sorted({*axes} - {*order}):
-        return Finding(_UNFOLDED.format(axes=_named(missing)), "same key")
+        return Finding(_UNFOLDED.format(axes=_name_axes(missing)), "same key")
     if extra := sorted({*order} - {*axes}):
-        return Finding(_FOLDED.format(axes=_named(extra)), "other key")
+        return Finding(_FOLDED.format(axes=_name_axes(extra)), "other key")
     return None
 
 
 # ------------------------------------------------------------------ over all layouts
 
 
-def summarize(
-    found: Mapping[str, Finding], right: Sequence[Layout], layouts: Mapping[str, Layout]
-) -> Iterator[tuple[list[str], str]]:
+def summarize(found: Mapping[str, Finding]) -> Iterator[tuple[list[str], str]]:
     """What is said of one result: the layouts in which it is wrong, and a fact.
 
-    `found` has what was found in layouts by name, and `right` those where the result is right.
+    `found` has what was found in layouts by name.
     """
     by_fact: dict[str, dict[str, Finding]] = {}
     for name, finding in found.items():
@@ -217,46 +240,12 @@ def summarize(
     for fact, members in by_fact.items():
         if fact == _MULTIPLE:
             first = next(iter(members.values())).cell
+            # On another mesh the factor may be another one, such as the size of an axis.
             others = [f"{x.cell} in `{n}`" for n, x in members.items() if x.cell != first]
-            factors = [(layouts[name], finding.factor or 0.0) for name, finding in members.items()]
-            fact = f"{fact} ({'; '.join([first, *others])}){_axes_of_factors(factors, right)}."
+            fact = f"{fact} ({'; '.join([first, *others])})."
         yield [*members], fact
 
 
-def _axes_of_factors(factors: Sequence[tuple[Layout, float]], right: Sequence[Layout]) -> str:
-    """The axes whose size a factor is on all meshes, in words; empty if there are none."""
-    # Where the result is right, the factor is 1. With `check_vma` other code is differentiated.
-    kinds = {layout.check_vma for layout, _ in factors}
-    all_factors = [*factors, *((layout, 1.0) for layout in right if layout.check_vma in kinds)]
-    numbers = [factor for _, factor in all_factors]
-    shapes = [layout.mesh.shape for layout, _ in all_factors]
-    if min(numbers) <= 0:
-        return ""
-    if axes := axes_of(numbers, shapes):
-        return f": the size of {_named(axes)}"
-    if axes := axes_of([1 / x for x in numbers], shapes):
-        return f": 1 / the size of {_named(axes)}"
-    return ""
-
-
-def axes_of(numbers: Sequence[float], shapes: Sequence[Mapping[str, int]]) -> Axes:
-    """The axes whose sizes multiply to the number of each mesh; none if that proves nothing.
-
-    A number that is the same on all meshes may be a constant, and axes that others would explain
-    as well are not proven.
-    """
-    if max(numbers) < 1.5 * min(numbers):
-        return ()
-    sizes = {axis: np.array([shape[axis] for shape in shapes]) for axis in shapes[0]}
-    split = [axis for axis in sizes if sizes[axis].max() > 1]
-    matches: list[Axes] = []
-    for axes in subsets(split):
-        products = math.prod(sizes[axis] for axis in axes)
-        if np.allclose(numbers, products, rtol=0.01, atol=0):
-            matches.append(axes)
-    return matches[0] if len(matches) == 1 else ()
-
-
-def _named(axes: Sequence[str]) -> str:
+def _name_axes(axes: Sequence[str]) -> str:
     """Axes in words: "`data` and `fsdp`"."""
     return " and ".join(f"`{axis}`" for axis in axes)

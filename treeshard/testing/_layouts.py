@@ -125,7 +125,7 @@ def layouts(
             " Pass the specs that `shard_map` splits it by: `batch_specs=P('data')`."
         )
     planned = Layout("plan", plan, batch_specs)
-    meshes = [*_with_other_sizes(planned, batch), _backwards(planned)]
+    meshes = [*_resize_axes(planned, batch), _reverse_axes(planned)]
     chosen = [planned, *meshes]
     if split:
         # Along other axes each row is computed several times, which must change nothing.
@@ -142,7 +142,7 @@ def layouts(
     return tuple(chosen)
 
 
-def selected(
+def select_layouts(
     what: str, available: Sequence[Layout], chosen: Sequence[Layout | str] | None
 ) -> list[Layout]:
     """The layouts that a caller chose, by name or as they are; by default all."""
@@ -159,14 +159,14 @@ def selected(
     return [by_name[x] if isinstance(x, str) else x for x in chosen]
 
 
-def restored(planned: Layout, mesh: MeshLike) -> Layout:
+def make_restored_layout(planned: Layout, mesh: MeshLike) -> Layout:
     """The plan's layout for one step, and another mesh for the next."""
     with_all = make_mesh(mesh) if isinstance(mesh, str) else mesh
     second = replace(planned, name="restored", plan=planned.plan.on(with_all))
     return replace(planned, name="restored", second=second)
 
 
-def _backwards(planned: Layout) -> Layout:
+def _reverse_axes(planned: Layout) -> Layout:
     """The axes and the devices in reverse order: what takes their order for granted is wrong."""
     mesh = planned.mesh
     devices = np.reshape([*mesh.devices.flat][::-1], mesh.devices.shape[::-1])
@@ -174,7 +174,7 @@ def _backwards(planned: Layout) -> Layout:
     return replace(planned, name="axes", plan=replace(planned.plan, mesh=backwards))
 
 
-def _with_other_sizes(planned: Layout, batch: PyTree) -> list[Layout]:
+def _resize_axes(planned: Layout, batch: PyTree) -> list[Layout]:
     """A layout whose axes have other sizes, as few of them 1 as possible, if one divides all."""
     # Of the same devices, since each process must have some of them.
     devices, sizes = [*planned.mesh.devices.flat], planned.mesh.devices.shape

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from treeshard._core.jaxprs import equations
 from treeshard.testing._computations import Computation, Shards
 from treeshard.testing._layouts import Layout
 from treeshard.testing._widening import Widening
-from treeshard.training._pitfalls import equations
 
 # A result is wrong if it is further from that of one device than this many times the noise.
 LIMIT = 12.0
@@ -42,49 +42,55 @@ Results = list[np.ndarray]
 class Tolerance:
     """The results of one device, and the noise of each.
 
-    Attributes:
-        computation: The computation.
-        reference: The results.
-        noise: The largest difference that was measured, element by element, by the index of the
-            result. Integers and keys have none: they must be equal.
-        eps: The relative rounding error of the least precise dtype of the computation.
-        notes: What was measured in another way than usual, in words.
-        random: Whether the computation draws random numbers.
+    The noise of a result is the largest change, element by element, of three kinds of samples:
+
+    1. inputs that are perturbed by as much as one rounding can change them;
+    2. the rows of the batch in other orders, unless the result depends on their order;
+    3. twice the precision, where the platform and the program have it.
     """
 
     def __init__(self, computation: Computation, layout: Layout, exact: Results | None) -> None:
         """`exact` are the results in twice the precision, if there are any."""
         self.computation = computation
+        # What was measured in another way than usual, in words.
         self.notes: list[str] = []
         self.reference = computation.alone(layout)
         eqns = list(equations(computation.trace(layout)))
-        self.eps = _precision(computation, eqns, layout.mesh.devices.flat[0].platform)
+        # The relative rounding error of the least precise dtype.
+        self.eps = _find_precision(computation, eqns, layout.mesh.devices.flat[0].platform)
+        # Whether the computation draws random numbers.
         self.random = any(eqn.primitive.name in _DRAWS for eqn in eqns)
+        # By the index of the result. Integers and keys have none: they must be equal.
         self.noise = {i: np.zeros(x.shape) for i, x in enumerate(self.reference) if _is_float(x)}
         # A change of a leaf is rounded as the leaf is, which may be much larger.
-        starts = ((i, computation.start[base]) for i, base in computation.bases.items())
+        bases = ((i, output.base) for i, output in enumerate(computation.outputs))
+        starts = ((i, computation.start[base]) for i, base in bases if base is not None)
         self._rounding = {i: _rounding_of(x) for i, x in starts if _is_float(x)}
         random = np.random.default_rng(0)
-        for _ in range(_PERTURBED):
-            start = [_perturbed(x, self.eps, random) for x in computation.start]
-            # Of a sum that is zero but for rounding, all depends on how its terms are rounded.
-            batch = [
-                x if _is_whole(x) else _perturbed(x, self.eps, random) for x in computation.batch
-            ]
-            self._add(self._moved(computation.alone(layout, start, batch)))
+        self._add_perturbed(layout, random)
         # What rounding moves by its size, such as an optimizer that takes signs, proves nothing.
         self._steady = [i for i in self.noise if self.visible(i) <= BLIND] or [*self.noise]
         most = _NOT_ROUNDING * max(self.eps, self._relative(self.noise))
-        for batch in _reordered(computation, layout, random):
-            moved = self._moved(computation.alone(layout, batch=batch))
+        for batch in _reorder_rows(computation, layout, random):
+            moved = self._measure(computation.alone(layout, batch=batch))
             if self._relative(moved) > most:
                 self.notes = [_BY_ORDER]
             else:
                 self._add(moved)
-        if exact is not None and self._relative(moved := self._moved(exact)) <= most:
+        if exact is not None and self._relative(moved := self._measure(exact)) <= most:
             self._add(moved)
 
-    def _moved(self, sample: Results) -> dict[int, np.ndarray]:
+    def _add_perturbed(self, layout: Layout, random: np.random.Generator) -> None:
+        computation = self.computation
+        for _ in range(_PERTURBED):
+            start = [_perturb(x, self.eps, random) for x in computation.start]
+            # Of a sum that is zero but for rounding, all depends on how its terms are rounded.
+            batch = [
+                x if _is_whole(x) else _perturb(x, self.eps, random) for x in computation.batch
+            ]
+            self._add(self._measure(computation.alone(layout, start, batch)))
+
+    def _measure(self, sample: Results) -> dict[int, np.ndarray]:
         """How far each number of a sample is from the reference."""
         pairs = ((i, sample[i].astype("float64") - self.reference[i]) for i in self.noise)
         # NumPy makes a scalar of an array without dims.
@@ -144,7 +150,7 @@ class Tolerance:
         """Whether no shard is further from the result of one device than rounding takes it."""
         return max(self.errors(shards, i)) <= LIMIT
 
-    def multiple(self, shards: Shards, i: int) -> float | None:
+    def find_factor(self, shards: Shards, i: int) -> float | None:
         """The factor by which all devices have a multiple of the right result, if they have one.
 
         Any number is a multiple of any other, so a result needs several that are not noise.
@@ -167,7 +173,7 @@ class Tolerance:
         return None
 
 
-def _reordered(
+def _reorder_rows(
     computation: Computation, layout: Layout, random: np.random.Generator
 ) -> Iterator[list[Any]]:
     """Batches with their rows in other orders."""
@@ -220,7 +226,7 @@ def _rounding_of(x: Any) -> np.ndarray:
     return np.asarray(np.abs(x) * float(jnp.finfo(x.dtype).eps))
 
 
-def _perturbed(x: Any, eps: float, random: np.random.Generator) -> Any:
+def _perturb(x: Any, eps: float, random: np.random.Generator) -> Any:
     """The array with each number changed by as much as one rounding can."""
     if not _is_float(x):
         return x
@@ -231,7 +237,7 @@ def _perturbed(x: Any, eps: float, random: np.random.Generator) -> Any:
 # ------------------------------------------------------------------ dtypes
 
 
-def _precision(computation: Computation, eqns: Sequence[Any], platform: str) -> float:
+def _find_precision(computation: Computation, eqns: Sequence[Any], platform: str) -> float:
     """The rounding error of the least precise float in a program."""
     widening = computation.widening
     dtypes = float_dtypes(eqns)
@@ -242,12 +248,12 @@ def _precision(computation: Computation, eqns: Sequence[Any], platform: str) -> 
     return max([MATMUL_EPS.get(platform, 0.0), *errors])
 
 
-def in_float64(computation: Computation, layout: Layout) -> Results | None:
+def run_in_float64(computation: Computation, layout: Layout) -> Results | None:
     """The results of one device in twice the precision; `None` where that is not possible."""
     if widest_float() == "float64":
         return None
     try:
-        return computation.widened(Widening("float64")).alone(layout)
+        return computation.widen(Widening("float64")).alone(layout)
     except Exception:  # the platform has no float64, or the program cannot be widened
         return None
 

@@ -17,18 +17,16 @@ from treeshard.testing._noise import LIMIT, Results, Tolerance, distance
 
 
 class OwnRows:
-    """What the devices of a layout compute from their own rows.
-
-    Attributes:
-        axes: The mesh axes that split the batch.
-        error: What was raised where the rows of one device alone cannot be computed.
-    """
+    """What the devices of a layout compute from their own rows."""
 
     def __init__(self, computation: Computation, layout: Layout) -> None:
         self.computation, self.layout = computation, layout
         split = get_names_from_partition_spec(computation.batch_specs(layout))
+        # The mesh axes that split the batch.
         self.axes = tuple(axis for axis in layout.split_axes if axis in split)
+        # What the user's code raised for the rows of one device alone, if it did.
         self.error: Exception | None = None
+        # By the axes along which keys are folded: each way is a run for each device.
         self._results: dict[Axes, Results | None] = {}
 
     def results(self, order: Axes = ()) -> Results | None:
@@ -61,12 +59,14 @@ class OwnRows:
             key = str((indices, [position[axis] for axis in order]))
             if key not in computed:
                 batch = [x[index] for x, index in zip(computation.batch, indices, strict=True)]
-                computed[key] = computation.of_device(self.layout, batch, position, order, start)
+                computed[key] = computation.run_as_device(
+                    self.layout, batch, position, order, start
+                )
             of_devices.append(computed[key])
         stacked = [np.stack(x) for x in zip(*of_devices, strict=True)]
         return [x.reshape(*mesh.devices.shape, *x.shape[1:]) for x in stacked]
 
-    def are_alike(self, i: int, limit: float) -> bool:
+    def has_equal_results(self, i: int, limit: float) -> bool:
         """Whether all devices get the same from their own rows."""
         results = self.results() if self.axes else None
         if results is None:
@@ -95,16 +95,16 @@ class OwnRows:
                 seen.append(results)
                 yield order
 
-    def right(self, order: Axes, tolerance: Tolerance) -> Tolerance:
+    def expect_means(self, order: Axes, tolerance: Tolerance) -> Tolerance:
         """The means over all devices, with keys folded by their index along some axes."""
-        means = self._over_all(self.results(order) or [])
+        means = self._average(self.results(order) or [])
         first = self.computation.first
         if first < len(means):  # the second step starts from what all devices have
             after = self.computation.after(means)
-            means[first:] = self._over_all(self._compute(order, after))[:first]
+            means[first:] = self._average(self._compute(order, after))[:first]
         return tolerance.with_reference(means)
 
-    def _over_all(self, results: Results) -> Results:
+    def _average(self, results: Results) -> Results:
         dims = tuple(range(self.layout.mesh.devices.ndim))
         return [np.asarray(x.astype("float64").mean(dims)) for x in results]
 
@@ -112,7 +112,7 @@ class OwnRows:
         self, order: Axes, expected: Tolerance, result: Sequence[Shards], i: int
     ) -> bool:
         """Whether a result is that of keys that are folded so, reduced over any of the axes."""
-        if expected.multiple(result[i], i) is not None:
+        if expected.find_factor(result[i], i) is not None:
             return True
         devices = self.layout.mesh.devices
         for reduced in subsets(self.axes):

@@ -16,17 +16,10 @@ from treeshard._core.text import fold, fold_paths
 
 
 class Finding(NamedTuple):
-    """What is wrong with a result in one layout.
+    """What is wrong with a result in one layout."""
 
-    Attributes:
-        fact: What is wrong.
-        cell: For a cell of the table: what was measured, such as `x 8.000`.
-        factor: The number by which the result is a multiple of the right one, if it is.
-    """
-
-    fact: str
-    cell: str
-    factor: float | None = None
+    fact: str  # a sentence for the report
+    cell: str  # what was measured, for a cell of the table, such as `x 8.000`
 
 
 class Problem(NamedTuple):
@@ -68,8 +61,8 @@ class Report:
         visible: For each leaf of floats that was compared, the smallest relative error that would
             have been seen in every layout, also one of rounding to the program's own dtypes: 0.01
             is 1%. Other errors may be seen with wider floats; a note says from which size.
-        beside: The results beside the gradients or the state, such as the value of the loss: to
-            have compared these alone is not enough.
+        aux: The results that are not a gradient or a leaf of the state, such as the value of the
+            loss: to have compared these alone is not enough.
     """
 
     what: str
@@ -80,27 +73,27 @@ class Report:
     raised: Mapping[str, str] = field(default_factory=dict)
     not_compared: Mapping[str, str] = field(default_factory=dict)
     visible: Mapping[str, float] = field(default_factory=dict)
-    beside: frozenset[str] = frozenset()
+    aux: frozenset[str] = frozenset()
 
     @property
     def ok(self) -> bool:
         """Whether a gradient or a leaf of the state was compared, nothing is wrong, nothing raised,
         and all was checked."""
-        return bool(self._compared()) and not self._complaints()
+        return bool(self._find_compared()) and not self._complaints()
 
     def __str__(self) -> str:
         head = f"{self.what}: {self._verdict()}"
         raised = [f"{name} raised {what}" for name, what in self.raised.items()]
-        missing = [f"not compared: {text}" for text in self._missing()]
+        missing = [f"not compared: {text}" for text in self._explain_missing()]
         below = [f"\n{text}" for text in self._problems()]
         lines = [head, *raised, *self._table(), "", *self.layouts, *missing, *self.notes, *below]
         return "\n".join(lines)
 
-    def _compared(self) -> set[str]:
+    def _find_compared(self) -> set[str]:
         """The gradients, or leaves of floats of the state, that were compared somewhere."""
-        return {*self.visible} - {*self.not_compared} - {*self.beside}
+        return {*self.visible} - {*self.not_compared} - {*self.aux}
 
-    def _unchecked(self) -> int:
+    def _count_unchecked(self) -> int:
         return sum(UNCHECKED in row.values() for row in self.cells.values())
 
     def _complaints(self) -> list[str]:
@@ -108,13 +101,13 @@ class Report:
         counts = [
             (len(self.problems), "result is wrong", "results are wrong"),
             (len(self.raised), "layout raised", "layouts raised"),
-            (self._unchecked(), "result is not checked", "results are not checked"),
+            (self._count_unchecked(), "result is not checked", "results are not checked"),
         ]
         return [f"{n} {one if n == 1 else several}" for n, one, several in counts if n]
 
     def _verdict(self) -> str:
         of_what = " of the state" if self.what == "check_step" else ""
-        nothing = [] if self._compared() else [f"Nothing{of_what} was compared"]
+        nothing = [] if self._find_compared() else [f"Nothing{of_what} was compared"]
         complaints = nothing + self._complaints()
         if complaints:
             return f"{', '.join(complaints)}."
@@ -129,7 +122,7 @@ class Report:
             return f"Nothing is wrong in {' and '.join(parts)}; the others were not compared."
         return "Nothing is wrong."
 
-    def _missing(self) -> list[str]:
+    def _explain_missing(self) -> list[str]:
         """A line for each reason why leaves were not compared."""
         paths: dict[str, list[str]] = defaultdict(list)
         for path, why in self.not_compared.items():

@@ -14,6 +14,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.core.primitives import convert_element_type_p
 from jax.lax import Precision
 
+from treeshard._core.jaxprs import interpret
+
 # What reads the bits of a number, or has code for its dtypes, runs in its own.
 _CALLS = {
     "custom_partitioning",
@@ -72,43 +74,34 @@ class Widening:
 
     def _jaxpr(self, jaxpr: Any) -> Jaxpr:
         if id(jaxpr) not in self._jaxprs:
-            variables = [*jaxpr.constvars, *jaxpr.invars]
-            values: dict[Var, Any] = {x: self._variable(x) for x in variables}
-            wide = jaxpr.replace(
-                constvars=[values[x] for x in jaxpr.constvars],
-                invars=[values[x] for x in jaxpr.invars],
-                eqns=list(self._equations(jaxpr, values)),
-                outvars=[self._value(x, values) for x in jaxpr.outvars],
-            )
+            constants = [self._variable(x) for x in jaxpr.constvars]
+            arguments = [self._variable(x) for x in jaxpr.invars]
+            eqns: list[JaxprEqn] = []
+            results = self._rewrite(jaxpr, [*constants, *arguments], eqns)
+            wide = jaxpr.replace(constvars=constants, invars=arguments, eqns=eqns, outvars=results)
             self._jaxprs[id(jaxpr)] = jaxpr, wide
         return self._jaxprs[id(jaxpr)][1]
 
-    def _equations(self, jaxpr: Any, values: dict[Var, Any]) -> Iterator[JaxprEqn]:
-        """The equations; `values` gets what they define."""
-        for eqn in jaxpr.eqns:
+    def _rewrite(self, jaxpr: Any, given: list[Any], eqns: list[JaxprEqn]) -> list[Any]:
+        """Appends the wider equations of a program to `eqns`, and returns its wider results."""
+
+        def apply(eqn: Any, invars: list[Any]) -> list[Any]:
             name = eqn.primitive.name
-            invars = [self._value(x, values) for x in eqn.invars]
             if name in _INLINED:
-                yield from self._inlined(eqn, invars, values)
-                continue
+                closed = eqn.params["call_jaxpr"]
+                pairs = zip(closed.jaxpr.constvars, closed.consts, strict=True)
+                constants = [Literal(self.array(x), self._aval(y.aval)) for y, x in pairs]
+                return self._rewrite(closed.jaxpr, [*constants, *invars], eqns)
             outvars = [self._variable(x) for x in eqn.outvars]
-            values.update(zip(eqn.outvars, outvars, strict=True))
             if name in _KEPT:
-                yield from self._kept(eqn, invars, outvars)
+                eqns.extend(self._kept(eqn, invars, outvars))
             else:
                 params = {key: self._param(x) for key, x in eqn.params.items()}
                 params.update(self._exact(name, eqn.params))
-                yield eqn.replace(invars=invars, outvars=outvars, params=params)
+                eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
+            return outvars
 
-    def _inlined(self, eqn: Any, invars: list[Any], values: dict[Var, Any]) -> Iterator[JaxprEqn]:
-        closed = eqn.params["call_jaxpr"]
-        inner = closed.jaxpr
-        own: dict[Var, Any] = dict(zip(inner.invars, invars, strict=True))
-        for variable, const in zip(inner.constvars, closed.consts, strict=True):
-            own[variable] = Literal(self.array(const), self._aval(variable.aval))
-        yield from self._equations(inner, own)
-        results = (self._value(x, own) for x in inner.outvars)
-        values.update(zip(eqn.outvars, results, strict=True))
+        return interpret(jaxpr, given, self._literal, apply)
 
     def _kept(self, eqn: Any, invars: list[Any], outvars: list[Any]) -> Iterator[JaxprEqn]:
         """An equation in its own dtypes, between conversions."""
@@ -144,10 +137,8 @@ class Widening:
     def _variable(self, x: Any) -> Var:
         return Var(self._aval(x.aval))
 
-    def _value(self, x: Any, values: Mapping[Var, Any]) -> Any:
-        if isinstance(x, Literal):
-            return Literal(self.array(x.val), self._aval(x.aval)) if self._changes(x) else x
-        return values[x]
+    def _literal(self, x: Literal) -> Literal:
+        return Literal(self.array(x.val), self._aval(x.aval)) if self._changes(x) else x
 
     def _aval(self, aval: Any) -> Any:
         if hasattr(aval, "inner_aval"):  # of a reference

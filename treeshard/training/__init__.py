@@ -24,19 +24,16 @@ from treeshard._core.mesh import MeshLike, axis_sizes, check_axes
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.processes import participating_processes, require_agreement
 from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
-from treeshard._core.specs import entry_of
 from treeshard._placement.targets import without_names
-from treeshard._planning.axis_names import may_split_rows, use_of
 from treeshard._planning.plan import Plan, plan
 from treeshard._planning.plan_in_force import INITIALISING, default_batch
-from treeshard.errors import ArgumentError, StateError, warn
+from treeshard.errors import ArgumentError, StateError
 from treeshard.training._accumulation import accumulate_gradients
 from treeshard.training._gradients import value_and_grad
 from treeshard.training._metrics import Metrics, print_metrics
 from treeshard.training._step import Step, StepFn
 
 if TYPE_CHECKING:
-    from treeshard.training._layers import scan_layers
     from treeshard.training._matrices import by_matrix
 
 __all__ = [
@@ -47,7 +44,6 @@ __all__ = [
     "init_sharded",
     "jit_step",
     "print_metrics",
-    "scan_layers",
     "shard_map_step",
     "value_and_grad",
 ]
@@ -213,8 +209,7 @@ def jit_step(
         plan: The plan of the state, as `init_sharded` returns it.
         batch: The specs of the batch: a tree of them, or one for all its leaves. By default
             dim 0 of each leaf is split over `Plan.fsdp_axes` and over axes named `data`, `dp`,
-            `batch`, `replica` or `fsdp`: `P(("data", "fsdp"))` on a mesh of both. If the name
-            of an axis does not say whether it splits the batch, a warning asks.
+            `batch`, `replica` or `fsdp`: `P(("data", "fsdp"))` on a mesh of both.
         donate: Whether the new state reuses the memory of the old state, which is deleted.
 
     Returns:
@@ -238,11 +233,7 @@ def jit_step(
             (`jax.Ref`).
 
     Warns:
-        ShardingWarning: If all devices along an axis do the same work, since it does not split
-            the batch. When called, if arrays of the state share memory and are copied, if leaves
-            of the state are numpy arrays again, or if `fn` uses `device_put` to one device. If the
-            step moves activations for want of an `unshard`: in the first call only if
-            `treeshard.communication` is imported or `TREESHARD_CHECK=1` is set.
+        ShardingWarning: When called, if arrays of the state share memory, and are copied.
     """
     if fn is None:
         return partial(jit_step, plan=plan, batch=batch, donate=donate)
@@ -327,82 +318,15 @@ def _make_step(
     plan.check_before_use()
     specs = without_names(default_batch(plan) if batch is None else batch, plan.mesh)
     check_axes(get_names_from_partition_spec(specs), axis_sizes(plan.mesh), f"{where}: batch")
-    step = Step(fn, plan, specs, donate=donate, per_device=per_device)
-    _warn_of_idle_axes(where, plan, specs, is_default=batch is None)
-    return step
-
-
-# Why an axis that does not split the batch seems to have to. The first reason is told.
-_IDLE = {
-    "gathered": (
-        "parameters are sharded over {axes}, and gathered along it for use, but the batch is not"
-        " split over it (batch={batch}), so all devices along it do the same work. Split the batch"
-        " too: batch={split}."
-    ),
-    "unclear": (
-        "no `batch=` is given, and the name {axes} does not say whether it splits the batch, which"
-        " is not split over it (batch={batch}). If parameters are gathered along it for use, as in"
-        " FSDP, pass batch={split}: without that, all devices along it do the same work. Otherwise,"
-        " as in tensor parallelism, pass batch={batch}."
-    ),
-    "sequence": (
-        "no `batch=` is given, and {axes} splits sequences by its name: the batch is not split over"
-        " it (batch={batch}). If dim 1 of the batch is a sequence, pass batch={split}. To split"
-        " activations alone, pass batch={batch}."
-    ),
-    "unused": (
-        "{axes} shards neither the state nor the batch (batch={batch}), so all devices along it do"
-        " the same work. Split the batch too: batch={split}."
-    ),
-}
-
-
-def _warn_of_idle_axes(where: str, plan: Plan, batch: SpecTree, *, is_default: bool) -> None:
-    """Warns of axes along which all devices do the same work, because the batch is not split."""
-    split = get_names_from_partition_spec(batch)
-    gathered, of_state = plan.fsdp_axes(), get_names_from_partition_spec(plan)
-
-    def reason(axis: str) -> str | None:
-        if axis in gathered:
-            return "gathered"
-        if is_default and use_of(axis) == "sequence":
-            return "sequence"
-        if axis in of_state:
-            return "unclear" if is_default and may_split_rows(axis) else None
-        # Who writes batch=P() means it.
-        return "unused" if split or is_default else None
-
-    sizes = axis_sizes(plan.mesh)
-    reasons = {axis: reason(axis) for axis, size in sizes.items() if size > 1 and axis not in split}
-    why = next((why for why in _IDLE if why in reasons.values()), None)
-    if why is None:
-        return
-    idle = [axis for axis in reasons if reasons[axis] == why]
-    in_batch = [axis for axis in sizes if axis in split or axis in idle]
-    message = _IDLE[why].format(
-        axes=", ".join(map(repr, idle)), batch=batch, split=_batch_text(in_batch)
-    )
-    warn(f"{where}: {message}")
-
-
-def _batch_text(axes: Sequence[str]) -> str:
-    """The spec of a batch over these axes, as one writes it: `P(("data", "fsdp"), "sp")`."""
-    sequence = [axis for axis in axes if use_of(axis) == "sequence"]
-    rows = [axis for axis in axes if axis not in sequence]
-    dims = [entry_of(rows), entry_of(sequence)] if sequence else [entry_of(rows)]
-    return f"P({', '.join(map(repr, dims))})"
+    return Step(fn, plan, specs, donate=donate, per_device=per_device)
 
 
 def __getattr__(name: str) -> Any:
-    # Few training loops need these.
+    # Few training loops need it.
     if name == "by_matrix":
         from treeshard.training._matrices import by_matrix
 
         return by_matrix
-    if name == "scan_layers":
-        from treeshard.training._layers import scan_layers
-
-        return scan_layers
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -6,6 +6,7 @@ JAX cannot differentiate a loop by what it closes over from outside.
 """
 
 import math
+import re
 from collections.abc import Callable, Container, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -90,8 +91,9 @@ def accumulate_gradients(
     Without `axis_names`, `grad_fn` communicates once per minibatch. With them, there is one
     reduction after the loop, and each device needs memory for one full gradient:
 
-    - under `jit_step`, `grad_fn` is called for each device's rows of a minibatch, as by `jax.vmap`
-      with these `axis_name`s, and the result is the mean of these means;
+    - on Explicit axes, gradients of weights in products wait for one sum, after the loop;
+    - on Auto axes under `jit_step`, `grad_fn` is called for each device's rows of a minibatch, as
+      by `jax.vmap` with these `axis_name`s, and the result is the mean of these means;
     - inside `shard_map`, `grad_fn` returns this device's gradients of full parameters, not reduced,
       and they are averaged at the end.
 
@@ -114,14 +116,14 @@ def accumulate_gradients(
         SpecError: If arrays of the batch differ in their first dim; lists all of them. If the
             number of rows is not divisible by the number of minibatches, or the rows of a minibatch
             not by the size of the axes; lists all such leaves, and the nearest sizes that are.
-            If `num_minibatches` is less than 1.
+            If `num_minibatches` is less than 1. Inside `shard_map`, if gradients are not of this
+            device's rows alone: JAX has summed them along `axis_names`, or each device has its
+            shard of them. Lists all of them.
         LeafError: If metrics that are not in `Metrics` or in a pair are integers, booleans or
-            keys, which have no mean. Lists all of them.
-        SpecError: Inside `shard_map`, if gradients are not of this device's rows alone: JAX has
-            summed them along `axis_names`, or each device has its shard of them. Lists all of them.
+            keys, which have no mean; lists all of them. If a leaf of the batch is a mutable
+            reference (`jax.Ref`).
         UnknownAxisError: If the mesh lacks one of `axis_names`.
         NoMeshError: If `axis_names` is given, no mesh is in force, and the batch is not sharded.
-        LeafError: Also if a leaf of the batch is a mutable reference (`jax.Ref`).
 
     Source:
         The function of this name in the UvA deep-learning tutorials.
@@ -152,17 +154,24 @@ def accumulate_gradients(
         if parts > 1 and not has_explicit:
             grads, metrics = _in_parts(grads_of_minibatch, rows, count, keys, mapped)
         else:
-            grads, metrics = _in_passes(grads_of_minibatch, rows, count, keys)
+            grads, metrics = _in_passes(
+                grads_of_minibatch, rows, count, keys, is_sum_deferred=parts > 1
+            )
         return _mean_of_devices(grads, metrics, by_hand) if by_hand else (grads, metrics)
 
 
-def _in_passes(grad_fn: GradFn, batch: Rows, count: int, keys: Any) -> tuple[PyTree, PyTree]:
+def _in_passes(
+    grad_fn: GradFn, batch: Rows, count: int, keys: Any, *, is_sum_deferred: bool
+) -> tuple[PyTree, PyTree]:
     """The means of the gradients, and the means or sums of the metrics, of minibatches."""
     in_passes = partial(_summed_up, grad_fn, count, batch, keys)
-    if is_tracing() and can_wait(context_mesh()):
-        from treeshard.training._waiting import accumulated_by_waiting
+    step = current_plan()
+    # A step that was traced in vain with gradients that wait is traced without them.
+    may_wait = can_wait(context_mesh()) and (step is None or step.waits)
+    if is_sum_deferred and is_tracing() and may_wait:
+        from treeshard.training._waiting import accumulate_with_deferred_sum
 
-        grads, metrics = accumulated_by_waiting(in_passes)
+        grads, metrics = accumulate_with_deferred_sum(in_passes)
     else:
         grads, metrics = in_passes()
     mean = lambda x: x / count  # noqa: E731
@@ -339,8 +348,11 @@ def _in_parts(
     def in_parts(batch: Rows, keys: Any) -> tuple[PyTree, PyTree]:
         each = [*map(part_by_part, batch)], None if keys is None else key_of_each_part(keys)
         # The compiler for TPUs scatters sums inside `shard_map`; inside `vmap` it may all-reduce.
-        with suppress(ValueError):
+        try:
             return with_shard_map(*each)
+        except ValueError as error:
+            if not _is_about_meshes(error):  # an error of the user's function
+                raise
         return with_vmap(*each)
 
     grads, metrics = jax.jit(in_parts)(batch, keys)
@@ -348,6 +360,14 @@ def _in_parts(
     with jax.named_scope(AVERAGES_PARTS):
         grads = jax.tree.map(lambda x: x / count, grads)
     return _mean_of_parts(grads, names), metrics
+
+
+def _is_about_meshes(error: ValueError) -> bool:
+    """Whether JAX could not differentiate a loop by what it closes over from outside `shard_map`.
+
+    There the axes are Auto, and inside they are Manual. The error has no class of its own.
+    """
+    return re.match("Context mesh .* should match the mesh of", str(error)) is not None
 
 
 def _mean_of_parts(grads: PyTree, names: tuple[str, ...]) -> PyTree:

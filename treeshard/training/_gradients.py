@@ -53,10 +53,10 @@ def value_and_grad(
 
     - On Auto axes, they are constrained to the specs of their parameters, or of the optimizer state
       if it alone is sharded (ZeRO-1), so that compilers can scatter them.
-    - On Explicit axes, each is summed once in a step over the axes that do not shard it, after all
-      loops, where JAX has types for that.
+    - On Explicit axes, each is summed once over the axes that do not shard it, after all loops of
+      the loss, where JAX has types for that.
 
-    For one reduction in a step on Auto axes, see `axis_names` of `accumulate_gradients`.
+    For one reduction of several minibatches, see `axis_names` of `accumulate_gradients`.
 
     Without a mesh, it is `jax.value_and_grad`.
 
@@ -108,11 +108,11 @@ def value_and_grad(
             return out if has_aux else (out, None)
 
         differentiate = jax.value_and_grad(run, has_aux=True)
-        with nullcontext() if mesh is None else sharding_type_errors(mesh, step):
+        with nullcontext() if mesh is None else sharding_type_errors(mesh):
             if rows:
-                from treeshard.training._waiting import by_waiting
+                from treeshard.training._waiting import grads_with_deferred_sum
 
-                value, aux, grads = by_waiting(
+                value, aux, grads = grads_with_deferred_sum(
                     differentiate, arrays, split.dynamic(leaf_paths(params)), rows
                 )
             else:

@@ -4,13 +4,13 @@ JAX donates an array's buffers, and ends the process if a call on several device
 twice, or one that is deleted. A `device_put` to one device has no effect in a program for several.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
+from jax.sharding import AxisType, NamedSharding
 
 from treeshard._core.arrays import data_of
 from treeshard._placement.shard import shard
@@ -18,9 +18,7 @@ from treeshard._planning.matching import PlannedLeaf
 from treeshard.errors import (
     DeletedLeafError,
     SpecError,
-    counted,
     listed,
-    user_line,
     warn,
 )
 
@@ -174,48 +172,3 @@ def _buffers(x: Any) -> list[Any]:
         ] or [id(x)]
     except jax.errors.JaxRuntimeError:  # a platform that does not tell addresses
         return [id(x)]
-
-
-# ------------------------------------------------------------------ arrays on one device
-
-
-def warn_of_device_puts(jaxpr: Any, where: str) -> None:
-    """Warns once of all `jax.device_put` to one device in a traced step."""
-    facts = [*dict.fromkeys(_device_puts(jaxpr))]
-    if facts:
-        headline = f"{where}: the step puts {counted(len(facts), 'array')} on one device:"
-        message = listed(headline, facts, headed=True)
-        warn(
-            f"{message}\nThe program runs on all devices of the mesh, so this has no effect. Put"
-            " arrays on one device outside of the step; in it, write"
-            " `treeshard.with_sharding_constraint`."
-        )
-
-
-def _device_puts(jaxpr: Any) -> Iterator[str]:
-    for eqn in equations(jaxpr):
-        if eqn.primitive.name != "device_put":
-            continue
-        # Of a tree it is one equation: `device_put[devices=(CpuDevice(id=0), None) ...] a b`.
-        for variable, target in zip(eqn.invars, eqn.params["devices"], strict=True):
-            if isinstance(target, SingleDeviceSharding):
-                [target] = target.device_set
-            if isinstance(target, jax.Device):
-                array = variable.aval.str_short()
-                yield f"`device_put` of {array} to {target} at {_source_line(eqn)}"
-
-
-def _source_line(eqn: Any) -> str:
-    traceback = eqn.source_info.traceback
-    frames = [] if traceback is None else traceback.frames
-    return user_line(f"{x.file_name}:{x.line_num}" for x in frames) or "an unknown line"
-
-
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """The equations of a traced program, and of all programs in them."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        # `jaxpr` of a jit or a scan, the tuple `branches` of a cond, `call_jaxpr` of a custom_vjp
-        for inner in jax.tree.leaves(list(eqn.params.values())):
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)

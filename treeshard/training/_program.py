@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, register_pytree_with_keys, tree_flatten, tree_leaves
 
@@ -20,13 +19,11 @@ from treeshard._core.jax_private import is_tracing, varying_axes
 from treeshard._core.paths import PyTree, leaf_paths, pair, path_under
 from treeshard._core.reports import report
 from treeshard._core.spec_trees import get_names_from_partition_spec
-from treeshard._core.text import fold_paths
 from treeshard._placement.constraint import with_sharding_constraint
 from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import PlanInForce
-from treeshard.errors import SpecError, StateError, listed, warn
+from treeshard.errors import SpecError, StateError, listed
 from treeshard.training._batch import BatchPlacement
-from treeshard.training._pitfalls import warn_of_device_puts
 from treeshard.training._type_errors import sharding_type_errors
 
 StepFn = Callable[[Any, Any], tuple[Any, Any]]
@@ -70,7 +67,6 @@ class Program:
         # `collectives` reads these names of the arguments from the compiled program.
         unique = len(set(array_paths)) == len(array_paths)
         self._names = _Names(array_paths if unique else [f"{i}" for i in range(len(array_paths))])
-        self._once_on_host: set[int] = set()  # the arrays that a call had as numpy arrays
         self._jit()
 
     def __call__(self, arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
@@ -87,19 +83,18 @@ class Program:
             if self._in_force.is_by_hand:
                 self._check_gathered(traced.jaxpr.jaxpr, len(tree_leaves((arrays, data))))
             self.is_traced = True
-            warn_of_device_puts(traced.jaxpr, self._placement.where)
         return traced
 
     def _traced(self, state: "_Named", data: list[Any]) -> jax.stages.Traced:
         if self._in_force.waits:
-            from treeshard.training._waiting import right_trace
+            from treeshard.training._waiting import trace_if_supported
 
-            traced = right_trace(self.run, state, data)
+            traced = trace_if_supported(self.run, state, data)
             if traced is not None:
                 return traced
             self._in_force = replace(self._in_force, waits=False)
             self._jit()
-        with sharding_type_errors(self._placement.mesh, self._in_force):
+        with sharding_type_errors(self._placement.mesh):
             return self.run.trace(state, data)
 
     def _check_gathered(self, jaxpr: Any, count: int) -> None:
@@ -255,19 +250,6 @@ class Program:
         ]
         if facts:
             raise StateError(listed(f"{len(facts)} leaves differ from the plan:", facts))
-
-    def warn_of_host_leaves(self, arrays: list[Any]) -> None:
-        """Warns if leaves of the state were in host memory in an earlier step, and are again."""
-        on_host = {i for i, x in enumerate(arrays) if isinstance(x, np.ndarray)}
-        again = sorted(on_host & self._once_on_host)
-        self._once_on_host |= on_host
-        if again:
-            paths = ", ".join(fold_paths([self.leaves[i].path for i in again]))
-            warn(
-                f"{self._placement.where}: {paths}: in host memory in every step, so that each step"
-                " copies it to the devices. Pass the state that the step returned, and only read"
-                " from it."
-            )
 
 
 def _described(x: Any) -> str:

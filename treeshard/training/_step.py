@@ -5,7 +5,6 @@ from functools import update_wrapper
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import AxisType, Mesh
 from jax.tree_util import tree_flatten, tree_leaves
@@ -25,8 +24,8 @@ from treeshard._core.meetings import (
 from treeshard._core.mesh import axes_of_type, can_wait
 from treeshard._core.paths import PyTree
 from treeshard._core.processes import participating_processes
-from treeshard._core.reports import report, reports_loaded
-from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
+from treeshard._core.reports import report
+from treeshard._core.spec_trees import SpecTree
 from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import PlanInForce, row_axes
 from treeshard.errors import ArgumentError, TreeShardError
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
     from treeshard._trace.roles import Roles
     from treeshard.communication._comparison import Comparison
     from treeshard.programs._compiled_step import CompiledStep
-    from treeshard.programs._types import Types
 
 
 class Step:
@@ -82,6 +80,30 @@ class Step:
         self._looks_first = self._mesh.size > 1 or self._has_types
 
     def __call__(self, state: PyTree, batch: PyTree, *others: Any) -> tuple[PyTree, Any]:
+        self._validate(others)
+        leaves, treedef = tree_flatten(state)
+        data, data_def = tree_flatten(batch)
+        program = self._program(leaves, treedef, data, data_def)
+        arrays = program.state.dynamic(leaves)
+        if is_tracing():  # in a jit of the user's, which neither places nor donates
+            data = program.batch.dynamic(data)
+            program.trace(arrays, data)
+            new, aux = program(arrays, data)
+            return program.state.combine(new), aux
+        arrays, data, entry = self._place(program, arrays, data, data_def)
+        with exclusive(self._processes), jax.set_mesh(self._mesh):
+            new, aux = self._run(program, arrays, data)
+            self._record(program, new, aux, entry)
+        return program.state.combine(new), aux
+
+    def on(self, plan: Plan, batch: SpecTree) -> "Step":
+        """Returns the same step for another plan of its state, and other specs of its batch."""
+        return Step(self._fn, plan, batch, donate=self._donate, per_device=self.is_by_hand)
+
+    # -------------------------------------------------------------- a call
+
+    def _validate(self, others: tuple[Any, ...]) -> None:
+        """Raises if the step cannot be called so, or here, or any more."""
         if others:
             raise ArgumentError(
                 f"{self._name}: the step takes (state, batch), and was called with"
@@ -91,20 +113,15 @@ class Step:
             )
         if not self._is_attached:
             with_devices(self._mesh, self._name)  # raises
-        leaves, treedef = tree_flatten(state)
-        data, data_def = tree_flatten(batch)
         check_not_broken(self._name, self._processes)
-        program = self._program(leaves, treedef, data, data_def)
-        arrays = program.state.dynamic(leaves)
-        if is_tracing():  # in a jit of the user's, which neither places nor donates
-            data = program.batch.dynamic(data)
-            program.trace(arrays, data)
-            new, aux = program(arrays, data)
-            return program.state.combine(new), aux
+
+    def _place(
+        self, program: Program, arrays: list[Any], data: list[Any], data_def: Any
+    ) -> tuple[list[Any], list[Any], str]:
+        """The arrays of the state and of the batch as the program takes them, and what the
+        processes compare of the batch at their next exchange."""
         data, entry = self._batches.place(data, data_def)
         data = program.batch.dynamic(data)
-        if np.ndarray in set(map(type, arrays)):
-            program.warn_of_host_leaves(arrays)
         if self._looks_first or not program.is_traced:
             # What is nowhere yet has no sharding in its type, and JAX would trace another program.
             are_placed = not self._has_types or all(
@@ -112,22 +129,17 @@ class Step:
             )
             types = not (program.is_traced and are_placed)
             arrays = self._ready(program, arrays, data, types=types)
-        with exclusive(self._processes), jax.set_mesh(self._mesh):
-            new, aux = self._run(program, arrays, data)
-            if self._processes:
-                call = count_step(self._processes)
-                set_origin(new, self._processes, call, [leaf.path for leaf in program.leaves])
-                set_origin(tree_leaves(aux), self._processes, f"{call}, aux,")
-                record_step(self._processes, f"{self._called(program)}, {entry}")
+        return arrays, data, entry
+
+    def _record(self, program: Program, new: list[Any], aux: Any, entry: str) -> None:
+        """Notes what the step has returned: for the other processes, and for its next call."""
+        if self._processes:
+            call = count_step(self._processes)
+            set_origin(new, self._processes, call, [leaf.path for leaf in program.leaves])
+            set_origin(tree_leaves(aux), self._processes, f"{call}, aux,")
+            record_step(self._processes, f"{self._called(program)}, {entry}")
         if self._donate and self._looks_first:
             mark_as_separate(new)
-        return program.state.combine(new), aux
-
-    def on(self, plan: Plan, batch: SpecTree) -> "Step":
-        """Returns the same step for another plan of its state, and other specs of its batch."""
-        return Step(self._fn, plan, batch, donate=self._donate, per_device=self.is_by_hand)
-
-    # -------------------------------------------------------------- a call
 
     def _called(self, program: Program) -> str:
         """Names a program to other processes, which have called theirs in the same order."""
@@ -170,10 +182,7 @@ class Step:
     def _run(self, program: Program, arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
         try:
             if not program.is_traced:
-                traced = program.trace(arrays, data)
-                if not self.is_by_hand and reports_loaded():
-                    # JAX keeps this program for the call, so that it compiles once.
-                    self._warn_of_activations(traced.lower().compile(), traced.jaxpr)
+                program.trace(arrays, data)
             return program(arrays, data)
         except TreeShardError:
             raise
@@ -237,8 +246,6 @@ class Step:
             traced.lower(), traced.jaxpr, self.plan, self.batch_specs, data, compiler_options
         )
         program.compiled = step.compiled
-        if not self.is_by_hand:
-            self._warn_of_activations(step.compiled, traced.jaxpr)
         return step
 
     def communication(self, state: PyTree, batch: PyTree) -> "Comparison":
@@ -258,8 +265,9 @@ class Step:
         roles = self._roles_in(traced.jaxpr)
         with _context_of(self._mesh):
             compiled = traced.lower().compile()
+        read = report("communication._program").read_program(compiled, self.plan.mesh)
         compare_step = report("communication._comparison").compare_step
-        return compare_step(self.plan, compiled, self.batch_specs, roles)
+        return compare_step(self.plan, self.batch_specs, roles, read)
 
     def plan_of(self, state: PyTree, batch: PyTree) -> Plan:
         """The plan of the state, with what the step does with each leaf: `print` it.
@@ -316,46 +324,6 @@ class Step:
         _, traced, _ = self._traced(state, batch)
         return self._roles_in(traced.jaxpr)
 
-    def types(self, state: PyTree, batch: PyTree, *, min_size: int | None = None) -> "Types":
-        """The values that the step computes, line by line: how each is split, and its bytes.
-
-        On Explicit axes, and in `shard_map_step`, types tell: nothing is compiled, and what is
-        inside of `jax.sharding.auto_axes` is unknown. On Auto axes the compiler decides how values
-        are split: the step is compiled, and each value is looked up in its program, which also
-        tells whether it is in memory, fused into another op, or not there.
-        `step.compile(...).types()` looks values up on axes of any type.
-
-        Args:
-            state: The state, or `plan.structs`.
-            batch: A batch, or `jax.ShapeDtypeStruct`s of one.
-            min_size: Values with fewer elements are left out; 16,384 by default.
-
-        Returns:
-            `Types`: print it, iterate over its rows, or `treeshard.draw` it.
-
-        Raises:
-            DoesNotFitError: As `compile`, on Auto axes.
-            SpecError, StateError: As when the step is called.
-
-        Examples:
-            >>> mesh = jax.make_mesh((8,), ("fsdp",))
-            >>> plan = ts.plan({"w": jnp.ones((64, 256))}, [("w", P("fsdp"))], mesh, min_size=0)
-            >>> @ts.jit_step(plan=plan, batch=P("fsdp"))
-            ... def step(state, batch):
-            ...     hidden = jnp.tanh(batch @ ts.unshard(state["w"]))
-            ...     return state, jnp.sum(hidden)
-            >>> types = step.types(plan.structs, np.ones((128, 64), "float32"))
-            >>> [(value.ops[-1], value.spec, value.local_shape) for value in types.values[1:]]
-            [('tanh', P('fsdp',), (16, 256))]
-        """
-        _, program, _ = self._traced(state, batch)
-        axes = self._batch_axes()
-        values = report("_trace.lines").traced(program.jaxpr.jaxpr, self.plan, axes)
-        is_open = any(value.open for value in values)
-        if is_open and axes_of_type(self._mesh, AxisType.Auto):
-            return self.compile(state, batch).types(min_size=min_size)
-        return report("programs._types").types_of(values, self.plan, min_size)
-
     def _roles_in(self, jaxpr: ClosedJaxpr) -> "Roles":
         return report("_trace.roles").roles_of(jaxpr.jaxpr, self.plan, self._batch_axes())
 
@@ -377,14 +345,6 @@ class Step:
         ]
         with _context_of(self._mesh):
             return program, program.trace(arrays, data), data
-
-    def _warn_of_activations(self, compiled: jax.stages.Compiled, jaxpr: ClosedJaxpr) -> None:
-        if set(get_names_from_partition_spec(self.plan)) & set(row_axes(self.batch_specs)):
-            roles = self._roles_in(jaxpr)
-            activations = report("communication._activations")
-            activations.warn_of_activations(
-                compiled, self.plan, self.batch_specs, roles, self._name
-            )
 
 
 def _is_data(x: Any) -> bool:

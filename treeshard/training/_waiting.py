@@ -11,17 +11,16 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Literal
 from jax.tree_util import tree_flatten
 
 from treeshard._core.arrays import StaticSplit
 from treeshard._core.contexts import summed_later
+from treeshard._core.jaxprs import equations, inner_jaxprs, interpret
 from treeshard._core.spec_trees import get_names_from_partition_spec
 from treeshard._placement.reduced import loses_sums, reduce_unreduced, waiting_over
-from treeshard.training._pitfalls import equations
 
 
-def by_waiting(
+def grads_with_deferred_sum(
     differentiate: Callable[..., Any],
     arrays: list[Any],
     paths: Sequence[str],
@@ -53,7 +52,8 @@ def by_waiting(
         # What was traced before an error is dropped with this `jit`. It is not inlined: JAX would
         # give all its equations the line of this call.
         traceable = jax.jit(run)
-        traced = right_trace(traceable, typed)  # JAX keeps it for the call, while this is alive
+        # JAX keeps the trace for the call, while this is alive.
+        traced = trace_if_supported(traceable, typed)
         return None if traced is None else traceable(typed)
 
     can_wait = {i for i, x in enumerate(arrays) if x.ndim > 1 and _not_splitting(rows, x)}
@@ -72,7 +72,7 @@ def _not_splitting(rows: Sequence[str], x: Any) -> list[str]:
     return [axis for axis in rows if axis not in split]
 
 
-def right_trace(traceable: Any, *arguments: Any) -> jax.stages.Traced | None:
+def trace_if_supported(traceable: Any, *arguments: Any) -> jax.stages.Traced | None:
     """Traces a function of values that are `reduced`; `None` if JAX has no rules for its types.
 
     The caller then computes the same without such types. If the function itself is wrong, that
@@ -114,27 +114,24 @@ def _follow(jaxpr: Any, given: Sequence[set[int]], found: set[int]) -> list[set[
 
     Takes the weights that each argument of the program is, and returns those that each result is.
     """
-    weights = dict(zip(jaxpr.invars, given, strict=True))
     nothing = set[int]()
 
-    def weights_in(variables: Sequence[Any]) -> list[set[int]]:
-        return [nothing if isinstance(x, Literal) else weights.get(x, nothing) for x in variables]
-
-    for eqn in jaxpr.eqns:
-        used = weights_in(eqn.invars)
+    def apply(eqn: Any, used: list[set[int]]) -> list[set[int]]:
         here = nothing.union(*used)
+        results = [nothing] * len(eqn.outvars)
         if not here or eqn.primitive.name == "dot_general":
-            continue
-        parts = [x for x in jax.tree.leaves(list(eqn.params.values())) if hasattr(x, "eqns")]
-        inner = getattr(parts[0], "jaxpr", parts[0]) if len(parts) == 1 else None
-        sizes = (len(eqn.invars), len(eqn.outvars))
-        if inner is not None and (len(inner.invars), len(inner.outvars)) == sizes:
-            weights |= dict(zip(eqn.outvars, _follow(inner, used, found), strict=True))
-        elif eqn.primitive.name in _KEEPS and not _is_gathered(eqn):
-            weights[eqn.outvars[0]] = here
-        else:
-            found |= here
-    return weights_in(jaxpr.outvars)
+            return results
+        inner = inner_jaxprs(eqn)
+        sizes = [(len(x.invars), len(x.outvars)) for x in inner]
+        if sizes == [(len(eqn.invars), len(eqn.outvars))]:
+            return _follow(inner[0], used, found)
+        if eqn.primitive.name in _KEEPS and not _is_gathered(eqn):
+            return [here]
+        found.update(here)
+        return results
+
+    constants = [nothing] * len(jaxpr.constvars)
+    return interpret(jaxpr, [*constants, *given], lambda _: nothing, apply)
 
 
 def _is_gathered(eqn: Any) -> bool:
@@ -145,12 +142,15 @@ def _is_gathered(eqn: Any) -> bool:
     return not kept.issuperset(get_names_from_partition_spec(before))
 
 
-def accumulated_by_waiting(accumulate: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
-    """Sums of gradients and metrics over minibatches, summed over devices after all of them."""
+def accumulate_with_deferred_sum(accumulate: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Sums of gradients and metrics over minibatches, summed over devices after all of them.
+
+    An error of the trace is raised as it is: the user has asked for the deferred sum by name.
+    """
     with summed_later(True):
         traceable = jax.jit(accumulate)
-        traced = right_trace(traceable)  # JAX keeps it for the call, while this is alive
-        if traced is not None:
+        traced = traceable.trace()  # JAX keeps it for the call, while this is alive
+        if not loses_sums(equations(traced.jaxpr.jaxpr)):
             grads, metrics = traceable()
             return jax.tree.map(reduce_unreduced, grads), metrics
-    return accumulate()  # what is done with them in each pass has no type
+    return accumulate()  # JAX has wrong rules for what is done with the gradients in each pass

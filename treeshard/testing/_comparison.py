@@ -1,0 +1,351 @@
+"""A computation on one device, and how its results in layouts differ from it.
+
+Each layout is compared in several precisions. Wide floats show what the program's own dtypes would
+round away, and its own dtypes show errors of rounding, such as a sum in bfloat16.
+"""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+
+from treeshard._core.arrays import data_of, is_raw_key
+from treeshard._core.jaxprs import equations
+from treeshard._core.text import fold_paths
+from treeshard._planning.plan_in_force import AVERAGES_PARTS
+from treeshard.testing._computations import Computation
+from treeshard.testing._findings import (
+    WHY,
+    Compared,
+    compare_layout,
+    summarize,
+    uninformative_results,
+)
+from treeshard.testing._layouts import Layout
+from treeshard.testing._noise import (
+    BLIND,
+    LIMIT,
+    MATMUL_EPS,
+    Results,
+    Tolerance,
+    float_dtypes,
+    norm,
+    run_in_float64,
+    widest_float,
+)
+from treeshard.testing._own_rows import OwnRows
+from treeshard.testing._report import UNCHECKED, Finding, Problem, Report, percent
+from treeshard.testing._widening import Widening
+
+# ------------------------------------------------------------------ words
+
+# A cell of the second step, where the first is wrong already.
+_WRONG_TOO = "wrong too"
+_SECOND_STEP = "step 2 is not measured where step 1 is wrong already"
+_RAISED = "{layout}: not compared, since it raised {error}, as expected"
+_OTHER_NUMBERS = (
+    "{layout}: not compared, since the loss draws random numbers, and minibatches draw others"
+)
+_OTHER_WEIGHTS = (
+    "{layout}: minibatches change the result on one device too, since the loss is not a mean of"
+    " rows of equal weight; compared with minibatches on one device"
+)
+_NOT_WIDE = "compared in {dtypes} only, since the program does not run in wider dtypes: {error}"
+_NOT_WIDE_HERE = "{layout}: compared in one precision only, since in the other it raised {error}"
+_KEPT_DTYPES = "{kernels}: runs in its own dtypes also where all else is compared in {wide}"
+_SEES_LITTLE = "warning: errors of up to {worst} would not be seen in {paths}"
+_SEES_LITTLE_ROUNDING = (
+    "warning: what the program's own dtypes round, such as a sum in bfloat16, hides errors of up to"
+    " {worst} in {paths}; where wider floats take their place, others are seen from {finest}"
+)
+_DIFFERS_IN_ONE_PASS = (
+    "one pass: `accumulate_gradients` gives other gradients in one pass over the batch, on one"
+    " device too: it cuts an array that is not one of rows, or the loss is not a mean over rows"
+)
+_RAISED_IN_ONE_PASS = "{layout}: not compared, since it raised {error}"
+_NO_OWN_ROWS = (
+    "the rows of one device alone cannot be computed, so it is not known whether a missing"
+    " reduction would change anything: {error}"
+)
+_MEAN_OF_PARTS = (
+    "the program averages the gradients of parts of the batch, by"
+    " `accumulate_gradients(axis_names=)`: those of the batch, only if the loss is a mean over rows"
+)
+_KEPT_KEY = (
+    "{paths}: the step returns this key as it was, so each step draws the same random numbers"
+    " unless it is folded with a number that changes"
+)
+
+# Layouts whose failure is never expected.
+_MUST_RUN = {"plan", "by hand"}
+# The relative error above which a report warns that smaller ones are not seen.
+_COARSE = 0.01
+
+
+class Comparison:
+    """A computation on one device, and how layouts differ from it."""
+
+    def __init__(self, computation: Computation, layout: Layout) -> None:
+        self.computation = computation
+        # What was compared in another way than usual, in words.
+        self.notes: list[str] = []
+        # The results of one device: in wide floats, if the program has narrower ones, and in its
+        # own, which are the last.
+        self.precisions = self._run_alone(layout.alone())
+        for each in self.precisions:
+            self._note(*each.notes)
+        if kept := _find_kept_keys(self.precisions[-1]):
+            self._note(_KEPT_KEY.format(paths=", ".join(kept)))
+        rows = OwnRows(self.precisions[0].computation, layout)
+        # The results of which a comparison shows little, by index: a word of `WHY`.
+        self.gaps = uninformative_results(self.precisions, rows)
+        if rows.error is not None:
+            self._note(_NO_OWN_ROWS.format(error=_first_line(rows.error)))
+        # The table of the report: for each result and each layout that ran, a word.
+        self.cells: dict[str, dict[str, str]] = {x.path: {} for x in computation.outputs}
+        # For each result, the smallest error that every layout would show, errors of rounding too.
+        self.visible: dict[str, float] = {}
+        # The same of other errors, which wider floats show better.
+        self.finest: dict[str, float] = {}
+        # The layouts that ran, by name; for each, what is wrong, by the index of the result.
+        self.layouts: dict[str, Layout] = {}
+        self.findings: dict[str, dict[int, Finding]] = {}
+        # The layouts that raised, by name.
+        self.raised: dict[str, Exception] = {}
+
+    def _note(self, *texts: str) -> None:
+        self.notes += [text for text in texts if text not in self.notes]
+
+    # -------------------------------------------------------------- one device
+
+    def _run_alone(self, alone: Layout) -> list[Tolerance]:
+        """The results of one device, the widest floats first and the program's own last."""
+        computation = self.computation
+        computation.move_off(alone)
+        exact = run_in_float64(computation, alone)
+        precisions = [Tolerance(computation, alone, exact)]
+        wide = self._run_in_wide_floats(alone, exact)
+        if wide is not None:
+            precisions.insert(0, wide)
+        # A leaf rounds what is added to it: that alone would hide an error of an update that is
+        # small beside its leaf. Floats of 16 bits stay, since a sum in them is one of the errors.
+        changes = [i for i, x in enumerate(computation.outputs) if x.base is not None]
+        if any(_COARSE < precisions[0].visible(i) < math.inf for i in changes):
+            try:
+                fine = computation.widen(Widening("float64", above=2))
+                precisions.insert(0, Tolerance(fine, alone, exact))
+            except Exception:  # a TPU has no float64: the report says which errors it does not see
+                pass
+        return precisions
+
+    def _run_in_wide_floats(self, alone: Layout, exact: Results | None) -> Tolerance | None:
+        """The results with wide floats; `None` if its own are, or it cannot be widened."""
+        widening = Widening(widest_float())
+        dtypes = float_dtypes(list(equations(self.computation.trace(alone))))
+        narrow = sorted(str(dtype) for dtype in dtypes if widening.widens(dtype))
+        if not narrow and alone.mesh.devices.flat[0].platform not in MATMUL_EPS:
+            return None
+        try:
+            wide = Tolerance(self.computation.widen(widening), alone, exact)
+        except Exception as error:  # what the program calls may take its own dtypes only
+            self._note(_NOT_WIDE.format(dtypes=", ".join(narrow), error=_first_line(error)))
+            return None
+        if widening.kept:
+            kernels = ", ".join(sorted(widening.kept))
+            self._note(_KEPT_DTYPES.format(kernels=kernels, wide=widening.dtype))
+        return wide
+
+    # -------------------------------------------------------------- a layout
+
+    def add(self, layout: Layout) -> None:
+        """Runs a layout and compares its results."""
+        results = self._run(layout)
+        if not results:
+            return
+        # Numbers that cannot be repeated in one precision may be in the other.
+        count = len(self.computation.outputs)
+        results = [x for x in results if len(x.unknown) < count] or results
+        self.layouts[layout.name] = layout
+        self.findings[layout.name] = {i: x for each in results for i, x in each.found.items()}
+        # A wider float rounds nothing, so that an error of rounding is seen without it alone.
+        narrow = [x for x in results if x.expected.computation.keeps_16_bits] or results
+        for i, output in enumerate(self.computation.outputs):
+            if layout.one_pass and output.is_aux:
+                continue  # sums over minibatches are other numbers
+            self.cells[output.path][layout.name] = self._find_cell(results, i, layout)
+            _keep_largest(self.visible, output.path, narrow, i)
+            _keep_largest(self.finest, output.path, results, i)
+
+    def _run(self, layout: Layout) -> list[Compared]:
+        """The results of a layout in each precision in which it runs and can be compared."""
+        results: list[Compared] = []
+        errors: list[Exception] = []
+        for expected in self.precisions:
+            try:
+                result = self._compare(expected, layout)
+            except Exception as error:  # the user's code, which may not run in all layouts
+                errors.append(error)
+                continue
+            if result is not None:
+                self._note(*result.notes)
+                results.append(result)
+        if len(errors) == len(self.precisions):
+            self.raised[layout.name] = errors[-1]
+        elif errors and results:
+            error = _first_line(errors[-1])
+            self._note(_NOT_WIDE_HERE.format(layout=layout.name, error=error))
+        return results
+
+    def _compare(self, expected: Tolerance, layout: Layout) -> Compared | None:
+        """The results of a layout, beside what they should be; `None` if that cannot be said."""
+        computation = expected.computation
+        if expected.random and (layout.minibatches > 1 or layout.one_pass):
+            self._note(_OTHER_NUMBERS.format(layout=layout.name))
+            return None
+        if layout.minibatches > 1:
+            # A mean of means is another number, also on one device, if rows do not weigh the same.
+            alone = computation.alone(layout.alone(layout.minibatches))
+            pairs = zip(alone, expected.reference, strict=True)
+            if any(norm(x - y) > 2 * LIMIT * expected.of(i) for i, (x, y) in enumerate(pairs)):
+                self._note(_OTHER_WEIGHTS.format(layout=layout.name))
+            expected = expected.with_reference(alone)
+        return compare_layout(expected, layout, computation.run(layout))
+
+    def _find_cell(self, results: Sequence[Compared], i: int, layout: Layout) -> str:
+        """A word for one result in one layout; keeps what is wrong."""
+        findings = self.findings[layout.name]
+        if any(i in each.unknown for each in results):
+            return UNCHECKED
+        wrong = [each for each in results if each.is_wrong(i)]
+        if not wrong and i not in findings:
+            if i in self.gaps:
+                return self.gaps[i]
+            error = max(max(each.errors(i)) for each in results)
+            return "ok" if error < 3 else f"{error:.1f} noise"
+        # A second step that starts from wrong numbers says nothing new.
+        if i >= self.computation.first > min(findings, default=i):
+            return _WRONG_TOO
+        if i not in findings:
+            findings[i] = wrong[0].describe_error(i)
+        return findings[i].cell
+
+    def has_scope(self, name: str) -> bool:
+        """Whether the first layout that ran has a scope of this name."""
+        if not self.layouts:
+            return False
+        eqns = equations(self.computation.trace(next(iter(self.layouts.values()))))
+        return any(name in str(eqn.source_info.name_stack) for eqn in eqns)
+
+    # -------------------------------------------------------------- all layouts
+
+    def report(
+        self, what: str, chosen: Sequence[Layout], expected_to_raise: Collection[str]
+    ) -> Report:
+        """All layouts together. Raises what all layouts of a kind raised."""
+        self._raise_common(chosen)
+        raised = self._find_unexpected(expected_to_raise)
+        visible = {
+            path: min(self.visible[path], 1.0) for path, x in self.finest.items() if x < BLIND
+        }
+        self._note_what_is_not_seen(visible)
+        self._note_causes()
+        outputs = self.computation.outputs
+        return Report(
+            what,
+            tuple(map(str, chosen)),
+            self.cells,
+            tuple(self._list_problems()),
+            tuple(self.notes),
+            raised,
+            self._explain_gaps(),
+            visible,
+            frozenset(output.path for output in outputs if output.is_aux),
+        )
+
+    def _raise_common(self, chosen: Sequence[Layout]) -> None:
+        # Code that never runs is a mistake of the caller, and its own error says which.
+        for by_hand in (False, True):
+            names = [x.name for x in chosen if (x.check_vma is not None) == by_hand]
+            if names and {*names} <= self.raised.keys():
+                raise self.raised[names[0]]
+
+    def _find_unexpected(self, expected_to_raise: Collection[str]) -> dict[str, str]:
+        """What layouts raised; that of layouts that may raise becomes a note."""
+        unexpected: dict[str, str] = {}
+        for name, error in self.raised.items():
+            text = _first_line(error)
+            if name in expected_to_raise and name not in _MUST_RUN:
+                self._note(_RAISED.format(layout=name, error=text))
+            elif name == "one pass":
+                self._note(_RAISED_IN_ONE_PASS.format(layout=name, error=text))
+            else:
+                unexpected[name] = text
+        return unexpected
+
+    def _note_what_is_not_seen(self, visible: Mapping[str, float]) -> None:
+        """Notes the leaves in which errors above 1% would not be seen, in no precision or in the
+        program's own."""
+        coarse = [path for path, error in visible.items() if error > _COARSE]
+        by_words = {
+            _SEES_LITTLE: [path for path in coarse if self.finest[path] > _COARSE],
+            _SEES_LITTLE_ROUNDING: [path for path in coarse if self.finest[path] <= _COARSE],
+        }
+        for words, paths in by_words.items():
+            if paths:
+                worst = percent(max(visible[path] for path in paths))
+                finest = percent(max(self.finest[path] for path in paths))
+                folded = ", ".join(fold_paths(paths))
+                self._note(words.format(worst=worst, paths=folded, finest=finest))
+
+    def _note_causes(self) -> None:
+        if any(_WRONG_TOO in row.values() for row in self.cells.values()):
+            self._note(_SECOND_STEP)
+        if self.findings.get("one pass"):
+            self._note(_DIFFERS_IN_ONE_PASS)
+        elif any(self.findings.values()) and self.has_scope(AVERAGES_PARTS):
+            self._note(_MEAN_OF_PARTS)
+
+    def _explain_gaps(self) -> dict[str, str]:
+        """Why a leaf shows nothing, in no step."""
+        outputs, first = self.computation.outputs, self.computation.first
+        return {
+            outputs[i].path: WHY[word]
+            for i, word in self.gaps.items()
+            if self.gaps.keys() >= {*range(i % first, len(outputs), first)}
+        }
+
+    def _list_problems(self) -> list[Problem]:
+        problems: list[Problem] = []
+        for i, output in enumerate(self.computation.outputs):
+            found = {name: of_all[i] for name, of_all in self.findings.items() if i in of_all}
+            for names, fact in summarize(found):
+                problems.append(Problem(output.path, output.spec, tuple(names), fact))
+        return problems
+
+
+def _keep_largest(kept: dict[str, float], path: str, results: Sequence[Compared], i: int) -> None:
+    """Keeps the error that is seen in the layout that sees least. In a layout, one precision that
+    sees it is enough."""
+    visible = [error for each in results if (error := each.visible(i)) is not None]
+    if visible:
+        kept[path] = max(kept.get(path, 0.0), min(visible))
+
+
+def _find_kept_keys(own: Tolerance) -> list[str]:
+    """Paths of the keys that a step that draws random numbers returns as they were."""
+    computation = own.computation
+    if not own.random:
+        return []
+    kept: list[str] = []
+    for output, reference in zip(computation.outputs, own.reference, strict=True):
+        if output.base is None or output.step > 1:
+            continue
+        key = computation.start[output.base]
+        if is_raw_key(key) and np.array_equal(data_of(key), reference):
+            kept.append(computation.plan.leaves[output.base].path)
+    return fold_paths(kept)
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().partition("\n")[0][:200]
+    return f"{type(error).__name__}: {text}"
