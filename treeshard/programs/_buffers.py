@@ -57,13 +57,13 @@ def read_type(text: str) -> ArrayTree:
 
 def _array(dtype: str, shape: str, layout: str) -> Array:
     _, bits = DTYPES.get(dtype, (dtype, 0))
-    elements = math.prod(_padded(numbers(shape), layout))
+    elements = math.prod(_pad_to_tiles(numbers(shape), layout))
     space = re.search(r"S\((\d+)\)", layout)
     number = 0 if space is None else int(space[1])
     return Array(f"{dtype}[{shape}]", -(-elements * bits // 8), number)
 
 
-def _padded(dims: list[int], layout: str) -> list[int]:
+def _pad_to_tiles(dims: list[int], layout: str) -> list[int]:
     """The dims, rounded up to whole tiles."""
     # `{0,1:T(8,128)}`: dim 0 varies fastest in memory, and a tile has 128 of it and 8 of dim 1. A
     # second tile, `T(8,128)(2,1)`, is the order of elements inside of the first, and pads nothing.
@@ -184,18 +184,18 @@ class Schedule:
         if op.opcode in _SAME_MEMORY:
             return first
         if op.opcode.endswith("-done"):
-            return _finished(op, first)
+            return _read_done(op, first)
         result = _new_buffers(read_type(op.type_text), op, computation)
         if op.opcode in ("fusion", "custom-call"):
-            return self._in_place(op, result, operands)
+            return self._reuse_operands(op, result, operands)
         if op.opcode == "call":
-            return self._returned(op, result, operands)
+            return self._map_returned_operands(op, result, operands)
         if isinstance(result, list):
             for number in _OPERANDS_AT.get(op.opcode, ()):
                 result[number] = operands if isinstance(result[number], list) else first
         return result
 
-    def _in_place(self, op: Op, result: BufferTree, operands: list[BufferTree]) -> BufferTree:
+    def _reuse_operands(self, op: Op, result: BufferTree, operands: list[BufferTree]) -> BufferTree:
         """The result of a fusion or a custom call, which may be the memory of operands."""
         aliases = _ALIASING.findall(op.attribute("output_to_operand_aliasing"))
         for output, number, element in aliases:
@@ -217,7 +217,9 @@ class Schedule:
         updated = _updated_parameter(body, body.root)
         return result if updated is None else operands[updated]
 
-    def _returned(self, op: Op, result: BufferTree, operands: list[BufferTree]) -> BufferTree:
+    def _map_returned_operands(
+        self, op: Op, result: BufferTree, operands: list[BufferTree]
+    ) -> BufferTree:
         """The result of a call, which may return operands as they are."""
         # The CPU's compiler calls small loops, whose results are the memory of their operands:
         #   %while.24_computation (tuple.32: (s32[], f32[8])) -> (s32[], f32[8]) {
@@ -314,7 +316,7 @@ def _with_operands(
     return operand_of.get(returned, result)
 
 
-def _finished(op: Op, started: BufferTree) -> BufferTree:
+def _read_done(op: Op, started: BufferTree) -> BufferTree:
     """The result of a `-done` op, among what its `-start` op returned."""
     # %r = (f32[8]{0}, u32[], token[]) recv(%t); %rd = (f32[8]{0}, token[]) recv-done(%r)
     if op.opcode in ("all-reduce-done", "recv-done") or not isinstance(started, list):
