@@ -142,11 +142,11 @@ def test_bytes_are_summed_by_kind_axes_and_leaf_and_unknown_ones_are_null() -> N
     gather = Collective("all-gather", "float32", 4096, 3584, ("fsdp",), 3, "state/w")
     unknown = Collective("all-gather", "float32", 4096, 3584, ("fsdp",), None, "state/w")
     elsewhere = Collective("all-reduce", "float32", 4, 7, None, 1)
-    assert _lock._moved([gather, gather, elsewhere]) == {
+    assert _lock._sum_moved([gather, gather, elsewhere]) == {
         "all-gather over fsdp: state/w": 2 * 3 * 4096,
         "all-reduce over unknown: computed values": 4,
     }
-    assert _lock._moved([gather, unknown]) == {"all-gather over fsdp: state/w": None}
+    assert _lock._sum_moved([gather, unknown]) == {"all-gather over fsdp: state/w": None}
 
 
 def test_a_file_that_another_program_formatted_is_compared(tmp_path) -> None:

@@ -132,7 +132,7 @@ def _variable_with(box: Any, value: Any, names: Names) -> Any:
     return box.replace(value, out_sharding=names if is_sharded else None)
 
 
-def boxed(value: Any, spec: PartitionSpec) -> Partitioned:
+def make_box(value: Any, spec: PartitionSpec) -> Partitioned:
     """A new box around a value that `spec` shards."""
     return Partitioned(value, _names(spec, value))
 
@@ -194,7 +194,7 @@ class Leaf(NamedTuple):
         if not any(names):
             return value
         if isinstance(box, Partitioned):
-            return boxed(value, spec)
+            return make_box(value, spec)
         return box.replace(value=value, names=names)
 
 
@@ -232,7 +232,7 @@ def find_specs(
         return own
     nodes, treedef = tree_flatten(tree, is_leaf=is_box_of_leaf)
     values = [value_in(node) if is_box(node) else node for node in nodes]
-    in_boxes = [_axes_named(spec, step) for spec in tree_leaves(own.specs, is_leaf=is_spec)]
+    in_boxes = [_select_mesh_axes(spec, step) for spec in tree_leaves(own.specs, is_leaf=is_spec)]
     outline = treedef.unflatten(range(len(nodes)))
     try:
         specs = step.specs_of(tree, call, are_gradients=are_gradients)
@@ -303,7 +303,7 @@ def specs_in_boxes(tree: PyTree) -> FoundSpecs:
     return FoundSpecs(treedef.unflatten([spec_of_node(node) for node in nodes]))
 
 
-def _axes_named(spec: PartitionSpec, step: PlanInForce) -> PartitionSpec | None:
+def _select_mesh_axes(spec: PartitionSpec, step: PlanInForce) -> PartitionSpec | None:
     """The axes of the mesh that the names in a box are: Flax's may be logical ones."""
     names = all_axes(entries(spec))
     known = [name for name in names if name in step.plan.mesh.axis_names]

@@ -43,9 +43,9 @@ from treeshard._planning.tactics import fsdp, min_size_in_force
 from treeshard.errors import LeafError, SpecError, UnknownAxisError, listed, warn
 from treeshard.manual._boxes import (
     Leaf,
-    boxed,
     find_specs,
     leaves_with_specs,
+    make_box,
     specs_in_boxes,
 )
 from treeshard.manual._mean_gather import (
@@ -153,7 +153,9 @@ def shard_params(
         warn(f"shard_params: {listed('these leaves stay as they are:', facts)}")
     in_boxes = specs is None
     rows = zip(leaves, decisions, strict=True)
-    return treedef.unflatten([_sharded(leaf, decision, axes, in_boxes) for leaf, decision in rows])
+    return treedef.unflatten(
+        [_shard_leaf(leaf, decision, axes, in_boxes) for leaf, decision in rows]
+    )
 
 
 class Decision(NamedTuple):
@@ -219,18 +221,18 @@ def _decide_by_spec(leaf: Leaf, axes: tuple[str, ...], mesh: AbstractMesh) -> De
     return Decision(leaf.spec, error=" ".join(filter(None, reasons)))
 
 
-def _sharded(leaf: Leaf, decision: Decision, axes: tuple[str, ...], in_boxes: bool) -> Any:
+def _shard_leaf(leaf: Leaf, decision: Decision, axes: tuple[str, ...], in_boxes: bool) -> Any:
     """The leaf of the resulting tree; `in_boxes` puts leaves that have no box into one."""
     spec = decision.spec
     if spec is None:
         return leaf.node
-    shard = _own_shard(leaf.value, dims_over(spec, axes))
+    shard = _slice_own_shard(leaf.value, dims_over(spec, axes))
     if in_boxes and not leaf.is_boxed:
-        return boxed(shard, spec)
+        return make_box(shard, spec)
     return leaf.resharded(shard, spec)
 
 
-def _own_shard(x: Any, dims: Sequence[tuple[int, tuple[str, ...]]]) -> Any:
+def _slice_own_shard(x: Any, dims: Sequence[tuple[int, tuple[str, ...]]]) -> Any:
     """This device's shard of a full array."""
     for dim, axes in dims:
         length = x.shape[dim] // lax.axis_size(axes)
@@ -313,7 +315,7 @@ def gather_params(
     leaves, treedef = leaves_with_specs(params, specs, "gather_params")
     if facts := _facts(leaves, [why_not_innermost(leaf.spec, axes) for leaf in leaves]):
         raise SpecError(f"gather_params: {listed('these leaves cannot be gathered:', facts)}")
-    return treedef.unflatten([_gathered(leaf, axes, dtype) for leaf in leaves])
+    return treedef.unflatten([_gather_leaf(leaf, axes, dtype) for leaf in leaves])
 
 
 def _axes_or_all(axis_names: AxisNames | None, where: str) -> tuple[str, ...]:
@@ -328,7 +330,7 @@ def _axes_or_all(axis_names: AxisNames | None, where: str) -> tuple[str, ...]:
     return tuple(axis for axis in mesh.axis_names if axis in bound)
 
 
-def _gathered(leaf: Leaf, axes: tuple[str, ...], dtype: DTypeLike | None) -> Any:
+def _gather_leaf(leaf: Leaf, axes: tuple[str, ...], dtype: DTypeLike | None) -> Any:
     if leaf.passes_through:
         return leaf.node
     x = leaf.value
@@ -384,7 +386,7 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames, specs: SpecTree = None)
         call = "sync_gradients(grads, axis_names, {})"
         specs = find_specs(grads, axes, call, are_gradients=True)
     leaves, treedef = leaves_with_specs(grads, specs, "sync_gradients")
-    if facts := _facts(leaves, [_why_a_shard(leaf, axes) for leaf in leaves]):
+    if facts := _facts(leaves, [_explain_shard(leaf, axes) for leaf in leaves]):
         raise SpecError(
             f"sync_gradients: {listed('gradients of shards would be averaged:', facts)} Pass the"
             " specs of the parameters: `sync_gradients(grads, axis_names, specs)`."
@@ -398,10 +400,10 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames, specs: SpecTree = None)
         for leaf in leaves:
             if over := set(axes).intersection(leaf.axes):
                 step.note_reduced(leaf.value, leaf.spec, over)
-    return treedef.unflatten([_averaged(leaf, axes) for leaf in leaves])
+    return treedef.unflatten([_average_leaf(leaf, axes) for leaf in leaves])
 
 
-def _why_a_shard(leaf: Leaf, axes: Sequence[str]) -> str:
+def _explain_shard(leaf: Leaf, axes: Sequence[str]) -> str:
     """Why the average would be one of different rows, where that is known by identity."""
     origin = origin_of(leaf.value)
     scattered = origin.scattered if isinstance(origin, Reduced) else ()
@@ -417,7 +419,7 @@ def _no_mean(leaf: Leaf) -> str:
     return f"{x.dtype}{list(x.shape)} has neither a mean nor a gradient."
 
 
-def _averaged(leaf: Leaf, axes: tuple[str, ...]) -> Any:
+def _average_leaf(leaf: Leaf, axes: tuple[str, ...]) -> Any:
     if leaf.passes_through or leaf.value.dtype == float0:
         return leaf.node
     over = tuple(a for a in axes if a not in leaf.axes and still_differs(leaf.value, a))

@@ -105,7 +105,7 @@ def shard_module_params(
         )
     if is_class:
         return _class(target, how)
-    return _gathering(target, how)
+    return _wrap_to_gather(target, how)
 
 
 class _How(NamedTuple):
@@ -126,7 +126,7 @@ def _specs_of_made(params: Any) -> Any:
     return specs_in_boxes(params) if current_plan() is None else None
 
 
-def _gathering(target: Any, how: _How) -> Any:
+def _wrap_to_gather(target: Any, how: _How) -> Any:
     """A function, or a callable pytree, that gathers when it is called."""
     if not callable(target):
         raise TypeError(
@@ -189,7 +189,7 @@ def _class(kind: type, how: _How) -> Callable[..., Any]:
     def make(*args: Any, **kwargs: Any) -> Any:
         full = kind(*args, **kwargs)
         shards = shard_params(full, how.axes, how.specs, min_size=how.min_size)
-        return _gathering(shards, how._replace(is_made=how.specs is None))
+        return _wrap_to_gather(shards, how._replace(is_made=how.specs is None))
 
     return make
 

@@ -283,7 +283,7 @@ def _plus(x: jax.Array, bias: jax.Array) -> jax.Array:
 # ------------------------------------------------------------------ checks
 
 
-def _quoted(axes: tuple[str, ...]) -> str:
+def _axes_text(axes: tuple[str, ...]) -> str:
     """`'data', 'tensor'`."""
     return ", ".join(map(repr, axes))
 
@@ -300,7 +300,7 @@ def _check_leaves(tree: Any, where: str, fact_of: Callable[[Any], str | None]) -
 def _varies(x: Any, axes: tuple[str, ...]) -> str | None:
     if more := varying_axes(x) & set(axes):
         return (
-            f"shape {x.shape} differs between devices along {_quoted(tuple(sorted(more)))}."
+            f"shape {x.shape} differs between devices along {_axes_text(tuple(sorted(more)))}."
             " If these are shards of one array, pass the sharded dim as `dim`. If they are"
             " summands, sum them with `leave_parallel`. If they were computed from parameters"
             " that are not split, leave this axis out of the axis_names of `value_and_grad`,"
@@ -317,7 +317,7 @@ def _unsplit_axes(x: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
 def _not_split(x: Any, axes: tuple[str, ...], to_do: str) -> str | None:
     if unsplit := _unsplit_axes(x, axes):
         return (
-            f"shape {x.shape} is equal on all devices along {_quoted(unsplit)}: there is nothing"
+            f"shape {x.shape} is equal on all devices along {_axes_text(unsplit)}: there is nothing"
             f" to {to_do}."
         )
     return None
@@ -334,7 +334,7 @@ def _uneven(x: Any, dim: int, axes: tuple[str, ...]) -> str | None:
     if x.shape[dim] % size:
         return (
             f"dim {dim} of shape {x.shape} is not divisible by {size}, the number of devices along"
-            f" {_quoted(axes)}."
+            f" {_axes_text(axes)}."
         )
     return None
 
@@ -351,8 +351,8 @@ def _check_weights(x: Any, weights: Any, axes: tuple[str, ...], where: str) -> N
             )
         if unsplit := _unsplit_axes(w, axes):
             return (
-                f"the weight {w.shape} is equal on all devices along {_quoted(unsplit)}, so all of"
-                f" them would do the same work. {split} If each shall use the full weight, pass"
+                f"the weight {w.shape} is equal on all devices along {_axes_text(unsplit)}, so all"
+                f" of them would do the same work. {split} If each shall use the full weight, pass"
                 " it through `enter_parallel`."
             )
         return None

@@ -34,7 +34,7 @@ def lock_text(compiled: CompiledStep) -> str:
         "mesh": f"{describe_mesh(compiled.plan.mesh)} on {memory.device}",
         "leaves": _leaves(compiled.plan, compiled.roles),
         "batch": [_batch_leaf(x) for x in compiled.batch if has_shape(x)],
-        "bytes moved": _moved(compiled.communication().compiled),
+        "bytes moved": _sum_moved(compiled.communication().compiled),
         "memory": {
             "arguments": memory.arguments,
             "results": memory.results,
@@ -103,7 +103,7 @@ def _spec_text(spec: PartitionSpec) -> str:
     return text
 
 
-def _moved(collectives: Iterable[Collective]) -> dict[str, int | None]:
+def _sum_moved(collectives: Iterable[Collective]) -> dict[str, int | None]:
     """The payload of a step by kind, axes and leaf; `None` if that of one collective is unknown."""
     groups: dict[str, list[Collective]] = defaultdict(list)
     for moved in collectives:

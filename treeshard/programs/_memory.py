@@ -221,10 +221,10 @@ def _live_at_peak(program: ReadProgram) -> tuple[LiveBuffer, ...]:
     flow, paths = Dataflow(program.graph), paths_by_number(program.arguments)
     buffers = [buffer for buffer in peak_of(program.graph).buffers if buffer.array.bytes]
     buffers.sort(key=lambda buffer: -buffer.array.bytes)
-    return tuple(_described(buffer, flow, paths) for buffer in buffers)
+    return tuple(_describe_buffer(buffer, flow, paths) for buffer in buffers)
 
 
-def _described(buffer: Buffer, flow: Dataflow, paths: Mapping[int, str]) -> LiveBuffer:
+def _describe_buffer(buffer: Buffer, flow: Dataflow, paths: Mapping[int, str]) -> LiveBuffer:
     op = buffer.op
     path = None
     if buffer.computation is flow.program.entry:
