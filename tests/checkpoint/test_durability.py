@@ -15,8 +15,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from treeshard.checkpoint import Checkpoints, save
-from treeshard.interchange import save_safetensors
+from treeshard._disk.files import flush
+from treeshard.checkpoint import Checkpoints, _paths, restore, save
+from treeshard.interchange import load_safetensors, save_safetensors
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/fd").exists(), reason="the names of open files are read from /proc"
@@ -99,3 +100,70 @@ def test_no_index_names_tensors_of_two_saves(tmp_path: Path) -> None:
     assert ("fsync", tmp_path.name) in names[last:new]
     removed = names.index(("unlink", parts[0]))
     assert ("fsync", tmp_path.name) in names[new:removed]
+    assert ("fsync", tmp_path.name) in names[removed:]
+    assert load_safetensors(path).keys() == tensors.keys()
+
+
+def test_a_name_that_cannot_be_flushed_is_told_of_a_complete_checkpoint(
+    tmp_path: Path, monkeypatch
+) -> None:
+    def fail(path: Path) -> int:
+        if path == tmp_path:
+            raise OSError(5, "Input/output error")
+        return flush(path)
+
+    with monkeypatch.context() as dead:
+        dead.setattr("treeshard.checkpoint._save.flush", fail)
+        with pytest.raises(ts.CheckpointError) as told:
+            save(tmp_path / "2", {"w": np.ones(3)})
+    assert str(told.value) == (
+        f"{tmp_path}/2 is complete and can be read, but it may not survive a power cut: {tmp_path}"
+        " could not be flushed: [Errno 5] Input/output error."
+    )
+    assert restore(tmp_path / "2")["w"].tolist() == [1, 1, 1]
+    with recorded() as calls, Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(2, {"w": np.ones(3)})
+    assert ("fsync", str(tmp_path)) in calls
+    with pytest.raises(ts.CheckpointError, match="There is already a checkpoint at"):
+        save(tmp_path / "2", {"w": np.ones(3)})
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_replaced_step_is_removed_once_the_new_one_is_durable(
+    exchange: bool, tmp_path: Path, monkeypatch
+) -> None:
+    run, place = tmp_path / "run", "2.orbax-checkpoint-tmp"
+    with Checkpoints(run) as checkpoints:
+        checkpoints.save(2, {"w": np.ones(3)})
+        checkpoints.wait()
+        real = _paths.exchange_names
+        with recorded() as calls:
+
+            def exchanged(one: Path, other: Path) -> bool:
+                calls.append(("exchange", str(one)))
+                return exchange and real(one, other)
+
+            monkeypatch.setattr(_paths, "exchange_names", exchanged)
+            checkpoints.save(2, {"w": np.zeros(3)})
+            checkpoints.wait()
+    names = [(name, path.removeprefix(f"{run}/")) for name, path in calls]
+    placed = names.index(("exchange", place))
+    if ("rename", "2") in names:
+        assert names[placed + 1 : placed + 3] == [("rename", "2"), ("rename", place)]
+        placed += 2
+    durable = names.index(("fsync", str(run)), placed)
+    assert {path for name, path in names[:placed] if name == "fsync"} >= {place, f"{place}/leaves"}
+    assert all(i > durable for i, (name, _) in enumerate(names) if name == "rmdir")
+    assert restore(run / "2")["w"].tolist() == [0, 0, 0]
+
+
+def test_steps_are_removed_durably(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, {"w": np.ones(3)})
+        checkpoints.wait()
+        with recorded() as calls:
+            checkpoints.remove_after(1)
+    names = [(name, path.removeprefix(f"{tmp_path}/")) for name, path in calls]
+    first, last = names.index(("rename", "run/3")), names.index(("rename", "run/2"))
+    assert first < last < names.index(("fsync", "run"))
