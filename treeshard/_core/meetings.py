@@ -115,7 +115,7 @@ def exclusive(among: Sequence[int], channel: str = "") -> AbstractContextManager
 
 
 def check_not_broken(what: str, among: Sequence[int]) -> None:
-    """Raises if a call of this process has failed, or was another one than that of others."""
+    """Raises if a call of this process has failed, or was not the same as on other processes."""
     if _process.broken and among:
         raise ProcessError(
             f"{what}: nothing was done. The processes are out of step since {_process.broken};"
@@ -366,7 +366,7 @@ class _History:
 
 
 class _HistoryOfThread(threading.local, _History):
-    """A history of each thread. It goes with the thread, of which there may be one for a batch."""
+    """A history of each thread, which goes with the thread: some programs start one per batch."""
 
 
 _BROKEN = "out-of-step/"  # in the keys of the service that say that a call has failed
@@ -716,7 +716,7 @@ def _different(what: str, calls: Mapping[int, _Call]) -> str:
 def _first_other(by_process: Mapping[int, list[dict[str, str]]]) -> str:
     """The first entry in which histories of processes differ; empty if it was long ago.
 
-    Each process has sent the entries of its steps, and those of its batches, by number.
+    Each process has sent the entries of its steps, and of its batches, by number.
     """
     for histories in zip(*by_process.values(), strict=True):
         # What one of them no longer has is not known to differ.
