@@ -24,7 +24,7 @@ GROUPS = {
     "version 2, outside the namespace": ("0::/../app\n", {".": (900, 500, 0)}, 400),
     "version 1 is not read": (
         "4:cpu,memory:/docker/1f3\n",
-        {"memory/docker/1f3": (900, 100, 0)},
+        {".": (900, 100, 0)},
         8 * GIB,
     ),
 }

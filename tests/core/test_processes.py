@@ -151,7 +151,7 @@ from treeshard._core import meetings
 meetings._process.broken = "save, train.py:3"
 atexit.register(print, "the user's own function")
 print("unflushed", end=" ")
-print("unflushed", end=" ", file=sys.stderr)
+sys.stderr = open(2, "w")  # which is not flushed at the end of a line
 {}
 """
 

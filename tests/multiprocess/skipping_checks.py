@@ -88,6 +88,34 @@ def check_a_read_that_is_skipped_between_batches_is_told(context: Context) -> No
     assert "; batch 2 of from_process_local: the array: float32[" in text, text
 
 
+def check_a_read_that_is_skipped_before_another_line_is_told(context: Context) -> None:
+    """No process has the same part as another, so that no values can be compared."""
+    x = jax.jit(lambda v: 2 * v)(global_of(context, 1))
+
+    def read() -> np.ndarray:
+        return ts.gather(x, timeout=20)
+
+    def two_branches() -> np.ndarray:
+        if context.index:
+            return read()
+        return read()
+
+    def loop() -> None:
+        for step in range(2):
+            if not (step == 1 and context.index == 1):
+                read()  # process 1 skips the second
+            read()
+
+    differ = "gather: the processes make this call at different lines: tests/multiprocess/"
+    with pytest.warns(ts.ShardingWarning, match=differ) as seen:
+        two_branches()
+    assert len(seen) == 1
+    assert "wrong if a process skipped a call or made one more" in str(seen[0].message)
+    text = told(loop)
+    assert text.startswith(differ), text
+    assert "Nothing was done. Before, all of them have made it at each of these lines" in text, text
+
+
 def own_loop() -> tuple[Any, Callable[[Any], Any]]:
     """A state and a step of JAX alone. It has a counter, as nearly every state does."""
     state = {"w": ts.shard(full(0, LARGE), P("data"), mesh()), "step": ts.shard(0, P(), mesh())}

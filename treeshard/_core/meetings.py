@@ -15,7 +15,9 @@ if one process does not start it, the others wait forever, and nobody says for w
 
 A process that skips one of two calls that look the same, with neither a step nor a batch of
 treeshard between them, is not noticed here, but by its arrays: `set_origin` notes which call of
-treeshard made them, and `Facts` compares small values of the arrays that JAX made.
+treeshard made them, and `Facts` compares small values of the arrays that JAX made. If neither is
+possible, `check_lines` compares the user's lines. What is not noticed then: a call that is skipped
+in a loop around it.
 """
 
 import atexit
@@ -30,7 +32,7 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from itertools import count
+from itertools import count, islice
 from traceback import walk_stack
 from typing import Any, NamedTuple, TypedDict
 
@@ -40,7 +42,7 @@ from jax.core import Tracer
 from treeshard._core.jax_private import coordination_client
 from treeshard._core.text import in_groups
 from treeshard._core.threads import HeldInterrupts, end_process, wait_in_thread
-from treeshard.errors import ProcessError, own_lines
+from treeshard.errors import ProcessError, own_lines, warn
 
 # Seconds to wait for other processes, by default.
 TIMEOUT = 60.0
@@ -113,7 +115,7 @@ def exclusive(among: Sequence[int], channel: str = "") -> AbstractContextManager
 
 
 def check_not_broken(what: str, among: Sequence[int]) -> None:
-    """Raises if a call of this process has failed, or was another one than that of others."""
+    """Raises if a call of this process has failed, or was not the same as on other processes."""
     if _process.broken and among:
         raise ProcessError(
             f"{what}: nothing was done. The processes are out of step since {_process.broken};"
@@ -306,6 +308,26 @@ def last_meeting() -> str:
     return _thread.last_meeting
 
 
+def check_lines(what: str) -> None:
+    """Compares the lines at which the processes made the call of this thread's last meeting.
+
+    Other lines alone are no mistake: `if process_index() == 0:` has one in each branch. So they are
+    a warning, and an error if all processes have made this call at each of these lines together.
+    """
+    channel, lines = _thread.channel, _thread.lines
+    here = set(lines.values())
+    if "" in here:
+        return
+    if len(here) == 1:
+        channel.common_lines |= here
+        return
+    text = f"{what}: the processes make this call at different lines: {in_groups(lines)}."
+    if here <= channel.common_lines:
+        mark_broken(what, channel.participants)
+        raise ProcessError(f"{text} {_AT_COMMON_LINES} {_THE_SAME_CALLS}")
+    warn(f"{text} {_AT_OTHER_LINES}")
+
+
 # ------------------------------------------------------------------ a meeting
 
 
@@ -317,11 +339,11 @@ class _Call(NamedTuple):
     thread: str = ""  # the name of the thread that makes the call
     history: str = ""  # a hash of the steps and batches so far
     left: str = ""  # the type of what made the process leave, and not come to meetings any more
-    line: str = ""  # of the user's code: `train.py:41 (main)`
+    line: str = ""  # of the user's code: `train.py:41 (log) < train.py:60 (main)`
 
     def with_line(self) -> str:
-        """`save, train.py:12 (main)`"""
-        return ", ".join(filter(None, (self.what, self.line)))
+        """`save, train.py:41 (log)`"""
+        return ", ".join(filter(None, (self.what, self.line.partition(" < ")[0])))
 
 
 class _History:
@@ -344,7 +366,7 @@ class _History:
 
 
 class _HistoryOfThread(threading.local, _History):
-    """A history of each thread. It goes with the thread, of which there may be one for a batch."""
+    """A history of each thread, which goes with the thread: some programs start one per batch."""
 
 
 _BROKEN = "out-of-step/"  # in the keys of the service that say that a call has failed
@@ -358,6 +380,7 @@ class _Channel:
         self.lock = threading.RLock()  # of the thread whose turn it is
         self.steps, self.batches = _History(), _HistoryOfThread()
         self.agreed_forms: dict[Any, str] = {}  # see the function of this name
+        self.common_lines = set[str]()  # where all have made a call together; see `check_lines`
         self._counts = Counter[str]()  # of steps, batches and programs, in all threads
         self._name = name
         self._key = _process.names + "-".join(map(str, participants))
@@ -376,7 +399,7 @@ class _Channel:
     ) -> list[bytes]:
         thread = "" if self._name else threading.current_thread().name
         # A thread in the background goes on with a call that the user's code has made.
-        self._line = _user_line() or self._line
+        self._line = _user_lines() or self._line
         with self.lock:
             if self._is_over:
                 check_not_broken(what, self.participants)
@@ -392,6 +415,7 @@ class _Channel:
                         raise ProcessError(_different(what, calls))
                     if len({call.history for call in calls.values()}) > 1:
                         raise ProcessError(self._first_difference(call, timeout))
+                _thread.lines = {i: call.line for i, call in calls.items()}
             except ProcessError:  # of all processes that come to this meeting
                 self._is_over = True
                 mark_broken(what, self.participants)
@@ -551,6 +575,7 @@ class _Thread(threading.local):
     interrupts: HeldInterrupts | None = None  # of the call that this thread makes
     channel: _Channel  # of the meeting
     call = _Call("")  # what this process said there
+    lines: Mapping[int, str]  # of the user's code, by process
     last_meeting: str  # its name, for the user
 
 
@@ -579,19 +604,23 @@ def _hash(text: str) -> str:
 _STANDARD = tuple(os.path.join(sysconfig.get_path(x), "") for x in ("stdlib", "platstdlib"))
 
 
-def _user_line() -> str:
-    """The innermost line of the user's code that led here: `train.py:41 (log)`.
+def _user_lines() -> str:
+    """The lines of the user's code that led here: `train.py:41 (log) < train.py:60 (main)`.
 
-    Empty if there is none, as in a thread of treeshard.
+    A function that makes the call may itself be called from several lines, so it is the innermost
+    three. Empty if there are none, as in a thread of treeshard.
     """
+    return " < ".join(islice(_lines_of_stack(), 3))
+
+
+def _lines_of_stack() -> Iterator[str]:
     for frame, number in walk_stack(sys._getframe()):
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         if file.startswith(_STANDARD) or not own_lines([file]):
             continue
         with suppress(OSError):  # the current directory was removed
             file = file.removeprefix(os.path.join(os.getcwd(), ""))
-        return f"{file}:{number}" if name == "<module>" else f"{file}:{number} ({name})"
-    return ""
+        yield f"{file}:{number}" if name == "<module>" else f"{file}:{number} ({name})"
 
 
 # ------------------------------------------------------------------ messages
@@ -638,6 +667,15 @@ _AT_EXIT = (
     " does not wait for the others. Start the run again, from its last checkpoint."
 )
 _THE_SAME_CALLS = "All of them must make the same calls in the same order."
+_AT_OTHER_LINES = (
+    "That is right for two branches of one `if`, and wrong if a process skipped a call or made one"
+    " more: then the values are of different arrays. A program of `jax.jit` made these, so they"
+    " cannot be compared."
+)
+_AT_COMMON_LINES = (
+    "Nothing was done. Before, all of them have made it at each of these lines together. A process"
+    " skipped a call, or made one more."
+)
 _OTHER_HISTORY = (
     "before this call the processes have called different steps, or made batches of different"
     " shapes or small values, and nothing was done."
@@ -678,7 +716,7 @@ def _different(what: str, calls: Mapping[int, _Call]) -> str:
 def _first_other(by_process: Mapping[int, list[dict[str, str]]]) -> str:
     """The first entry in which histories of processes differ; empty if it was long ago.
 
-    Each process has sent the entries of its steps, and those of its batches, by number.
+    Each process has sent the entries of its steps, and of its batches, by number.
     """
     for histories in zip(*by_process.values(), strict=True):
         # What one of them no longer has is not known to differ.

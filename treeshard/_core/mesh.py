@@ -225,7 +225,7 @@ def abstract_mesh(axes: Mapping[str, int] | str) -> AbstractMesh:
             f"{describe_sizes(sizes)}: the size of {unknown[0]!r} cannot be -1 without devices."
             " Give it a number."
         )
-    # Auto, as those of `make_mesh` are by default.
+    # Auto, which is the default of `make_mesh` too.
     return AbstractMesh(
         tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
     )

@@ -22,11 +22,12 @@ import jax
 from jax.sharding import Mesh
 
 from treeshard._core.arrays import is_spread, processes_of
-from treeshard._core.facts import Differences, Facts, differences
+from treeshard._core.facts import UNKNOWN, Differences, Facts, differences
 from treeshard._core.meetings import AS_LONG_AS_IT_TAKES as AS_LONG_AS_IT_TAKES
 from treeshard._core.meetings import (
     TIMEOUT,
     MeetingOptions,
+    check_lines,
     exchange,
     indices,
     mark_broken,
@@ -121,6 +122,8 @@ def require_agreement(
                 values.share(name, shared_parts(x, indices(options.get("among"))))
             hashes.append(json.dumps(values.hashes()).encode())
         _raise_differences(what, values, hashes, options)
+    elif not facts.unread and UNKNOWN in facts.values():
+        check_lines(what)
 
 
 def _raise_differences(

@@ -287,7 +287,7 @@ class ResolvedSpec:
     spec: PartitionSpec
     # The mesh that it was resolved on. In a plan, which has one for all leaves, it is `None`.
     mesh: AnyMesh | None = None
-    # The kind of memory; `None` for that of the devices.
+    # The kind of memory; `None` for the default of the devices.
     memory_kind: str | None = None
     # How `spec` differs from `requested`, and why.
     adjustments: tuple[Adjustment, ...] = ()
@@ -344,8 +344,8 @@ def resolve_specs(
     """Lays specs beside a tree: each leaf's spec, projected on its mesh and shape.
 
     `None` for leaves without a shape, and where the spec is `None`. Equal leaves share one
-    `ResolvedSpec`, and so its sharding. A spec that does not fit is no error here: see
-    `ResolvedSpec.misfit`.
+    `ResolvedSpec`, and so its sharding. A spec that does not fit raises no error here:
+    see `ResolvedSpec.misfit`.
 
     Args:
         tree: Any pytree.

@@ -168,5 +168,6 @@ def end_process() -> NoReturn:
     `atexit` functions that were registered earlier do not run, such as the ones of JAX that wait
     for other processes.
     """
-    sys.stdout.flush()  # stderr has each line already
+    sys.stdout.flush()
+    sys.stderr.flush()  # it may be a file of the user's
     os._exit(1)

@@ -126,7 +126,7 @@ def shard(
         ShardingWarning: If `specs` is a `Plan`, as `Plan.check_before_use`: once, of rules that
             match no leaf, for example.
     """
-    if not isinstance(tree, SpecCarrier):  # swapped with the tree, of which `resolve_specs` tells
+    if not isinstance(tree, SpecCarrier):  # arguments swapped: `resolve_specs` says so
         check_tree(tree, "shard", "shard(tree, specs)")
     call = Call("shard", through_host, read=read, check=check, progress=progress, timeout=timeout)
     return place(tree, specs, mesh, call)
