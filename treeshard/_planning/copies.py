@@ -131,7 +131,7 @@ def in_memory(leaves: Iterable[PlannedLeaf], memory: str) -> list[PlannedLeaf]:
 def _further(
     leaf: PlannedLeaf, axes: tuple[str, ...], mesh: AnyMesh, min_size: int
 ) -> ResolvedSpec:
-    # ZeRO-1 over axes of which one shards the parameter already: the others are added.
+    # An axis that shards the parameter already is left out, and ZeRO-1 adds the others.
     used = all_axes(entries(leaf.given))
     free = [axis for axis in axes if axis not in used]
     if not free:

@@ -146,12 +146,12 @@ def _specs_that_do_not_fit(plan: PlannedTree) -> Iterator[Finding]:
 
 
 def _group_by_shape(error: Any, leaf: PlannedLeaf) -> Any:
-    # Unmatched leaves have no rule in common, and are told by shape.
+    # Unmatched leaves have no rule in common, and are grouped by shape.
     return leaf.shape if error.kind == "unmatched" else None
 
 
 def _as_finding(why: str, leaf: PlannedLeaf) -> tuple[str, str]:
-    """The text of an adjustment, which is a fact followed by its fix, as those of a finding."""
+    """The fact and the fix of a finding: the text of an adjustment has one after the other."""
     # "... is not divisible by 4. Pad it to 8, or use another dim."
     fact, _, fix = why.partition(". ")
     return f"{_decided_by(leaf)}: {fact.rstrip('.')}.", fix or "Change the rule."
@@ -312,7 +312,7 @@ LARGE_PART = 0.01
 
 
 class _Unsplit(NamedTuple):
-    """How a large leaf misses axes. Leaves for which all of it is equal are told together."""
+    """How a large leaf misses axes. Leaves that miss them alike are one finding."""
 
     # The axes that could split it and do not.
     idle: tuple[str, ...]
@@ -325,8 +325,8 @@ class _Unsplit(NamedTuple):
 def _left_whole(plan: PlannedTree) -> list[Finding]:
     """Large leaves that idle axes do not split, ordered by the bytes that an even split would save.
 
-    1. Leaves with fewer elements than `min_size` are replicated on purpose, and so are those of a
-       rule that names them and replicates (`_is_intended`).
+    1. Leaves with fewer elements than `min_size` are replicated on purpose, and so are leaves
+       that a rule names and replicates (`_is_intended`).
     2. A vector that is split already is left out: a bias takes its axis from the matrix beside it.
     3. Leaves that miss the same axes for the same reason are one finding, if they waste at least
        `LARGE_PART` of what a device holds.

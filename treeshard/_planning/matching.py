@@ -327,8 +327,8 @@ def _with_specs(read: ReadRules, mesh: AnyMesh | None) -> ReadRules:
 # ------------------------------------------------------------------ which leaves are parameters
 
 # Of a state that rules decide as one tree, no structure says which leaves are parameters. Their
-# paths do: a copy of a parameter ends in its path without the first key, as `opt_state/0/mu/mlp/w`
-# does in that of `params/mlp/w`.
+# paths do: the path of a copy ends in the parameter's path without the first key. So
+# `opt_state/0/mu/mlp/w` is a copy of `params/mlp/w`.
 
 
 def parameters(leaves: Sequence[PlannedLeaf]) -> list[PlannedLeaf]:

@@ -21,6 +21,7 @@ from treeshard._core.specs import dim_entries, with_entries
 from treeshard._planning.matching import PlannedLeaf, Shape
 from treeshard._planning.tree_walk import TreeDef
 
+# For each dim of a leaf the dim of its counterpart; `None` for a new one.
 Dims = tuple[int | None, ...]
 
 
@@ -30,12 +31,10 @@ class Followed(NamedTuple):
     Attributes:
         spec: Its spec.
         source: The index of its counterpart among the original's leaves; `None` without one.
-        dims: For each of its dims the dim of the counterpart, `None` for a new one.
     """
 
     spec: PartitionSpec
     source: int | None = None
-    dims: Dims = ()
 
 
 _ALONE = Followed(PartitionSpec())
@@ -88,7 +87,7 @@ class Original:
             of_dims = dim_entries(spec, len(self.shapes[index]))
             new = [None if dim is None else of_dims[dim] for dim in dims]
             self._kept[key] = with_entries(spec, new)
-        return Followed(self._kept[key], index, dims)
+        return Followed(self._kept[key], index)
 
 
 def follow(tree: Any, original: Original) -> list[Followed]:

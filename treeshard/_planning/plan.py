@@ -110,7 +110,7 @@ class Plan(PlannedTree):
             `check_before_use`.
     """
 
-    # How it is made again for another mesh, and of which plan it was made.
+    # How it is made again for another mesh, and the plan that it was made from, if any.
     _recipe: _ByRules | _Copies | _PartOf = _ByRules(None)
     # What it has warned of when it was applied, and plans made from it: one set for all of them.
     _told: set[str] = field(default_factory=set)
@@ -125,9 +125,9 @@ class Plan(PlannedTree):
         """The plan of a subtree, by its path in the tree.
 
         A path has the keys of the tree, as JAX's key paths have them: `plan["model"]`, `plan[0]` of
-        a tuple, `plan["model/layers/0"]`. Paths of the subtree's leaves begin there. `on` and
-        `findings` are those of the whole plan, whose rules are about whole paths. `check`, and
-        functions that apply the subtree's plan, raise for its own leaves only.
+        a tuple, `plan["model/layers/0"]`. Paths of the subtree's leaves begin there. `on`
+        plans the whole tree again, and `findings` are the whole plan's, since rules are about whole
+        paths. `check`, and functions that apply the subtree's plan, raise for its own leaves only.
 
         Raises:
             SpecError: If the tree has no such path. The message has the keys that there are.

@@ -130,8 +130,8 @@ def _received_bytes(
 def _certain_overlap(old: PlannedLeaf, new: PlannedLeaf, mesh: AnyMesh) -> int:
     """The elements of its new shard that every device has already, wherever it is in the mesh."""
     sizes = axis_sizes(mesh)
-    # Along one dim, the old and the new shard of a device overlap for certain only if the axes of
-    # one spec begin with those of the other. By P("a") a device of mesh (a=2, b=2) has a half, and
+    # Along one dim, the old and the new shard of a device overlap for certain only if one spec's
+    # axes begin with the other's. By P("a") a device of mesh (a=2, b=2) has a half, and
     # by P(("a", "b")) a quarter of that half; by P("b") it has a half that may be the other one.
     overlap = 1
     for length, *both in zip(new.shape, _axes(old), _axes(new), strict=True):

@@ -318,7 +318,7 @@ class PlanInForce:
     ) -> Part:
         """The part that a tree is; raises if there is none, or several that differ."""
         # Inside `shard_map` a wrong part would change values, so code by hand gets no choice.
-        # Gradients are always those of parameters, and of all layers.
+        # Gradients are always gradients of parameters, and of all layers.
         if are_gradients or not self._manual_axes():
             parts = [part for part in parts if not part.is_layer] or parts
             parts = [part for part in parts if self._has_parameters(part)] or parts
@@ -330,7 +330,7 @@ class PlanInForce:
     def _not_one_part(
         self, parts: Sequence[Part], outline: PyTree, call: str, specs: str
     ) -> SpecError:
-        """The error for a tree that is no part of the plan, or that several different parts fit."""
+        """The error for a tree that matches no part of the plan, or several different parts."""
         where = call.partition("(")[0]
         shapes = [str(tuple(x.shape)) for x in tree_leaves(outline) if has_shape(x)]
         of_shape = ", ".join([*shapes[:5], *(["..."] if shapes[5:] else [])])

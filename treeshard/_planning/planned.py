@@ -103,7 +103,7 @@ class PlannedTree(SpecCarrier):
             of_kind = {x: NamedSharding(self.mesh, x[0], memory_kind=x[1]) for x in set(kinds)}
         except ValueError as error:
             raise MeshError(f"{headline}{error}") from None
-        # JAX leaves out the memory of devices of which it knows none.
+        # JAX leaves out the memory of devices whose memories it does not know.
         if not {sharding.memory_kind for sharding in of_kind.values()}.issuperset(wanted):
             devices: Any = self.mesh.devices
             raise MeshError(
@@ -138,7 +138,7 @@ class PlannedTree(SpecCarrier):
         A leaf that is sharded unevenly counts as its largest shard.
 
         Args:
-            memory: The kind of memory, such as `"pinned_host"`; by default that of the devices.
+            memory: The kind of memory, such as `"pinned_host"`; by default the devices' own.
 
         Examples:
             >>> tree = {"w": jax.ShapeDtypeStruct((1024, 1024), "float32")}
@@ -151,7 +151,7 @@ class PlannedTree(SpecCarrier):
     def fsdp_axes(self) -> frozenset[str]:
         """The axes over which parameters are sharded, and gathered for use.
 
-        They are those of the `fsdp` tactic, whatever their names; and those of specs, logical
+        They are the axes of the `fsdp` tactic, whatever their names; and axes of specs, logical
         names and functions that split a batch by their names: `data`, `dp`, `batch`, `replica`,
         `fsdp`, also as part of a name (`dcn_data`, `fsdp_transpose`). Devices along them do the
         same work unless the batch is sharded over them too.

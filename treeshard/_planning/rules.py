@@ -211,7 +211,7 @@ def read_rules(rules: Rules, read_action: Callable[[Any], Any] = check_action) -
         )
     read: ReadRules = []
     bad: list[str] = []
-    # All bad rules are told at once.
+    # All bad rules are reported at once.
     for index, rule in enumerate(rules):
         try:
             read.append(_read_rule(rule, read_action))

@@ -63,11 +63,11 @@ class Step:
     # The call, as a plan shows it.
     text: str
     refine: Refine = field(compare=False)
-    # The step's own threshold in elements; `None` uses that of the call that applies the rules.
+    # Its own threshold in elements; `None` uses the threshold of the call that applies the rules.
     min_size: int | None = None
     # The axes over which it shards parameters that are gathered for use.
     fsdp_axes: tuple[str, ...] = ()
-    # The kind of memory that it puts the leaf in; `None` for that of the devices.
+    # The kind of memory that it puts the leaf in; `None` for the devices' own.
     memory: str | None = None
     # Whether the result depends only on the leaf's shape and itemsize. Leaves for which these are
     # equal then share one decision.
@@ -437,7 +437,7 @@ def _shard_by_names(
 
 
 def _rules_for(box: NamesInBox, given: ReadLogicalRules | None) -> ReadLogicalRules | None:
-    """The logical rules for a box: its own, those of the tactic, and those in force."""
+    """The logical rules for a box: its own, the tactic's, and the rules in force."""
     own = None if box.rules is None else read_logical_rules(box.rules)
     if box.adds_rules:
         return rules_of_variable(given, own)

@@ -33,11 +33,7 @@ from treeshard._core.mesh import (
 from treeshard._core.origins import note_origin, origin_of
 from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import SpecTree
-from treeshard._core.specs import (
-    dims_over,
-    project,
-    without_axes,
-)
+from treeshard._core.specs import dims_over, project, without_axes
 from treeshard._planning.plan_in_force import current_plan, mesh_in_force
 from treeshard._planning.tactics import fsdp, min_size_in_force
 from treeshard.errors import LeafError, SpecError, UnknownAxisError, listed, warn
