@@ -277,9 +277,9 @@ def test_a_backend_that_widens_a_dtype_is_reported() -> None:
     run = shard_map_step(step, plan, batch=P("fsdp"))
     compared = run.communication(plan.structs, struct(8, 16))
     assert (compared.platform, compared.unplanned) == ("cpu", ())
-    assert compared.by_compiler == ("communicates 2.0 KiB as float32 in place of bfloat16",)
+    assert compared.by_compiler == ("communicates 2.0 KiB as float32 instead of bfloat16",)
     assert str(compared).splitlines()[-1] == (
-        "The CPU compiler communicates 2.0 KiB as float32 in place of bfloat16. Compilers for TPUs"
+        "The CPU compiler communicates 2.0 KiB as float32 instead of bfloat16. Compilers for TPUs"
         " and GPUs need not."
     )
 

@@ -324,8 +324,9 @@ class Matcher:
     def _note_dtype(self, moved: _Moved, planned: PlannedTransfer) -> None:
         """Notes a collective that is planned, but in another dtype or by another op.
 
-        The dtype that is planned is the one in the trace, so the compiler chose the other: those
-        for CPUs have no collectives of 16-bit floats, and products of TPUs round to bfloat16.
+        The dtype of a planned gather is the one in the trace, so the compiler chose the other:
+        those for CPUs have no collectives of 16-bit floats, and products of TPUs round to bfloat16.
+        A planned reduction has the dtype of its gather: the trace may cast between the two.
         """
         collective = moved.collective
         self.leaves[moved.number] = planned.path
@@ -434,7 +435,7 @@ class Matcher:
             yield f"all-reduces full gradients ({size}) where a reduce-scatter was planned"
         for (dtype, planned), moved in self.in_other_dtypes.items():
             size = bytes_text(total_bytes(moved))
-            yield f"communicates {size} as {dtype} in place of {planned}"
+            yield f"communicates {size} as {dtype} instead of {planned}"
         if self.gathered_by_reducing:
             size = bytes_text(total_bytes(self.gathered_by_reducing))
             yield f"gathers {size} by all-reduces, which send twice the bytes"
