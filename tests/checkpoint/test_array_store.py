@@ -118,11 +118,11 @@ def test_damage_to_the_index_hides_no_other_damage(tmp_path: Path, monkeypatch) 
     values.write_bytes(values.read_bytes() + b"x")  # what the index names in it is intact
     [nodes] = path.glob("state/d/*")
     node = bytearray(nodes.read_bytes())
-    node[len(node) // 2] ^= 4
+    node[node.find(b"chunk_grid")] ^= 4  # of a description, which only leaf nodes have
     nodes.write_bytes(node)
     store = _array_store.ArrayStore(epath.Path(path))
     known = {leaf for leaf in tree if f"{leaf}/c/0" in store.files_by_key}
-    assert 100 < len(known) < 200
+    assert 0 < len(known) < 200
     with pytest.raises(ts.DamagedError) as told:
         restore(path, {leaf: tree[leaf] for leaf in known}, partial=True)
     assert f"{len(known)} leaves are damaged" in str(told.value)
