@@ -10,6 +10,7 @@ import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 import pytest
 import tensorstore
+from etils import epath
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
@@ -106,6 +107,27 @@ def test_arrays_are_written_in_several_transactions(tmp_path: Path, monkeypatch)
     tree = {f"{i}": np.full(100, i) for i in range(10)}
     save(tmp_path / "x", tree)
     assert_same(restore(tmp_path / "x"), tree)
+
+
+def test_damage_to_the_index_hides_no_other_damage(tmp_path: Path, monkeypatch) -> None:
+    """Leaves under other nodes, in a file that has changed, are not read as if they were saved."""
+    monkeypatch.setitem(_array_store._NEW_DATABASE, "max_decoded_node_bytes", 5000)
+    path, tree = tmp_path / "x", {f"{i}": np.full(300, i) for i in range(200)}
+    save(path, tree)
+    values = max(path.glob("state/*/d/*"), key=lambda file: file.stat().st_size)
+    values.write_bytes(values.read_bytes() + b"x")  # what the index names in it is intact
+    [nodes] = path.glob("state/d/*")
+    node = bytearray(nodes.read_bytes())
+    node[node.find(b"chunk_grid")] ^= 4  # of a description, which only leaf nodes have
+    nodes.write_bytes(node)
+    store = _array_store.ArrayStore(epath.Path(path))
+    known = {leaf for leaf in tree if f"{leaf}/c/0" in store.files_by_key}
+    assert 0 < len(known) < 200
+    with pytest.raises(ts.DamagedError) as told:
+        restore(path, {leaf: tree[leaf] for leaf in known}, partial=True)
+    assert f"{len(known)} leaves are damaged" in str(told.value)
+    with pytest.raises(ts.DamagedError, match="200 leaves are damaged"):
+        verify(path)
 
 
 def test_verify_reads_large_arrays_by_their_chunks(tmp_path, monkeypatch, mesh) -> None:

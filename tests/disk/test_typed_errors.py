@@ -66,8 +66,17 @@ def replace_by(way: str, run: Path) -> None:
 
 
 MOMENTS = {
-    "restore": [(_restore, "seal"), (_array_store.ArrayStore, "read"), (_restore, "unpack")],
-    "verify": [(_restore, "seal"), (_array_store.ArrayStore, "read")],
+    "restore": [
+        (_restore, "seal"),
+        (_array_store.ArrayStore, "read"),
+        (_restore, "changed_files"),
+        (_restore, "unpack"),
+    ],
+    "verify": [
+        (_restore, "seal"),
+        (_restore, "changed_files"),
+        (_array_store.ArrayStore, "read"),
+    ],
     "inspect": [(_restore, "seal")],
 }
 CASES = [(call, moment) for call, moments in MOMENTS.items() for moment in moments]
@@ -101,7 +110,7 @@ def test_a_checkpoint_that_its_writer_removes_is_not_damaged(
         read(tmp_path / "1")
 
 
-@pytest.mark.parametrize("moment", CASES[:2], ids=lambda x: x[1][1])
+@pytest.mark.parametrize("moment", CASES[:3], ids=lambda x: x[1][1])
 @pytest.mark.parametrize("way", ["removed", "replaced"])
 def test_the_latest_is_read_again_if_its_writer_removes_it(
     way: str, moment: Any, tmp_path: Path, monkeypatch

@@ -2,7 +2,9 @@
 
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
+from etils.epath.backend import fsspec_backend
 
 import treeshard as ts
 from tests.multiprocess.states import AXES, RULES, differing, like, state_at
@@ -20,6 +22,22 @@ def check_a_checkpoint_is_restored_on_another_mesh(context: Context) -> None:
     with pytest.raises(error, match="already a checkpoint"):
         save(path, state_at(2))
     assert not differing(restore(path, like(), rules=RULES, mesh=AXES), 1)
+
+
+def check_the_arrays_of_another_step_are_detected(context: Context) -> None:
+    """A copy of one step over another, cut short before its last file: their leaves are alike."""
+    one, other = (f"{context.args[0]}/mixed-{i}" for i in (1, 2))
+    for i, path in enumerate((one, other)):
+        save(path, {"w": np.full(9, i)})
+    if context.index == 0:
+        files = fsspec_backend.fs(other)
+        for name in files.find(f"{other}/state"):
+            if not name.endswith("/table.crc32"):
+                files.pipe(name.replace("mixed-2", "mixed-1"), files.cat(name))
+    exchange("mixed", b"", channel="of the test")
+    for read in (restore, verify):
+        with pytest.raises(ts.DamagedError, match="w: its file state/manifest.ocdbt has "):
+            read(one)
 
 
 def check_a_run_keeps_its_last_steps(context: Context) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from zlib import crc32
 
 import jax
@@ -80,7 +80,8 @@ def flush_tree(directory: PathLike) -> FileFacts:
         for name in names:
             file = os.path.join(folder, name)
             flush(file)
-            facts[os.path.relpath(file, directory)] = file_facts(file)
+            with open(file, "rb") as flushed:
+                facts[os.path.relpath(file, directory)] = file_facts(flushed)
         flush(folder)
     return facts
 
@@ -88,17 +89,17 @@ def flush_tree(directory: PathLike) -> FileFacts:
 _END = 2**12  # bytes
 
 
-def file_facts(path: PathLike) -> list[int]:
+def file_facts(file: IO[bytes]) -> list[int]:
     """The size of a file, and the CRC-32 of its first and last 4 KiB.
 
     They tell it from another file of its name, as of another step. Nobody wants to wait for a
     checksum of all of a large file, whose contents have checksums of their own.
     """
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        crc = crc32(file.read(_END))
-        file.seek(max(0, size - _END))
-        return [size, crc32(file.read(_END), crc)]
+    crc = crc32(file.read(_END))
+    file.seek(0, os.SEEK_END)
+    size = file.tell()
+    file.seek(max(0, size - _END))
+    return [size, crc32(file.read(_END), crc)]
 
 
 def make_directory(path: os.PathLike[str]) -> None:

@@ -161,7 +161,7 @@ def verify(path: PathLike, *, progress: bool = False) -> None:
         rows = show_progress(table.leaves, "verify", show=progress)
         read = damages_of(checkpoint, table.files, rows)
         damages = {row.path: why for row, why in read if why}
-        check()  # what was read may be intact, and that of another checkpoint
+        check()  # what was read may be intact, and from another checkpoint
         raise_damages(checkpoint, damages)
 
 

@@ -9,9 +9,10 @@ What is in a checkpoint's `state`, and what finds damage to it:
 
 1. Chunks, the values of the arrays. Each ends in its CRC-32C (zarr's own codec), so TensorStore
    itself refuses a chunk that is damaged, on whatever mesh it is read.
-2. The index: nodes of a B-tree and a manifest, of which each has a CRC-32C, too.
+2. The index: nodes of a B-tree and a manifest, each with a CRC-32C, too.
 3. Files that hold these, under random names. A chunk of another checkpoint is not damaged. So the
-   checkpoint lists its files, with a checksum of both ends of each (`changed_files`).
+   checkpoint lists its files, with a checksum of both ends of each (`changed_files`). In an object
+   store it lists the manifest, which names the others.
 4. A description of each array, for Orbax alone. The table of leaves has the same facts, and to open
    an array by its description takes ten times as long as to read it.
 """
@@ -23,7 +24,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -44,7 +45,7 @@ from treeshard._core.arrays import (
 )
 from treeshard._core.text import parse_dtype
 from treeshard._disk.leaves import SavedLeaf, Shape
-from treeshard.checkpoint._paths import ARRAYS, is_local
+from treeshard.checkpoint._paths import ARRAYS, MANIFEST, is_local
 from treeshard.errors import CheckpointError, short
 
 Arrays = Mapping[str, jax.Array | np.ndarray]
@@ -172,6 +173,9 @@ def _open(database: Mapping[str, Any], row: SavedLeaf, context: Any) -> Any:
     """The array of a leaf, as the table of leaves describes it: nothing is read for that."""
     kvstore = {**database, "path": f"{store_key(row.path)}/"}
     spec = _zarr(kvstore, row.stored_shape, row.stored or "", row.chunk or ())
+    # By default each read asks the file system, or the object store, whether the index in memory is
+    # still the newest.
+    spec["recheck_cached_data"] = False
     return tensorstore.open(spec, context=context, open=True, assume_metadata=True).result()
 
 
@@ -419,10 +423,11 @@ class ArrayStore:
         text = _STATUS.sub("", text)
         if found := _DAMAGED_CHUNK.match(text):
             chunk, why = found.groups()
-            files = self.files_by_key().get(chunk) or [ARRAYS]
+            files = self.files_by_key.get(chunk) or [ARRAYS]
             return f"chunk {short(chunk)} in {files[0]} is damaged ({why})."
         return short(text)
 
+    @cached_property
     def files_by_key(self) -> dict[str, list[str]]:
         """The files that hold each value of the database, and then the nodes of the index above it.
 
@@ -430,22 +435,26 @@ class ArrayStore:
         """
         found: dict[str, list[str]] = {}
         base = tensorstore.KvStore.open(_files(self._path), context=self._context).result()
-        with suppress(ValueError, IndexError, KeyError):  # what is damaged, or empty
+        nodes: list[tuple[str, bytes, list[str]]] = []
+        with suppress(ValueError, IndexError, KeyError):  # the manifest is damaged, or empty
             latest = tensorstore.ocdbt.dump(base, context=self._context).result()["versions"][-1]
-            nodes = [(latest["root"]["location"], b"", ["manifest.ocdbt"])]
-            while nodes:
-                location, prefix, above = nodes.pop()
-                files = [_file_of(location), *above]
+            nodes.append((latest["root"]["location"], b"", [MANIFEST]))
+        while nodes:
+            location, prefix, above = nodes.pop()
+            files = [_file_of(location), *above]
+            try:
                 node = tensorstore.ocdbt.dump(base, location, context=self._context).result()
-                for entry in node["entries"]:
-                    key = prefix + entry["key"]
-                    if "location" in entry:
-                        inner = prefix + entry["subtree_common_prefix"]
-                        nodes.append((entry["location"], inner, files))
-                    else:
-                        value = entry.get("indirect_value")
-                        own = [_file_of(value)] if value else []
-                        found[key.decode()] = [f"{ARRAYS}/{file}" for file in [*own, *files]]
+            except ValueError:  # it is damaged, and each leaf below it cannot be read
+                continue
+            for entry in node["entries"]:
+                key = prefix + entry["key"]
+                if "location" in entry:
+                    inner = prefix + entry["subtree_common_prefix"]
+                    nodes.append((entry["location"], inner, files))
+                else:
+                    value = entry.get("indirect_value")
+                    own = [_file_of(value)] if value else []
+                    found[key.decode()] = [f"{ARRAYS}/{file}" for file in [*own, *files]]
         return found
 
 

@@ -35,6 +35,7 @@ from treeshard.errors import (
 )
 
 ARRAYS, TABLE = "state", "leaves"  # the parts of a checkpoint
+MANIFEST = "manifest.ocdbt"  # the root of the arrays, which names all files that have their values
 TABLE_FILE = "table.json"
 SEAL = "table.crc32"  # the CRC-32 of the table that was saved with these arrays
 MARK = "treeshard-mark"  # which every process must see before it writes
@@ -185,7 +186,11 @@ def changed_files(
     for name, facts in files.items():
         file = path / ARRAYS / name
         try:
-            found = [os.stat(file).st_size] if sizes_only else file_facts(file)
+            if sizes_only:
+                found = [os.stat(file).st_size]
+            else:
+                with file.open("rb") as opened:
+                    found = file_facts(opened)
         except FileNotFoundError:
             changed[f"{ARRAYS}/{name}"] = "is missing"
             continue

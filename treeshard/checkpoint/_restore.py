@@ -338,12 +338,12 @@ def _memory_to_read(reads: Iterable[Read], targets: Mapping[str, Target]) -> int
 def _keys_in_changed_files(path: epath.Path, files: FileFacts, store: ArrayStore) -> dict[str, str]:
     """The keys of leaves whose values, or the index of them, are in files that are not as saved.
 
-    Each chunk there may be intact, and still that of another step, so these leaves count as
+    Each chunk there may be intact, and still be from another step, so these leaves count as
     damaged.
     """
     changed = changed_files(path, files)
     found: dict[str, str] = {}
-    for key, holders in store.files_by_key().items() if changed else ():
+    for key, holders in store.files_by_key.items() if changed else ():
         for file in holders:
             if file in changed:
                 found[key.partition("/")[0]] = f"its file {file} {changed[file]}."

@@ -39,6 +39,7 @@ from treeshard._disk.files import (
     Lock,
     bytes_in,
     check_mark,
+    file_facts,
     flush,
     flush_tree,
     make_directory,
@@ -58,6 +59,7 @@ from treeshard.checkpoint._array_store import (
 from treeshard.checkpoint._paths import (
     ARRAYS,
     COMMITTED,
+    MANIFEST,
     MARK,
     SEAL,
     TABLE,
@@ -278,6 +280,10 @@ def _commit(path: epath.Path, table: LeafTable, written: Sequence[FileFacts], re
         # is on the disk only once the directory that has the name is.
         table = table._replace(files=flush_tree(partial / ARRAYS))
         _check_seen(partial, table.files, written)
+    else:
+        # Without it, the tables of two steps would be alike, and each would fit to both.
+        with (partial / ARRAYS / MANIFEST).open("rb") as file:
+            table = table._replace(files={MANIFEST: file_facts(file)})
     text = to_text(table)
     (partial / TABLE).mkdir()
     (partial / TABLE / TABLE_FILE).write_text(text)

@@ -50,8 +50,8 @@ class LeafTable(NamedTuple):
     Attributes:
         meshes: The axes and sizes of the meshes that the arrays were on, usually one.
         leaves: A row for each leaf that is not static, in JAX's order.
-        files: The files of the arrays, of which a save knows nothing until it has written them. In
-            an object store, whose objects have checksums, there are none.
+        files: The files of the arrays, which a save does not know until it has written them. In an
+            object store, whose objects are whole or not there, only the one that names the others.
     """
 
     meshes: tuple[dict[str, int], ...]

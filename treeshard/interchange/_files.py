@@ -131,7 +131,7 @@ def _put_in_place(where: str, path: Path, files: Sequence[NewFile], hidden: Path
     """Renames the files of a save, in an order that power loss does not change.
 
     1. Several files get names that no file has, so that the earlier index still names its own.
-    2. One rename decides: of the single file, or of the index. A single file is read in place of an
+    2. One rename decides: of the single file, or of the index. A single file is read instead of an
        index, so an earlier one is removed then, which decides instead.
     3. The files of earlier saves go, once the new ones are durable.
     """
