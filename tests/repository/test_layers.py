@@ -42,8 +42,6 @@ LAZY: Mapping[str, set[str]] = {
     "treeshard._cli": {"*"},  # each command
     "treeshard._cli.stored_trees": {"checkpoint"},  # needs TensorStore
     "treeshard._core.make_mesh": {"_core"},  # absent devices, and what several processes need
-    "treeshard._core.meetings": {"_core"},  # what only several processes need
-    "treeshard._core.processes": {"_core"},  # the same
     "treeshard._core.reports": {"*"},  # the one door from the core to the reports
     "treeshard._planning.plan": {"_planning"},  # checks and texts of plans
     "treeshard._placement.constraint": {"_placement"},  # what only Explicit axes need
