@@ -155,7 +155,7 @@ def test_a_line_that_fails_is_answered_with_one_that_is_right(
     assert others[-1].endswith(PAGE)
     offered = [line for line in others if line.startswith("Write ")]
     assert offered == (
-        [f"Write `{suggestion.write}` in place of `{suggestion.fails}`."] if suggestion else []
+        [f"Write `{suggestion.write}` instead of `{suggestion.fails}`."] if suggestion else []
     )
     assert_right([row], "explicit", alone)
 
@@ -239,7 +239,7 @@ def test_a_message_has_the_line_the_types_what_to_write_and_a_link() -> None:
     assert lines[1].startswith("JAX says: Use `.at[...].get(out_sharding=)`")
     assert "float32[16@fsdp,8]" in lines[1]
     assert lines[2:] == [
-        "Write `ts.lookup(table, ids)` in place of `table[ids]`.",
+        "Write `ts.lookup(table, ids)` instead of `table[ids]`.",
         f"Operations that fail, and what to write instead: {PAGE}",
     ]
 
@@ -255,7 +255,7 @@ def test_a_statement_that_adds_in_place_on_a_mesh_whose_last_axis_is_explicit() 
     assert first.endswith("is split over the Explicit axes fsdp=4.")
     assert lines[0] == "  x += row"
     assert "f32[1,8@fsdp]" in lines[1]
-    assert "Write `x + ts.unshard(b)` in place of `x + b`." in lines
+    assert "Write `x + ts.unshard(b)` instead of `x + b`." in lines
 
 
 def test_in_a_check_of_gradients() -> None:
@@ -267,7 +267,7 @@ def test_in_a_check_of_gradients() -> None:
 def test_code_whose_source_is_elsewhere() -> None:
     names: dict[str, Any] = {}
     exec("def loss(model, x): return (x @ model.layers[0]['weight']).mean()", names)
-    assert "Write `x @ ts.unshard(w)` in place of `x @ w`" in message(names["loss"], X)
+    assert "Write `x @ ts.unshard(w)` instead of `x @ w`" in message(names["loss"], X)
 
 
 def test_an_error_that_is_not_about_types_is_raised_as_it_is() -> None:

@@ -135,7 +135,7 @@ class StaticSplit:
         return self._join(dynamic, self._template)
 
     def without_static(self, dynamic: Sequence[Any], fill: Any = None) -> Any:
-        """The tree with these dynamic leaves, and `fill` in place of the static ones."""
+        """The tree with these dynamic leaves, and `fill` instead of the static ones."""
         return self._join(dynamic, [fill] * len(self._template))
 
     def _join(self, dynamic: Sequence[Any], others: list[Any]) -> Any:

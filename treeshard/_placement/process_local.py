@@ -85,14 +85,14 @@ def from_process_local(
 
     Args:
         tree: Any pytree of numpy arrays, or of JAX arrays on devices of this process. Other
-            leaves pass through untouched. Or of `jax.ShapeDtypeStruct`s in place of all arrays:
+            leaves pass through untouched. Or of `jax.ShapeDtypeStruct`s instead of all arrays:
             nothing is compared between processes then.
         specs: As in `shard`.
         mesh: As in `shard`.
         timeout: Seconds to wait for other processes, the first time.
 
     Returns:
-        The tree with a `jax.Array` in place of each array, which share no memory with it. With a
+        The tree with a `jax.Array` instead of each array, which share no memory with it. With a
         single process, whose part is the full array, what `shard` returns. Of structs, the
         structs of these arrays, with their shardings.
 

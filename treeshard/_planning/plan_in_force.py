@@ -404,7 +404,7 @@ def subtrees(whole: Any, treedef: Any) -> Iterator[int]:
 
 def subtrees_with_gaps(whole: Any, tree: PyTree) -> Iterator[list[int]]:
     """The indices of the leaves that each subtree has in common with a tree that has its structure,
-    but may have `None` in place of leaves."""
+    but may have `None` instead of leaves."""
     count = len(tree_leaves(tree))
     for start, node in _nodes(whole):
         if node.num_leaves < count:

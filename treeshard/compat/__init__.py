@@ -9,7 +9,7 @@ people arrive with is translated here, so that the rest has one form of each thi
 | `infer_sharding` | big_vision | `plan(...).shardings`, by rules with tactics |
 | `register_op` | big_vision | a function `(path, leaf) -> spec` is an action of a rule |
 | `create_pattern_based_partition_spec` | EasyDeL | rules: `[("attention", P("data"))]` |
-| `logical_to_mesh_spec` | Flax, MaxText | names in place of a spec, under `logical_axis_rules` |
+| `logical_to_mesh_spec` | Flax, MaxText | names instead of a spec, under `logical_axis_rules` |
 | `analyze_sharding_strategy` | EasyDeL | `print(plan)`, `step.communication` |
 | `extract_sharding_structure` | EasyDeL | `extract_shardings` |
 | `get_shardings_with_structure` | EasyDeL | `extract_shardings` |

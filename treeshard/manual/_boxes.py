@@ -88,7 +88,7 @@ def partition_specs(tree: PyTree) -> SpecTree:
             returns them.
 
     Returns:
-        A prefix of `tree`, with a `PartitionSpec` in place of each box and leaf.
+        A prefix of `tree`, with a `PartitionSpec` instead of each box and leaf.
 
     Raises:
         LeafError: If a leaf is a mutable reference (`jax.Ref`).

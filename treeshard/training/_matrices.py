@@ -300,6 +300,6 @@ def _select(values: Sequence[Any], stack: _Stack) -> list[Any]:
 
 
 def _without(stacks: Sequence[_Stack], leaves: Sequence[Any], treedef: Any) -> PyTree:
-    """The tree with `None` in place of matrices."""
+    """The tree with `None` instead of matrices."""
     stacked = {i for stack in stacks for i in stack.members}
     return treedef.unflatten([None if i in stacked else x for i, x in enumerate(leaves)])

@@ -24,7 +24,7 @@ PAGE = (
 
 
 class Suggestion(NamedTuple):
-    """What to write in place of an operation that JAX cannot type."""
+    """What to write instead of an operation that JAX cannot type."""
 
     says: str  # a part of JAX's message
     operation: str  # its name
@@ -96,7 +96,7 @@ def _message(error: Exception, mesh: AnyMesh) -> str:
         f"JAX says: {text}",
     ]
     if found is not None:
-        lines.append(f"Write `{found.write}` in place of `{found.fails}`.")
+        lines.append(f"Write `{found.write}` instead of `{found.fails}`.")
     return "\n".join([*lines, f"Operations that fail, and what to write instead: {PAGE}"])
 
 
