@@ -49,6 +49,13 @@ class Unplanned(NamedTuple):
         return "\n".join([head, *_lines(self.collectives)])
 
 
+# The hints for all-reduces of full gradients, by whether the step scatters gradients already.
+SCATTER_GRADIENTS = {
+    False: "Use `training.value_and_grad`, which constrains gradients to the plan's specs, or"
+    " reduce-scatter them by hand (`treeshard.manual`).",
+    True: "The step scatters them already, by a constraint or by hand, so this is the compiler's"
+    " choice. It may make another one on Explicit axes, or in `treeshard.manual`.",
+}
 # Code -> templates of the fact and of the hint.
 WORDS = {
     "activation": (
@@ -65,8 +72,7 @@ WORDS = {
     ),
     "all-reduce": (
         "all-reduce of full gradients, {size}, where a reduce-scatter was planned.",
-        "Use `training.value_and_grad`, which constrains gradients to the plan's specs, or"
-        " reduce-scatter them by hand (`treeshard.manual`).",
+        "{detail}",
     ),
     "batch-not-split": (
         "{axes} does not split the batch: devices along it do the same work.",
@@ -112,7 +118,7 @@ def explain(
     Args:
         code: One of `WORDS`.
         kind: The kind of the collectives.
-        detail: What of `"other"` or `"not-moved"`.
+        detail: What of `"other"` or `"not-moved"`; the hint of `"all-reduce"`.
         moved: The collectives.
         paths: The leaves that it concerns.
         batch_axes: The axes that split the batch.

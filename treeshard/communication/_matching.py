@@ -46,7 +46,7 @@ from treeshard.communication._collectives import (
     is_scalar,
     total_bytes,
 )
-from treeshard.communication._differences import Unplanned, explain
+from treeshard.communication._differences import SCATTER_GRADIENTS, Unplanned, explain
 from treeshard.communication._forecast import PlannedTransfer
 
 _REDUCTIONS = ("all-reduce", "reduce-scatter")
@@ -287,10 +287,10 @@ class Matcher:
                 self._note_dtype(moved, gradient.planned[-1])
                 return True
             self.leaves[moved.number] = gradient.path
-            if self.platform != "cpu" and not self.roles[gradient.path].is_scattered:
-                return self._file("all-reduce", moved, gradient.path)
-            # A CPU's compiler does so whatever one writes, and others do although the step
-            # constrains its gradients, or scatters them by hand.
+            if self.platform != "cpu":
+                hint = SCATTER_GRADIENTS[self.roles[gradient.path].is_scattered]
+                return self._file("all-reduce", moved, gradient.path, hint)
+            # A CPU's compiler does so whatever one writes.
             self.reduced_in_full.append(moved.collective)
             return True
         return False
