@@ -157,9 +157,11 @@ def step_of(gradient: Callable[..., Any], optimizer: Any) -> Callable[..., Any]:
     return step
 
 
-def planned(params: Any, optimizer: Any, rules: Any, mesh: Mesh) -> ts.Plan:
+def planned(
+    params: Any, optimizer: Any, rules: Any, mesh: Mesh, *, min_size: int | None = None
+) -> ts.Plan:
     state = {"params": params, "opt": jax.eval_shape(optimizer.init, params)}
-    return ts.plan(state, rules, mesh)
+    return ts.plan(state, rules, mesh, min_size=min_size)
 
 
 def by_plain_jax(case: Case, mesh: Mesh, *, constrained: bool = True) -> CompiledStep:
@@ -187,13 +189,15 @@ def by_plain_jax(case: Case, mesh: Mesh, *, constrained: bool = True) -> Compile
 def by_treeshard(case: Case, mesh: Mesh) -> CompiledStep:
     size, rows = SIZES[case.size], P(mesh.axis_names)
     params, rules = llama.parameters(size), rules_of(case)
-    optimizer = optax.adamw(3e-4)
+    optimizer, min_size = optax.adamw(3e-4), None
     if "Muon" in case.strategy:
-        rules = [("opt/matrices/.*mu$", P("fsdp")), *rules]
         optimizer = by_matrix(
             muon(), ts.plan(params, rules, mesh), is_matrix=lambda path, _: is_of_layer(path)
         )
-    plan = planned(params, optimizer, rules, mesh)
+        # Every array of a stack has its matrices on dim 0, also the counts of their steps, which
+        # are small: replicated, they would be gathered in each step.
+        rules, min_size = [("opt/matrices/", P("fsdp")), *rules], 0
+    plan = planned(params, optimizer, rules, mesh, min_size=min_size)
     constrain = partial(ts.with_sharding_constraint, shardings=rows)
     use_ends = cast if "as they are" in case.strategy else gathered
     losses = optax.softmax_cross_entropy_with_integer_labels

@@ -6,6 +6,7 @@ round away, and its own dtypes show errors of rounding, such as a sum in bfloat1
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from treeshard._core.arrays import data_of, is_raw_key
 from treeshard._core.jaxprs import equations
 from treeshard._core.text import fold_paths
 from treeshard._planning.plan_in_force import AVERAGES_PARTS
-from treeshard.testing._computations import Computation
+from treeshard.testing._computations import Computation, attempt
 from treeshard.testing._findings import (
     WHY,
     Compared,
@@ -131,11 +132,11 @@ class Comparison:
         # small beside its leaf. Floats of 16 bits stay, since a sum in them is one of the errors.
         changes = [i for i, x in enumerate(computation.outputs) if x.base is not None]
         if any(_COARSE < precisions[0].visible(i) < math.inf for i in changes):
-            try:
-                fine = computation.widen(Widening("float64", above=2))
-                precisions.insert(0, Tolerance(fine, alone, exact))
-            except Exception:  # a TPU has no float64: the report says which errors it does not see
-                pass
+            fine = Widening("float64", above=2)
+            in_float64, _ = attempt(lambda: Tolerance(computation.widen(fine), alone, exact))
+            # A TPU has no float64: the report says which errors it does not see.
+            if in_float64 is not None:
+                precisions.insert(0, in_float64)
         return precisions
 
     def _run_in_wide_floats(self, alone: Layout, exact: Results | None) -> Tolerance | None:
@@ -145,12 +146,11 @@ class Comparison:
         narrow = sorted(str(dtype) for dtype in dtypes if widening.widens(dtype))
         if not narrow and alone.mesh.devices.flat[0].platform not in MATMUL_EPS:
             return None
-        try:
-            wide = Tolerance(self.computation.widen(widening), alone, exact)
-        except Exception as error:  # what the program calls may take its own dtypes only
+        computation = self.computation
+        wide, error = attempt(lambda: Tolerance(computation.widen(widening), alone, exact))
+        if error is not None:
             self._note(_NOT_WIDE.format(dtypes=", ".join(narrow), error=_first_line(error)))
-            return None
-        if widening.kept:
+        elif widening.kept:
             kernels = ", ".join(sorted(widening.kept))
             self._note(_KEPT_DTYPES.format(kernels=kernels, wide=widening.dtype))
         return wide
@@ -181,11 +181,9 @@ class Comparison:
         results: list[Compared] = []
         errors: list[Exception] = []
         for expected in self.precisions:
-            try:
-                result = self._compare(expected, layout)
-            except Exception as error:  # the user's code, which may not run in all layouts
+            result, error = attempt(partial(self._compare, expected, layout))
+            if error is not None:
                 errors.append(error)
-                continue
             if result is not None:
                 self._note(*result.notes)
                 results.append(result)

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
 from itertools import combinations, permutations
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from unittest import mock
 
 import jax
@@ -55,6 +55,7 @@ Shards = dict[Any, tuple[tuple[slice, ...], np.ndarray]]
 Axes = tuple[str, ...]
 # The index of a device along each axis, and the size of the axis.
 Position = Mapping[str, tuple[Any, Any]]
+T = TypeVar("T")
 
 # Parameters are moved off their values once, by this part of their scale.
 _MOVED = 1e-2
@@ -481,6 +482,20 @@ def _wrong_form(grad: Any, shard: Any) -> Finding | None:
 
 
 # ------------------------------------------------------------------ what surrounds a call
+
+
+def attempt(run: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """What a run of the user's code returns, or what it raises.
+
+    Code that is right on its own mesh may raise anything elsewhere: in another layout, for the rows
+    of one device, or with wider floats, which a kernel does not take or a platform does not have.
+    The check goes on with the runs that do not raise.
+    """
+    try:
+        return run(), None
+    # Not what stops a process, such as Ctrl-C: that is no result of a layout.
+    except Exception as error:
+        return None, error
 
 
 def _key(layout: Layout) -> str:

@@ -5,8 +5,9 @@ minutes, and a difference would not show what it depends on.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice, product
 from typing import Any
 
 import jax
@@ -181,23 +182,13 @@ def _resize_axes(planned: Layout, batch: PyTree) -> list[Layout]:
     count = len(devices)
     if len(sizes) == 1 and jax.process_count() == 1:  # a single axis has one size only
         count //= 2
-    shapes = [x for x in _factors(count, len(sizes)) if x != sizes and math.prod(x) > 1]
+    divisors = [n for n in range(1, count + 1) if count % n == 0]
+    shapes = [x for x in product(divisors, repeat=len(sizes)) if math.prod(x) == count > 1]
+    # An axis of size 1 splits nothing, and so shows no fault along it.
     shapes.sort(key=lambda shape: (shape.count(1), shape))
-    for shape in shapes:
-        layout = planned.on(devices, shape, "mesh")
-        if _divides(layout, batch):
-            return [layout]
-    return []
-
-
-def _factors(count: int, rank: int) -> Iterator[tuple[int, ...]]:
-    """All ways to split `count` devices over `rank` axes."""
-    if rank == 1:
-        yield (count,)
-        return
-    for first in range(1, count + 1):
-        if count % first == 0:
-            yield from ((first, *rest) for rest in _factors(count // first, rank - 1))
+    others = (planned.on(devices, shape, "mesh") for shape in shapes if shape != sizes)
+    # All are of one kind, and each costs a compilation: one is enough.
+    return list(islice((layout for layout in others if _divides(layout, batch)), 1))
 
 
 def _divides(layout: Layout, batch: PyTree) -> bool:

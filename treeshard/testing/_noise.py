@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from treeshard._core.jaxprs import equations
-from treeshard.testing._computations import Computation, Shards
+from treeshard.testing._computations import Computation, Shards, attempt
 from treeshard.testing._layouts import Layout
 from treeshard.testing._widening import Widening
 
@@ -252,10 +252,8 @@ def run_in_float64(computation: Computation, layout: Layout) -> Results | None:
     """The results of one device in twice the precision; `None` where that is not possible."""
     if widest_float() == "float64":
         return None
-    try:
-        return computation.widen(Widening("float64")).alone(layout)
-    except Exception:  # the platform has no float64, or the program cannot be widened
-        return None
+    results, _ = attempt(lambda: computation.widen(Widening("float64")).alone(layout))
+    return results
 
 
 def widest_float() -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from treeshard._core.spec_trees import get_names_from_partition_spec
-from treeshard.testing._computations import Axes, Computation, Shards, subsets
+from treeshard.testing._computations import Axes, Computation, Shards, attempt, subsets
 from treeshard.testing._layouts import Layout
 from treeshard.testing._noise import LIMIT, Results, Tolerance, distance
 
@@ -36,10 +36,9 @@ class OwnRows:
         be computed.
         """
         if order not in self._results:
-            try:
-                self._results[order] = self._compute(order)
-            except Exception as error:  # the user's code, which may need the full batch
-                self._results[order], self.error = None, error
+            # The user's code may need the full batch.
+            self._results[order], error = attempt(lambda: self._compute(order))
+            self.error = error or self.error
         return self._results[order]
 
     def _compute(self, order: Axes, start: list[Any] | None = None) -> Results:

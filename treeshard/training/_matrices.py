@@ -142,9 +142,9 @@ class _Stack(NamedTuple):
 
 @dataclass(frozen=True)
 class _ByMatrix:
-    optimizer: Any
-    plan: Plan
-    is_matrix: Callable[[str, Any], bool]
+    optimizer: Any  # an `optax.GradientTransformation`, of full matrices
+    plan: Plan  # of the parameters
+    is_matrix: Callable[[str, Any], bool]  # by the path of a leaf and its struct
 
     def init(self, params: PyTree) -> ByMatrixState:
         check_no_refs(params, "by_matrix")
@@ -168,6 +168,7 @@ class _ByMatrix:
             other_weights = _without(stacks, weights, treedef)
         others = _without(stacks, leaves, treedef)
         others, rest = self.optimizer.update(others, state.rest, other_weights)
+        # The optimizer returns `None` for matrices, as it got them; their updates go there.
         results = treedef.flatten_up_to(others)
         states: dict[str, PyTree] = {}
         for stack in stacks:
@@ -209,6 +210,8 @@ class _ByMatrix:
                 facts.append(f"{path}: {array_text(struct)} is not in the plan.")
                 continue
             *leading, rows, columns = dim_entries(leaf.given, x.ndim)
+            # Reshaping joins the leading dims, which moves nothing unless one is sharded: such a
+            # leaf shares its stack with no other.
             own = (path, leaf.given) if any(leading) else (None, (rows, columns))
             members.setdefault((x.shape[-2:], leaf.dtype, own), []).append(i)
         if facts:
@@ -242,6 +245,7 @@ class _ByMatrix:
     def _concatenate(self, stack: _Stack, leaves: Sequence[Any]) -> Any:
         matrices = jnp.concatenate([x.reshape(-1, *x.shape[-2:]) for x in leaves])
         devices = part_count(all_axes(entries(stack.spec)), axis_sizes(self.plan.mesh))
+        # Zeros are matrices of their own under `vmap`, so they change no other's update.
         padding = -len(matrices) % devices
         return jnp.pad(matrices, [(0, padding), (0, 0), (0, 0)])
 
@@ -251,6 +255,7 @@ class _ByMatrix:
             for layout in reversed(stack.layouts):
                 matrices = self._constrain(matrices, layout)
             ends = [*accumulate(math.prod(x.shape[:-2]) for x in like)]
+            # The part behind the last matrix is padding.
             parts = jnp.split(matrices, ends)[: len(like)]
             return [
                 self._constrain(part.reshape(x.shape), spec)
