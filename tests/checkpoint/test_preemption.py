@@ -1,4 +1,4 @@
-"""Real signals to runs of one, two and four processes, and what the handlers leave."""
+"""Real signals to runs of one and more processes, and what the handlers leave."""
 
 import os
 import signal

@@ -153,6 +153,11 @@ def leaving(at: int, how: str) -> Iterator[list[str]]:
 TOLD = (ProcessError, ts.CheckpointError)
 
 
+# One call that writes a file, and one that reads: left in every way. The others are left at each of
+# their meetings in one way.
+REPRESENTATIVE = ("save_safetensors", "restore")
+
+
 def check_a_call_left_at_any_meeting_leaves_files_and_values_whole(context: Context) -> None:
     """The table: each call, each of its meetings, each way to leave, each process."""
     mesh = ts.make_mesh("data=2")
@@ -181,6 +186,7 @@ def check_a_call_left_at_any_meeting_leaves_files_and_values_whole(context: Cont
         "restore_latest": latest,
         "shard": lambda: ts.shard(structs, P("data"), mesh, read=read, timeout=2),
     }
+    soak = bool(os.environ.get("TREESHARD_SOAK"))  # `make soak`
     tried = 0
     for name, call in calls.items():
         with leaving(-1, "") as phases:
@@ -195,6 +201,8 @@ def check_a_call_left_at_any_meeting_leaves_files_and_values_whole(context: Cont
         ]
         for (at, how), who in product(ways, [{0}, {1}, {0, 1}]):
             if len(who) == 2 and how != "signal after":
+                continue
+            if not (soak or name in REPRESENTATIVE or (how, who) == ("raise after", {1})):
                 continue
             if name == "save_safetensors":
                 save_safetensors(file, old)
@@ -226,4 +234,4 @@ def check_a_call_left_at_any_meeting_leaves_files_and_values_whole(context: Cont
             wait_for(context, f"looked-{tried}")
             tried += 1
             start_again()
-    assert tried > 100
+    assert tried > (100 if soak else 40)

@@ -80,7 +80,6 @@ def test_rules_by_priority(names, mesh, shape, spec) -> None:
     assert logical_to_mesh_spec(names, RULES, mesh, shape) == spec
 
 
-# Few names, so that most have rules.
 # ------------------------------------------------------------------ bad input
 
 
