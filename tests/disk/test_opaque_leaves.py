@@ -32,6 +32,8 @@ OPAQUE = {
     "generator": np.random.default_rng(0),
     "method": State(ONES).grown,
     "partial": functools.partial(jnp.add, ONES),
+    "partial of a method": functools.partial(State(ONES).grown),
+    "partial with a method": functools.partial(map, State(ONES).grown),
 }
 CODE = {
     "function": lambda x: x,

@@ -187,14 +187,6 @@ def _has_mark(file: Any, mark: bytes) -> bool:
 
 # ------------------------------------------------------------------ locks
 
-_IS_OURS = "this process is already writing here. Close its other writer first."
-_IS_OF_ANOTHER = (
-    "another run is writing here: {}. Two writers would destroy each other's files. Wait for it,"
-    " end it, or write to another path."
-)
-_NOT_OURS = "{} is a link, or not a regular file. Remove it"
-_NO_LOCKS = "{}: this file system does not support locks ({}), so a second writer is not kept out."
-
 
 class Lock:
     """An exclusive lock for writing at a path, held from construction to `release`.
@@ -207,7 +199,7 @@ class Lock:
 
     def __init__(self, file: Path, what: str) -> None:
         self._file = file
-        self._handle: int | None = _lock(file, what)
+        self._handle: int | None = _open_locked(file, what)
         _locks.add(self)
 
     @property
@@ -245,48 +237,63 @@ class Lock:
 
 
 # An `flock` belongs to the open file, which a fork shares, and ends when its last handle is closed.
+# So a child closes the locks of its parent, and must know all of them.
 _locks: "weakref.WeakSet[Lock]" = weakref.WeakSet()
 os.register_at_fork(after_in_child=lambda: [lock.close_copy() for lock in _locks])
 
 
-# Neither follows a link nor waits for the other end of a FIFO.
-_OWN_FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+# Anybody may have put something else at the name of a lock file. A link is not followed, and
+# opening a FIFO does not wait for its other end.
+_OPEN_SAFELY = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 
 
-def _lock(file: Path, what: str) -> int | None:
-    """A handle of the locked file; `None` if the file system has no locks."""
-    try:
-        handle = None
-        while handle is None:
-            handle = os.open(file, _OWN_FILE | os.O_CREAT, 0o666)
-            with ExitStack() as opened:
+def _open_locked(file: Path, what: str) -> int | None:
+    """Opens and locks a file; returns its handle, or `None` if the file system has no locks."""
+    not_ours = f"{what}: cannot be written to: {file} is a link, or not a regular file. Remove it."
+    while True:
+        with ExitStack() as opened:
+            try:
+                handle = os.open(file, _OPEN_SAFELY, 0o666)
                 opened.callback(os.close, handle)
-                if not _take(handle, file, what):
+                status = os.fstat(handle)
+                # It has no name if its holder has just removed it, and two if it is a hard link.
+                if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+                    raise CheckpointError(not_ours)
+                if not _flock(handle, what):
                     return None
+                # Its holder may have removed it after we opened it. Others lock the next file of
+                # this name, so this one keeps nobody out.
                 if not is_open_as(file, handle):
-                    handle = None  # its holder removed it after we had opened it: lock the new one
                     continue
                 _name_holder(handle, file)
-                opened.pop_all()
-        return handle
-    except OSError as error:
-        why = _NOT_OURS.format(file) if os.path.islink(file) else error.strerror
-        raise CheckpointError(f"{what}: cannot be written to: {why}.") from None
+            except OSError as error:
+                if os.path.islink(file):
+                    raise CheckpointError(not_ours) from None
+                why = f"{what}: cannot be written to: {error.strerror}."
+                raise CheckpointError(why) from None
+            opened.pop_all()
+            return handle
 
 
-def _take(handle: int, file: Path, what: str) -> bool:
-    """Locks an open file; returns `False` if the file system has no locks."""
-    if not _is_only_ours(handle):
-        raise CheckpointError(f"{what}: cannot be written to: {_NOT_OURS.format(file)}.")
+def _flock(handle: int, what: str) -> bool:
+    """Locks an open file, or raises if another writer has; `False` if there are no locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.read(handle, 200).decode(errors="replace") or "an unknown process"
-        is_me = holder.startswith(f"{_me()},")
-        why = _IS_OURS if is_me else _IS_OF_ANOTHER.format(holder)
+        if holder.startswith(f"{_this_process()},"):
+            why = "this process is already writing here. Close its other writer first."
+        else:
+            why = (
+                f"another run is writing here: {holder}. Two writers would destroy each other's"
+                " files. Wait for it, end it, or write to another path."
+            )
         raise CheckpointError(f"{what}: {why}") from None
     except OSError as error:
-        warn(_NO_LOCKS.format(what, error.strerror))
+        warn(
+            f"{what}: this file system does not support locks ({error.strerror}), so a second"
+            " writer is not kept out."
+        )
         return False
     return True
 
@@ -295,21 +302,15 @@ def _name_holder(handle: int, file: Path) -> None:
     """Writes who holds a lock into its file."""
     try:
         os.ftruncate(handle, 0)
-        os.write(handle, f"{_me()}, since {datetime.now():%Y-%m-%d %H:%M:%S}".encode())
+        os.write(handle, f"{_this_process()}, since {datetime.now():%Y-%m-%d %H:%M:%S}".encode())
     except OSError:  # a full disk
         with suppress(OSError):
             file.unlink()
         raise
 
 
-def _me() -> str:
+def _this_process() -> str:
     return f"process {os.getpid()} on {platform.node()}"
-
-
-def _is_only_ours(handle: int) -> bool:
-    """Whether it is a regular file of one name; of none, if its holder has just removed it."""
-    status = os.fstat(handle)
-    return stat.S_ISREG(status.st_mode) and status.st_nlink <= 1
 
 
 def is_open_as(file: PathLike, handle: int) -> bool:

@@ -157,31 +157,39 @@ def _named_members(kind: Any) -> dict[str, Any]:
     return {name: x for name, x in members if name.isidentifier() or not issubclass(kind, Flag)}
 
 
-# What a program has again when it starts again, as its source says it.
+# The kinds of leaves whose values are saved, and of those that a program has again when it starts
+# again, as its source says them. A leaf of any other kind is rejected: what it holds would be lost
+# without a word.
+_SAVED = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+_SAVED += (bool, int, float, complex, str, bytes, Enum)
 _CODE = (type, ModuleType, np.dtype)
-_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-_KNOWN = (*_ARRAYS, bool, int, float, complex, str, bytes, Enum, *_CODE)
 
 
 def is_opaque(x: Any) -> bool:
-    """Whether a leaf may hold values that are neither saved nor code.
-
-    Code is a callable without arrays of its own, a type, a module or a dtype. An object of a plain
-    class without attributes, as `equinox.nn.Shared` leaves where an array was, has no values.
-    """
-    if x is None or isinstance(x, _KNOWN):
+    """Whether a leaf may hold values that are neither saved nor code."""
+    if x is None or isinstance(x, (*_SAVED, *_CODE)):
         return False
+    # Callables are of too many kinds to list: functions, ufuncs, results of `jit`, `custom_vjp`.
+    # They are code unless they hold arrays, as a `partial` or an object with `__call__` may.
     if callable(x):
-        return any(map(is_array, tree_leaves(_held_by(x))))
+        return _holds_arrays(x)
+    # `equinox.nn.Shared` leaves an object of a plain class where an array was.
     is_plain = type(x).__mro__[1:] == (object,)
     return not (is_plain and getattr(x, "__dict__", None) == {})
 
 
-def _held_by(x: Any) -> list[Any]:
-    """The attributes of a callable, what a method is bound to, and the arguments of a `partial`."""
+def _holds_arrays(x: Any) -> bool:
+    """Whether a callable holds arrays in its attributes, in what it is bound to, or as arguments.
+
+    The arguments of a `partial` may be such callables themselves. The variables of a closure are
+    not looked at: an optax schedule has arrays there that the program makes again.
+    """
     bound = getattr(x, "__self__", None)
-    arguments = (x.args, x.keywords) if isinstance(x, partial) else ()
-    return [getattr(x, "__dict__", {}), bound, getattr(bound, "__dict__", {}), arguments]
+    arguments = (x.func, x.args, x.keywords) if isinstance(x, partial) else ()
+    held = [getattr(x, "__dict__", {}), bound, getattr(bound, "__dict__", {})]
+    if any(map(is_array, tree_leaves(held))):
+        return True
+    return any(is_array(y) or (callable(y) and _holds_arrays(y)) for y in tree_leaves(arguments))
 
 
 def check_known(tree: PyTree, where: str, error: type[TreeShardError] = LeafError) -> None:

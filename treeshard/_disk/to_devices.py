@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from treeshard._core.arrays import Region, items_on_host, region_shape, regions_here
+from treeshard._core.memory import Meter
 from treeshard._disk.leaves import Shape
 
 _TOGETHER = 2**22  # bytes that are moved in one call, if no single region has more
@@ -66,6 +67,21 @@ def items_here(sharding: Sharding | None, shape: Shape) -> int:
     """The items that an array takes in host memory: on it, or on devices that use it."""
     full = tuple((0, length) for length in shape)
     return math.prod(shape) if sharding is None else items_on_host(sharding, shape, full)
+
+
+def add_part(meter: Meter, target: Target, region: Region, *, nbytes: int, converts: bool) -> None:
+    """Adds what a region of `nbytes`, which has been read, takes on its way to `target`.
+
+    It is converted, if at all, while the values that were read are still there; then moved while
+    the converted ones are.
+    """
+    count = math.prod(region_shape(region))
+    if converts:
+        meter.add(count * target.dtype.itemsize)
+        meter.add(-nbytes)
+    if target.sharding is not None:
+        meter.add(items_on_host(target.sharding, target.shape, region) * target.dtype.itemsize)
+        meter.add(-count * target.dtype.itemsize)
 
 
 def _batches(parts: Iterable[Part[Key]]) -> Iterator[list[Part[Key]]]:

@@ -10,7 +10,6 @@ are the ones that were saved, since an intact chunk of another step has a valid 
 """
 
 import json
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -21,7 +20,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from treeshard._core.arrays import items_on_host, region_shape, regions_here
+from treeshard._core.arrays import regions_here
 from treeshard._core.hosts import check_memory_of_hosts
 from treeshard._core.meetings import breaking_if_left
 from treeshard._core.memory import Meter, kept_by_allocator
@@ -38,7 +37,7 @@ from treeshard._core.text import parse_dtype
 from treeshard._disk.files import FileFacts, PathLike
 from treeshard._disk.leaves import ReadLeaf, SavedLeaf, raise_damages
 from treeshard._disk.requests import LeafType, Placing, RequestedLeaf, read_request
-from treeshard._disk.to_devices import Part, Target, default_sharding, to_devices
+from treeshard._disk.to_devices import Part, Target, add_part, default_sharding, to_devices
 from treeshard._disk.untrusted import check_memory, no_memory_to_read
 from treeshard._planning.rules import Rules
 from treeshard.checkpoint._array_store import (
@@ -319,16 +318,11 @@ def _memory_to_read(reads: Iterable[Read], targets: Mapping[str, Target]) -> int
     for (row, region), taken in read_ahead(reads, start):
         target = targets[row.path]
         stored = region_bytes(row, region)
-        converted = math.prod(region_shape(region)) * target.dtype.itemsize
         buffers += (stored, stored), (chunk_bytes(row), taken - stored)
         meter.add(stored - taken)
-        if stored != converted:
-            meter.add(converted)
-            meter.add(-stored)
-        if target.sharding is not None:
-            on_devices = items_on_host(target.sharding, target.shape, region)
-            meter.add(on_devices * target.dtype.itemsize)
-            meter.add(-converted)
+        # What the store has as `uint8` is viewed in its own dtype, which copies nothing.
+        converts = row.kind == "array" and parse_dtype(row.dtype) != target.dtype
+        add_part(meter, target, region, nbytes=stored, converts=converts)
     return meter.peak + kept_by_allocator(buffers, IN_FLIGHT)
 
 

@@ -1,8 +1,12 @@
 """Writes parts of an array to a file that holds the full array, and reads them back.
 
-Shards seldom are one run of bytes: of an array split by columns, each row is in all of them. A
-memory map would hide that, but counts as memory of the process, and ends it if the disk is full.
+Shards seldom are one run of bytes: of an array split by columns, each row is in all of them.
 So blocks of several shards are joined first, and then written run by run.
+
+The package safetensors reads slices, too, through a memory map. A file that another program cuts
+short while it is mapped ends the process with SIGBUS, which Python cannot catch: seen with version
+0.8.0. `preadv` returns fewer bytes, so that the error names the file. To write by a map has the
+same end on a full disk, and its pages count as memory of the process.
 """
 
 import math

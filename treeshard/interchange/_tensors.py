@@ -21,7 +21,6 @@ from treeshard._core.arrays import (
     has_shape,
     is_key,
     is_spread,
-    items_on_host,
     primary_shards,
     region_of,
     region_shape,
@@ -46,6 +45,7 @@ from treeshard._disk.requests import (
 from treeshard._disk.to_devices import (
     Part,
     Target,
+    add_part,
     default_sharding,
     to_devices,
 )
@@ -273,18 +273,16 @@ def _memory_to_load(tensors: Iterable[tuple[Tensor, RequestedLeaf]]) -> int:
     meter, sizes = Meter(), list[tuple[int, int]]()
     default = default_sharding()
     for tensor, leaf in tensors:
-        regions, size = _regions(leaf), np.dtype(tensor.dtype).itemsize
         dtype = parse_dtype(leaf.type.dtype)
-        items = [math.prod(region_shape(region)) for region in regions]
-        meter.add(sum(items) * size)
-        for region, count in zip(regions, items, strict=True):
-            if dtype != tensor.dtype:
-                meter.add(count * dtype.itemsize)
-                meter.add(-count * size)
+        sharding = (leaf.sharding or default) if leaf.type.on_devices else None
+        target = Target(leaf.type.shape, dtype, sharding)
+        counts = {region: math.prod(region_shape(region)) for region in _regions(leaf)}
+        # All regions of a tensor are read before the first is moved.
+        meter.add(sum(counts.values()) * tensor.dtype.itemsize)
+        for region, count in counts.items():
+            nbytes = count * tensor.dtype.itemsize
+            add_part(meter, target, region, nbytes=nbytes, converts=dtype != tensor.dtype)
             if leaf.type.on_devices:
-                sharding = leaf.sharding or default
-                meter.add(items_on_host(sharding, leaf.type.shape, region) * dtype.itemsize)
-                meter.add(-count * dtype.itemsize)
                 sizes.append((count * dtype.itemsize,) * 2)
     return meter.peak + kept_by_allocator(sizes, _KEPT)
 
