@@ -20,6 +20,7 @@ from treeshard._core.contexts import logical_rules
 from treeshard._core.mesh import MeshLike, axis_sizes, describe_sizes, get_incontext_mesh
 from treeshard._core.specs import (
     UNCONSTRAINED,
+    Adjustment,
     Entry,
     all_axes,
     axes_of,
@@ -358,13 +359,17 @@ def _pairs(rules: ReadLogicalRules | None) -> tuple[tuple[str, Entry], ...]:
     return tuple(rules._axes_by_name("train").items()) if is_by_dim else rules or ()
 
 
-def names_without_rule(names: Sequence[Entry], rules: ReadLogicalRules) -> list[str]:
-    """What to say of names that no rule has. A `PartitionAxis` raises for these."""
-    if isinstance(rules, PartitionAxis):
+def names_without_rule(names: Sequence[Entry], rules: ReadLogicalRules | None) -> list[Adjustment]:
+    """The adjustments of a leaf with names that no rule has: these dims are not sharded."""
+    # Without rules in force, and for names that a `PartitionAxis` lacks, resolving them raises.
+    if rules is None or isinstance(rules, PartitionAxis):
         return []
     known = {name for name, _ in rules}
     unknown = [name for name in all_axes(names) if name not in known]
-    return [f"{name!r} has no logical rule.{did_you_mean(name, known)}" for name in unknown]
+    return [
+        Adjustment("no-logical-rule", f"{name!r} has no logical rule.{did_you_mean(name, known)}")
+        for name in unknown
+    ]
 
 
 def read_logical_rules(rules: LogicalRules) -> ReadLogicalRules:

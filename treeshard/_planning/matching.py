@@ -25,13 +25,16 @@ from treeshard._core.specs import (
     shard_size,
     trimmed,
 )
-from treeshard._planning.logical import current_logical_rules, resolve_names
+from treeshard._planning.logical import (
+    current_logical_rules,
+    names_without_rule,
+    resolve_names,
+)
 from treeshard._planning.named_dims import leaves_with_names
 from treeshard._planning.tactics import (
     Refined,
     Tactic,
     min_size_in_force,
-    note_names_without_rule,
     too_small,
 )
 from treeshard._planning.tree_walk import Shape, TreeDef, name_leaves, shape_of_each
@@ -91,7 +94,7 @@ class PlannedLeaf(NamedTuple):
         """The kind of memory, such as `"pinned_host"`; `None` for that of the devices."""
         return self.decision.memory_kind
 
-    def where_text(self) -> str:
+    def placement_text(self) -> str:
         """`P('fsdp',) in pinned_host`."""
         return str(self.given) if self.memory is None else f"{self.given} in {self.memory}"
 
@@ -228,7 +231,7 @@ class _Rules:
         # Of each rule with logical names, those that no logical rule has.
         logical = current_logical_rules()
         self.unknown_names = {
-            index: tuple(note_names_without_rule(action, logical))
+            index: tuple(names_without_rule(action, logical))
             for index, (_, action) in enumerate(read)
             if is_logical(action)
         }

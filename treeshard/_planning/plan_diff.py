@@ -77,7 +77,7 @@ def _cells(change: LeafChange) -> tuple[str, str, str]:
     """The array, and its spec before and after."""
     both = (change.before, change.after)
     arrays = [array_text(x) for x in both if x is not None]
-    before, after = ("-" if x is None else x.where_text() for x in both)
+    before, after = ("-" if x is None else x.placement_text() for x in both)
     return " to ".join(dict.fromkeys(arrays)), before, after
 
 

@@ -72,18 +72,19 @@ class Received(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of a plan that a tree may be.
-
-    Attributes:
-        leaves: Its leaves.
-        specs: How each array of the tree is sharded if it is this part; `None` for an array that
-            has the full shape of a leaf that is sharded.
-        is_layer: Whether the tree is one layer of it, a slice of dim 0.
-    """
+    """A part of a plan that a tree may be."""
 
     leaves: tuple[PlannedLeaf, ...]
+    # How each array of the tree is sharded if it is this part; `None` for an array that has the
+    # full shape of a leaf that is sharded.
     specs: _Specs
+    # Whether the tree is one layer of it, a slice of dim 0.
     is_layer: bool
+
+
+# What `PlanInForce.known_spec` returns for an array of which it knows nothing. `None` would be an
+# array that has its full shape.
+UNKNOWN = object()
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,23 +134,21 @@ class PlanInForce:
 
         return run
 
-    def note_received(self, arrays: Sequence[Any]) -> None:
-        """Notes which leaves of the plan the arrays are that a step has received."""
+    def record_received(self, arrays: Sequence[Any]) -> None:
+        """Records which leaves of the plan the arrays are that a step has received."""
         for x, leaf in zip(arrays, self.plan.leaves, strict=True):
             note_origin(x, Received(self.plan, leaf))
 
-    def note_reduced(self, x: Any, spec: PartitionSpec, axes: Iterable[str]) -> None:
-        """Notes that the gradient of a shard was reduced over axes of its spec."""
+    def record_reduced(self, x: Any, spec: PartitionSpec, axes: Iterable[str]) -> None:
+        """Records that the gradient of a shard was reduced over axes of its spec."""
         self._reduced.setdefault((tuple(x.shape), trimmed(spec)), set()).update(axes)
 
     def reduced_axes(self, leaf: PlannedLeaf) -> set[str]:
         """The axes of its spec over which the gradient of a leaf, or of its layers, was reduced."""
-        spec, shape = trimmed(leaf.given), self._shape_of_shard(leaf, leaf.given)
-        of_layer = trimmed(with_entries(spec, entries(spec)[1:]))
-        none: set[str] = set()
-        return self._reduced.get((shape, spec), none) | self._reduced.get(
-            (shape[1:], of_layer), none
-        )
+        spec, shape = trimmed(leaf.given), self._shard_shape(leaf, leaf.given)
+        of_layer = with_entries(spec, entries(spec)[1:])
+        of_leaf = self._reduced.get((shape, spec), set())
+        return of_leaf | self._reduced.get((shape[1:], of_layer), set())
 
     # -------------------------------------------------------------- the specs of a tree
 
@@ -182,24 +181,18 @@ class PlanInForce:
         values = [tree_leaves(node)[0] for node in nodes]
         arrays = {i: x for i, x in enumerate(values) if has_shape(x)}
         found = {i: self.known_spec(x) for i, x in arrays.items()}
-        unknown = [i for i, spec in found.items() if spec is UNKNOWN]
-        if unknown:
+        if UNKNOWN in found.values():
             outline = treedef.unflatten([arrays.get(i) for i in range(len(values))])
-            where = call.partition("(")[0]
-            parts = self._parts_like(outline, where, are_gradients=are_gradients)
-            if parts or not are_gradients or self.may_be_shards([*arrays.values()]):
-                part = self._only(parts, outline, call, specs, are_gradients)
-                of_part = dict(zip(arrays, part.specs, strict=True))
-            else:
-                of_part = dict.fromkeys(arrays, PartitionSpec())
-            found |= {i: of_part[i] for i in unknown}
+            planned = self._specs_in_plan(outline, call, specs, are_gradients)
+            for i, spec in zip(arrays, planned, strict=True):
+                found[i] = spec if found[i] is UNKNOWN else found[i]
         return treedef.unflatten([found.get(i) for i in range(len(values))])
 
     def specs_of_state(self, parameters: PyTree) -> SpecTree | None:
         """The specs of the optimizer state of parameters; `None` if the plan has none that is
         sharded otherwise than they are, or several that differ."""
         outline = tree_map(lambda x: x if has_shape(x) else None, parameters)
-        parts = self._parts_like(outline, "value_and_grad")
+        parts = self._parts_like(outline, "value_and_grad", are_gradients=False)
         of_parameters = {part.specs for part in parts if self._has_parameters(part)}
         of_state = {part.specs for part in parts} - of_parameters
         if len(of_state) != 1 or len(of_parameters) != 1:
@@ -219,27 +212,10 @@ class PlanInForce:
             return None if is_whole else trimmed(origin.leaf.given)
         if isinstance(origin, GatheredFrom):
             return origin.rest
-        by_hand = self._manual_axes()
-        is_equal = bool(by_hand) and not self._may_differ(x, by_hand)
-        return PartitionSpec() if is_equal else UNKNOWN
-
-    def _manual_axes(self) -> list[str]:
-        """The axes of the plan over which this code runs once per device."""
-        return [axis for axis in axis_sizes(self.plan.mesh) if axis in manual_axes()]
-
-    def _may_differ(self, x: Any, axes: Iterable[str]) -> bool:
-        """Whether devices along one of these axes may have different values of `x`."""
-        sizes = axis_sizes(self.plan.mesh)
-        is_struct = isinstance(x, jax.ShapeDtypeStruct)
-        return any(sizes[axis] > 1 and (is_struct or still_differs(x, axis)) for axis in axes)
-
-    def _shape_here(self, leaf: PlannedLeaf) -> Shape:
-        """The shape of a leaf where this is traced: inside `shard_map`, that of a shard."""
-        others = axis_sizes(self.plan.mesh).keys() - manual_axes()
-        return self._shape_of_shard(leaf, without_axes(leaf.given, others))
-
-    def _shape_of_shard(self, leaf: PlannedLeaf, spec: PartitionSpec) -> Shape:
-        return NamedSharding(self.plan.mesh, spec).shard_shape(leaf.shape)
+        may_be_shard = not self._is_once_per_device() or any(
+            self._may_differ(x, axis) for axis in self._axes_by_hand()
+        )
+        return UNKNOWN if may_be_shard else PartitionSpec()
 
     def may_be_shards(self, arrays: Sequence[Any]) -> bool:
         """Whether arrays have the shapes of shards, or of one layer of them."""
@@ -256,105 +232,124 @@ class PlanInForce:
 
     def part_by_hand(self, spec: PartitionSpec | None) -> PartitionSpec:
         """The part of a spec that code by hand sees: its Manual axes of several devices."""
-        sizes, seen = axis_sizes(self.plan.mesh), self._manual_axes()
-        others = [axis for axis, size in sizes.items() if size == 1 or axis not in seen]
-        return trimmed(without_axes(spec or PartitionSpec(), others))
+        seen = self._axes_by_hand()
+        others = [axis for axis in self.plan.mesh.axis_names if axis not in seen]
+        return without_axes(spec or PartitionSpec(), others)
+
+    def _is_once_per_device(self) -> bool:
+        """Whether this code runs once per device along axes of the plan, of one device too."""
+        return not manual_axes().isdisjoint(self.plan.mesh.axis_names)
+
+    def _axes_by_hand(self) -> list[str]:
+        """The axes of several devices along which this code runs once per device."""
+        manual = manual_axes()
+        sizes = axis_sizes(self.plan.mesh)
+        return [axis for axis, size in sizes.items() if size > 1 and axis in manual]
+
+    def _may_differ(self, x: Any, axis: str) -> bool:
+        """Whether devices along an axis may have different values of `x`."""
+        return isinstance(x, jax.ShapeDtypeStruct) or still_differs(x, axis)
+
+    def _shape_here(self, leaf: PlannedLeaf) -> Shape:
+        """The shape of a leaf where this is traced: inside `shard_map`, that of a shard."""
+        return self._shard_shape(leaf, self.part_by_hand(leaf.given))
+
+    def _shard_shape(self, leaf: PlannedLeaf, spec: PartitionSpec) -> Shape:
+        return NamedSharding(self.plan.mesh, spec).shard_shape(leaf.shape)
 
     # -------------------------------------------------------------- the part of the plan
 
-    def _parts_like(
-        self, outline: PyTree, where: str, *, are_gradients: bool = False
-    ) -> list[Part]:
-        """The parts of the plan that have the structure and the shapes of a tree of arrays."""
-        arrays, structure = tree_leaves(outline), tree_structure(outline)
-        places = [
-            list(range(start, start + len(arrays))) for start in subtrees(self._whole, structure)
-        ]
-        if not places and are_gradients:
-            places = list(subtrees_with_gaps(self._whole, outline))
+    def _specs_in_plan(
+        self, outline: PyTree, call: str, specs: str, are_gradients: bool
+    ) -> Sequence[PartitionSpec | None]:
+        """The specs of the arrays of a tree by the part of the plan that it is."""
+        arrays = tree_leaves(outline)
+        parts = self._parts_like(outline, call.partition("(")[0], are_gradients)
+        if are_gradients and not parts and not self.may_be_shards(arrays):
+            return [PartitionSpec()] * len(arrays)
+        by_hand = self._is_once_per_device()
+        # Inside `shard_map` a wrong part would change values, so code by hand gets no choice.
+        # Gradients are always gradients of parameters, and of all layers.
+        if are_gradients or not by_hand:
+            parts = [part for part in parts if not part.is_layer] or parts
+            parts = [part for part in parts if self._has_parameters(part)] or parts
+        # Specs differ if they do where code by hand sees them.
+        different: dict[_Specs, Part] = {}
+        for part in parts:
+            seen = tuple(map(self.part_by_hand, part.specs)) if by_hand else part.specs
+            different.setdefault(seen, part)
+        if len(different) != 1:
+            raise self._no_single_part([*different.values()], outline, call, specs)
+        return parts[0].specs
+
+    def _parts_like(self, outline: PyTree, where: str, are_gradients: bool) -> list[Part]:
+        """The parts of the plan that have the structure and the shapes of a tree of arrays.
+
+        Raises `SpecError` if all of them are stacks of layers that are split over devices as such.
+        """
+        arrays = tree_leaves(outline)
         parts: list[Part] = []
         refused: list[SpecError] = []
-        for place in places:
+        for place in find_subtrees(self._whole, outline, with_gaps=are_gradients):
             leaves = tuple(self.plan.leaves[i] for i in place)
-            try:
-                part = self._part(leaves, arrays)
-            except SpecError as error:
-                refused.append(error)
-                continue
-            parts += [part] if part is not None else []
+            if (specs := self._specs_at(leaves, arrays, 0)) is not None:
+                parts.append(Part(leaves, tuple(specs), is_layer=False))
+            elif (specs := self._specs_at(leaves, arrays, 1)) is not None:
+                stacked = {leaf.path: spec for leaf, spec in zip(leaves, specs, strict=True)}
+                try:
+                    sliced = layer_specs(stacked)
+                except SpecError as error:
+                    refused.append(error)
+                else:
+                    specs = tuple(sliced[leaf.path] for leaf in leaves)
+                    parts.append(Part(leaves, specs, is_layer=True))
         if refused and not parts:
             raise SpecError(f"{where}: {refused[0]}")
         return parts
 
-    def _part(self, leaves: tuple[PlannedLeaf, ...], arrays: Sequence[Any]) -> Part | None:
-        """These leaves as a part that arrays may be; `None` if shapes or types differ.
+    def _specs_at(
+        self, leaves: Sequence[PlannedLeaf], arrays: Sequence[Any], first: int
+    ) -> list[PartitionSpec | None] | None:
+        """The specs of leaves of which arrays have the dims from `first` on, as in `Part`; `None`
+        if an array has others."""
+        specs: list[PartitionSpec | None] = []
+        for leaf, x in zip(leaves, arrays, strict=True):
+            shape = tuple(x.shape)
+            split = all_axes(entries(self.part_by_hand(leaf.given)))
+            may_be_shard = all(self._may_differ(x, axis) for axis in split)
+            if len(leaf.shape) != len(shape) + first:  # also for a scalar, which has no layers
+                return None
+            if self._shape_here(leaf)[first:] == shape and may_be_shard:
+                specs.append(trimmed(leaf.given))
+            elif leaf.shape[first:] == shape:
+                specs.append(None)
+            else:
+                return None
+        return specs
 
-        Raises `SpecError` if the arrays are layers of a stack, and split over devices as such.
-        """
-        pairs = list(zip(leaves, arrays, strict=True))
-        specs = [self._spec_at(leaf, x, 0) for leaf, x in pairs]
-        if _MISFIT not in specs:
-            return Part(leaves, tuple(specs), is_layer=False)
-        specs = [self._spec_at(leaf, x, 1) for leaf, x in pairs]
-        if _MISFIT in specs:
-            return None
-        sliced = layer_specs({leaf.path: spec for leaf, spec in zip(leaves, specs, strict=True)})
-        return Part(leaves, tuple(sliced[leaf.path] for leaf in leaves), is_layer=True)
-
-    def _spec_at(self, leaf: PlannedLeaf, x: Any, first: int) -> Any:
-        """The spec of `leaf` if `x` has its dims from `first` on; `None` if `x` has its full shape;
-        `_MISFIT` if it is another array."""
-        shape, spec = tuple(x.shape), trimmed(leaf.given)
-        if len(leaf.shape) != len(shape) + first:
-            return _MISFIT
-        is_split = all_axes(entries(self.part_by_hand(spec)))
-        may_be_shard = all(self._may_differ(x, [axis]) for axis in is_split)
-        if self._shape_here(leaf)[first:] == shape and may_be_shard:
-            return spec
-        return None if leaf.shape[first:] == shape else _MISFIT
-
-    def _only(
-        self, parts: Sequence[Part], outline: PyTree, call: str, specs: str, are_gradients: bool
-    ) -> Part:
-        """The part that a tree is; raises if there is none, or several that differ."""
-        # Inside `shard_map` a wrong part would change values, so code by hand gets no choice.
-        # Gradients are always gradients of parameters, and of all layers.
-        if are_gradients or not self._manual_axes():
-            parts = [part for part in parts if not part.is_layer] or parts
-            parts = [part for part in parts if self._has_parameters(part)] or parts
-        different = {self._seen(part): part for part in reversed(parts)}
-        if len(different) == 1:
-            return parts[0]
-        raise self._not_one_part([*reversed(different.values())], outline, call, specs)
-
-    def _not_one_part(
+    def _no_single_part(
         self, parts: Sequence[Part], outline: PyTree, call: str, specs: str
     ) -> SpecError:
         """The error for a tree that matches no part of the plan, or several different parts."""
         where = call.partition("(")[0]
-        shapes = [str(tuple(x.shape)) for x in tree_leaves(outline) if has_shape(x)]
+        shapes = [str(tuple(x.shape)) for x in tree_leaves(outline)]
         of_shape = ", ".join([*shapes[:5], *(["..."] if shapes[5:] else [])])
         if not parts:
             return SpecError(
                 f"{where}: the plan has no subtree of this structure with leaves of shape"
                 f" {of_shape}. Pass its specs: `{call.format(specs)}`."
             )
-        first = leaf_paths(outline)[0]
-        facts, lines = [], []
+        facts: list[str] = []
         for part in parts:
-            paths = [leaf.path for leaf in part.leaves]
-            facts.append(f"{', '.join(fold_paths(paths)[:3])} as {[x.given for x in part.leaves]}")
-            lines.append(_line(self.plan, paths[0].removesuffix(first).removesuffix("/")))
+            paths = fold_paths([leaf.path for leaf in part.leaves])
+            facts.append(f"{', '.join(paths[:3])} as {[leaf.given for leaf in part.leaves]}")
+        below = leaf_paths(outline)[0]
+        subtree = parts[0].leaves[0].path.removesuffix(below).removesuffix("/")
         return SpecError(
             f"{where}: the plan has several subtrees of this structure with leaves of shape"
             f" {of_shape}, and they are sharded differently: {'; '.join(facts)}. Pass the plan of"
-            f" the one that you mean, such as `{call.format(lines[0])}`."
+            f" the one that you mean, such as `{call.format(_line(self.plan, subtree))}`."
         )
-
-    def _seen(self, part: Part) -> tuple[Any, ...]:
-        """What of the specs of a part makes a difference here."""
-        by_hand = bool(self._manual_axes())
-        return tuple(self.part_by_hand(spec) if by_hand else spec for spec in part.specs)
 
     def _has_parameters(self, part: Part) -> bool:
         return self._parameters.issuperset(leaf.path for leaf in part.leaves)
@@ -369,12 +364,6 @@ class PlanInForce:
         structure = self.plan.structure_of_arrays
         tree = structure.unflatten([0] * structure.num_leaves)
         return tree_structure(tree, is_leaf=is_box_of_leaf)
-
-
-# What `PlanInForce.known_spec` returns for an array of which it knows nothing, and `_spec_at` for
-# one that is not the leaf. `None` would be an array that has its full shape.
-UNKNOWN = object()
-_MISFIT = object()
 
 
 def _line(plan: Plan, path: str) -> str:
@@ -395,27 +384,31 @@ def _nodes(treedef: Any, start: int = 0) -> Iterator[tuple[int, Any]]:
         start += child.num_leaves
 
 
-def subtrees(whole: Any, treedef: Any) -> Iterator[int]:
-    """The index of the first leaf of each subtree that has this structure."""
-    count = treedef.num_leaves
-    nodes = _nodes(whole) if count else iter(())
-    return (start for start, node in nodes if node.num_leaves == count and node == treedef)
+def find_subtrees(whole: Any, tree: PyTree, *, with_gaps: bool = False) -> list[list[int]]:
+    """The indices of the leaves of each subtree that has the structure of a tree.
+
+    If there is none, and `with_gaps`, the tree may have `None` instead of leaves.
+    """
+    structure = tree_structure(tree)
+    count = structure.num_leaves
+    # A tree without arrays is everywhere, and nowhere.
+    nodes = [(start, node) for start, node in _nodes(whole) if 0 < count <= node.num_leaves]
+    starts = [start for start, node in nodes if node.num_leaves == count and node == structure]
+    if starts or not with_gaps:
+        return [list(range(start, start + count)) for start in starts]
+    in_common = [_leaves_in_common(start, node, tree) for start, node in nodes]
+    return [leaves for leaves in in_common if len(leaves) == count]
 
 
-def subtrees_with_gaps(whole: Any, tree: PyTree) -> Iterator[list[int]]:
-    """The indices of the leaves that each subtree has in common with a tree that has its structure,
-    but may have `None` instead of leaves."""
-    count = len(tree_leaves(tree))
-    for start, node in _nodes(whole):
-        if node.num_leaves < count:
-            continue
-        try:
-            found = node.flatten_up_to(tree)
-        except (ValueError, TypeError, KeyError):  # another structure
-            continue
-        there = {start + i: x for i, x in enumerate(found) if tree_leaves(x)}
-        if len(there) == count and all_leaves(there.values()):
-            yield list(there)
+def _leaves_in_common(start: int, node: Any, tree: PyTree) -> list[int]:
+    """The indices of the leaves of a node in whose places a tree has leaves too; none if it has
+    another structure."""
+    try:
+        found = node.flatten_up_to(tree)
+    except (ValueError, TypeError, KeyError):
+        return []
+    there = {start + i: x for i, x in enumerate(found) if tree_leaves(x)}
+    return list(there) if all_leaves(there.values()) else []
 
 
 # The value of `plan_in_force` while a state is initialised: nothing is sharded yet.

@@ -37,7 +37,7 @@ def describe(plan: PlannedTree) -> str:
         size = human_bytes(leaf.bytes_per_device(plan.mesh) * len(leaves))
         role = [] if leaf.role is None else [leaf.role]
         why = _reason(leaf, plan.rules)
-        rows.append((path or "(the tree)", array, leaf.where_text(), size, *role, why))
+        rows.append((path or "(the tree)", array, leaf.placement_text(), size, *role, why))
     return f"{columns(rows, right=_HEADS.index('per device'))}\n{_totals(plan)}"
 
 

@@ -25,7 +25,6 @@ from treeshard._core.mesh import (
 from treeshard._core.specs import (
     MISFITS,
     Adjustment,
-    Entry,
     all_axes,
     dim_entries,
     entries,
@@ -348,14 +347,6 @@ def too_small(size: int, min_size: int) -> Adjustment:
     return Adjustment("too-small", f"{counted(size, 'element')}, fewer than min_size={min_size}.")
 
 
-def note_names_without_rule(
-    names: Sequence[Entry], rules: ReadLogicalRules | None
-) -> list[Adjustment]:
-    """The adjustments of a leaf with names that no rule has: these dims are not sharded."""
-    facts = () if rules is None else names_without_rule(names, rules)
-    return [Adjustment("no-logical-rule", fact) for fact in facts]
-
-
 def axes_to_shard(axis: str | Sequence[str], where: str) -> tuple[str, ...]:
     """The axes of a tactic, as a tuple. Raises if there are none, or one occurs twice."""
     axes = axis_tuple(axis, where)
@@ -432,7 +423,7 @@ def _shard_by_names(
     rules = _rules_for(box, given)
     by_names = _resolve_box(box, rules, mesh)
     projected, adjustments = project(by_names, mesh, tuple(value_of(leaf).shape))
-    notes = note_names_without_rule(box.names, rules) if box.logical else ()
+    notes = names_without_rule(box.names, rules) if box.logical else ()
     return trimmed(projected), (*adjustments, *notes)
 
 

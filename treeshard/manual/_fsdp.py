@@ -395,7 +395,7 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames, specs: SpecTree = None)
     if (step := current_plan()) is not None:
         for leaf in leaves:
             if over := set(axes).intersection(leaf.axes):
-                step.note_reduced(leaf.value, leaf.spec, over)
+                step.record_reduced(leaf.value, leaf.spec, over)
     return treedef.unflatten([_average_leaf(leaf, axes) for leaf in leaves])
 
 

@@ -175,7 +175,7 @@ class Program:
 
     def _step(self, arrays: list[Any], batch: PyTree) -> tuple[list[Any], Any]:
         """What the user's function returns: the new arrays, and `aux`."""
-        self._in_force.note_received(arrays)
+        self._in_force.record_received(arrays)
         out = self._fn(self.state.combine(arrays), batch)
         if not isinstance(out, tuple) or len(out) != 2:
             raise StateError(f"the step must return (state, aux), not {type(out).__name__}.")
