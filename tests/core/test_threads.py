@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from treeshard._core.threads import Outcome, in_thread, interrupts_deferred
+from treeshard._core.threads import Outcome, interrupts_deferred, start_thread
 
 
 def is_interrupted(call: Callable[[], Any], at: int) -> bool:
@@ -40,7 +40,7 @@ def test_a_wait_may_be_interrupted_at_any_instruction() -> None:
     at = 1
     while True:
         running: list[Outcome[None]] = []
-        outcome = in_thread(running, time.sleep, 0.01)
+        outcome = start_thread(running, time.sleep, 0.01)
         was_interrupted = is_interrupted(outcome.result, at)
         waiter = threading.Thread(target=outcome.wait, daemon=True)
         waiter.start()
@@ -56,8 +56,8 @@ def test_a_wait_may_be_interrupted_at_any_instruction() -> None:
 
 def test_an_outcome_is_a_value_or_an_error() -> None:
     running: list[Outcome[Any]] = []
-    assert in_thread(running, int, "7").result() == 7
-    failed = in_thread(running, int, "x")
+    assert start_thread(running, int, "7").result() == 7
+    failed = start_thread(running, int, "x")
     with pytest.raises(ValueError, match="invalid literal"):
         failed.result()
     assert isinstance(failed.error(), ValueError)

@@ -19,7 +19,7 @@ from treeshard.errors import ArgumentError, LeafError, listed, short
 PLAIN_VALUES = (bool, int, float, complex, str, bytes)  # leaves of Python that have a value
 
 
-def described(x: Any) -> str:
+def describe_argument(x: Any) -> str:
     """What an argument is, for messages: `the class Model`, `a Mesh`, `float32[8,4]`."""
     if has_shape(x):
         return array_text(x)
@@ -53,7 +53,7 @@ def check_tree(tree: Any, where: str, call: str, name: str = "the tree") -> None
         advice = "Call it first, and pass the arrays that it makes"
     else:
         advice = "Pass its arrays, or register its class as a pytree"
-    what = f"{name} is {described(tree)}, which is not a pytree of arrays"
+    what = f"{name} is {describe_argument(tree)}, which is not a pytree of arrays"
     raise ArgumentError(f"{where}: {what}. {advice}: `{call}`.")
 
 
@@ -86,5 +86,5 @@ def check_path(path: Any, where: str, call: str) -> None:
     """Raises `ArgumentError` if a path is not one, as where it is passed after the tree."""
     if not isinstance(path, str | os.PathLike):
         raise ArgumentError(
-            f"{where}: the path is {described(path)}. The path comes first: `{call}`."
+            f"{where}: the path is {describe_argument(path)}. The path comes first: `{call}`."
         )

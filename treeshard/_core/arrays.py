@@ -134,7 +134,7 @@ class StaticSplit:
     def combine(self, dynamic: Sequence[Any]) -> Any:
         return self._join(dynamic, self._template)
 
-    def without_static(self, dynamic: Sequence[Any], fill: Any = None) -> Any:
+    def fill_static(self, dynamic: Sequence[Any], fill: Any = None) -> Any:
         """The tree with these dynamic leaves, and `fill` instead of the static ones."""
         return self._join(dynamic, [fill] * len(self._template))
 

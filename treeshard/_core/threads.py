@@ -58,7 +58,7 @@ class Outcome(Generic[T]):
         return self._value
 
 
-def in_thread(
+def start_thread(
     running: list[Any], function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 ) -> Outcome[T]:
     """Calls a function in a thread, which Python joins before the process ends.

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.tree_util import tree_leaves
 
-from treeshard._core.arguments import check_no_refs, described
+from treeshard._core.arguments import check_no_refs, describe_argument
 from treeshard._core.arrays import array_text, has_shape, is_array
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.text import columns, fold, human_bytes, parse_dtype
@@ -198,7 +198,7 @@ def check_known(tree: PyTree, where: str, error: type[TreeShardError] = LeafErro
     if not any(map(is_opaque, tree_leaves(tree))):
         return
     facts = [
-        f"{path or 'the tree'}: {described(x)}."
+        f"{path or 'the tree'}: {describe_argument(x)}."
         for path, x in zip(leaf_paths(tree), tree_leaves(tree), strict=True)
         if is_opaque(x)
     ]

@@ -5,7 +5,7 @@ hang in the next step, nor names the leaf and the way out in its errors.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten, tree_structure
 
 from treeshard._core.arguments import check_no_refs
-from treeshard._core.arrays import array_text, device_dtype, has_shape, is_spread, to_numpy
+from treeshard._core.arrays import array_text, device_dtype, has_shape, is_spread
 from treeshard._core.facts import SMALL_BYTES
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.meetings import (
@@ -32,7 +32,7 @@ from treeshard._core.meetings import (
 from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.processes import TIMEOUT, participating_processes, require_agreement
-from treeshard._core.replicas import Part, checksum_text, region_name, shared_regions
+from treeshard._core.replicas import checksum_text, shared_parts
 from treeshard._core.spec_trees import Misfit, ResolvedSpec, SpecTree
 from treeshard._core.specs import project
 from treeshard._placement.moves import as_keys, host_copy, through_host
@@ -114,22 +114,21 @@ def from_process_local(
     leaves, treedef = tree_flatten(tree)
     arrays = [x for x in leaves if has_shape(x)]
     if arrays and all(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):
-        for i, target in _joint_shardings(tree, leaves, specs, mesh, structs=True).items():
-            leaves[i] = _joint_struct(leaves[i], target)
+        for i, joint in _joint_structs(tree, leaves, specs, mesh, may_lack_values=True).items():
+            leaves[i] = joint
         return treedef.unflatten(leaves)
     if jax.process_count() == 1:
         return place(tree, specs, mesh, Call(WHERE, through_host))
     processes = tuple(participating_processes((), meshes_of(specs, mesh)))
     check_not_broken(WHERE, processes)
     batch = count_batch(processes) if processes else 0  # before anything can fail on one process
-    shardings = _joint_shardings(tree, leaves, specs, mesh)
-    checksums = _agree(tree, leaves, shardings, processes, batch, timeout) if processes else {}
-    for i, target in shardings.items():
-        leaves[i] = _joint_array(leaves[i], target)
-    # What later calls compare of these arrays, without reading them.
-    for i, checksum in checksums.items():
-        set_checksum(leaves[i], checksum)
-    set_origin((leaves[i] for i in shardings), processes, f"batch {batch} of {WHERE}")
+    joints = _joint_structs(tree, leaves, specs, mesh)
+    made = {i: _join(leaves[i], joint) for i, joint in joints.items()}
+    if processes:
+        _agree(tree, leaves, made, processes, batch, timeout)
+    set_origin(made.values(), processes, f"batch {batch} of {WHERE}")
+    for i, array in made.items():
+        leaves[i] = array
     return treedef.unflatten(leaves)
 
 
@@ -138,24 +137,23 @@ def from_process_local(
 
 def _agree(
     tree: PyTree,
-    leaves: list[Any],
-    shardings: dict[int, NamedSharding],
+    parts: list[Any],
+    made: dict[int, jax.Array],
     processes: tuple[int, ...],
     batch: int,
     timeout: float,
-) -> dict[int, str]:
+) -> None:
     """Compares the first tree of each form with what other processes pass, and records later ones.
 
-    Returns checksums of the small leaves that every process passes in full.
+    `made` has the joint array of each part that is an array, by its index in `parts`.
     """
-    rows = [(i, leaves[i].shape, leaves[i].dtype, target) for i, target in shardings.items()]
     # Processes that have made the same calls have agreed on the same forms, so either all skip the
     # comparison or none does. The main thread compares its own first tree: whether another thread
     # comes before it may differ.
     in_order = is_main_thread()
+    rows = [(i, parts[i].shape, parts[i].dtype, x.sharding) for i, x in made.items()]
     agreed, key = agreed_forms(processes), (in_order, tree_structure(tree), *rows)
-    form = agreed.get(key) or _form(tree, leaves, shardings)
-    checksums = _checksums_of_full(leaves, shardings)
+    form = agreed.get(key) or _form(tree, made, parts)
     # Threads of loaders come in any order, so each form has a channel of its own there. Of several
     # that make their first trees of one form, one compares: on each process.
     channel = "" if in_order else f"the first tree of {form}"
@@ -165,112 +163,89 @@ def _agree(
                 WHERE, among=processes, timeout=timeout, moves=False, channel=channel
             ) as facts:
                 paths = leaf_paths(tree)
-                facts.describe((paths[i], leaves[i], [x]) for i, x in shardings.items())
-                for i, target in shardings.items():
-                    facts.share(paths[i] or "the array", _shared_parts(leaves[i], target))
+                facts.describe((paths[i], parts[i], [x.sharding]) for i, x in made.items())
+                for i, x in made.items():
+                    facts.share(paths[i] or "the array", shared_parts(x, processes))
             agreed[key] = form
-    record_batch(processes, ", ".join([f"batch {batch} of {WHERE}: {form}", *checksums.values()]))
-    return checksums
+    # Of later trees, a message compares the small leaves that every process passes in full.
+    full = [i for i, x in made.items() if x.shape == parts[i].shape]
+    small = [i for i in full if 0 < parts[i].nbytes <= SMALL_BYTES]
+    checksums = [checksum_text(parts[i]) for i in small]
+    record_batch(processes, ", ".join([f"batch {batch} of {WHERE}: {form}", *checksums]))
+    for i, text in zip(small, checksums, strict=True):
+        set_checksum(made[i], text)  # so that nothing has to read the array again
 
 
-def _form(tree: PyTree, leaves: list[Any], shardings: Iterable[int]) -> str:
+def _form(tree: PyTree, made: Iterable[int], parts: list[Any]) -> str:
     """`x: float32[8,4], y: int32[8]`"""
     paths = leaf_paths(tree)
-    return ", ".join(f"{paths[i] or 'the array'}: {array_text(leaves[i])}" for i in shardings)
-
-
-def _checksums_of_full(leaves: list[Any], shardings: dict[int, NamedSharding]) -> dict[int, str]:
-    """Checksums of the small leaves that every process passes in full, by index."""
-    return {
-        i: checksum_text(leaves[i])
-        for i, target in shardings.items()
-        if 0 < leaves[i].nbytes <= SMALL_BYTES
-        and _joint_shape(leaves[i].shape, target.mesh, target.spec) == tuple(leaves[i].shape)
-    }
-
-
-def _shared_parts(leaf: Any, target: NamedSharding) -> Iterator[Part]:
-    """The parts of the joint array that this process and others pass."""
-    shape = _joint_shape(leaf.shape, target.mesh, target.spec)
-    regions = shared_regions(target, shape)
-    if not leaf.size or all(len(processes) == 1 for processes in regions.values()):
-        return
-    values = to_numpy(leaf)
-    # The shards of this process follow each other in what it passes, in each dim.
-    spans = [sorted(set(spans)) for spans in zip(*regions, strict=True)]
-    for region, processes in regions.items():
-        starts = [
-            dim.index(span) * (span[1] - span[0]) for dim, span in zip(spans, region, strict=True)
-        ]
-        ends = [start + stop - first for start, (first, stop) in zip(starts, region, strict=True)]
-        if len(processes) > 1:
-            index = tuple(map(slice, starts, ends))
-            yield Part(region_name(region, shape), processes, [values[index]])
+    return ", ".join(f"{paths[i] or 'the array'}: {array_text(parts[i])}" for i in made)
 
 
 # ------------------------------------------------------------------ parts joined
 
 
-def _joint_struct(part: jax.ShapeDtypeStruct, target: NamedSharding) -> jax.ShapeDtypeStruct:
-    shape = _joint_shape(part.shape, target.mesh, target.spec)
-    return jax.ShapeDtypeStruct(shape, device_dtype(part.dtype), sharding=target)
-
-
-def _joint_array(part: Any, target: NamedSharding) -> jax.Array:
+def _join(part: Any, joint: jax.ShapeDtypeStruct) -> jax.Array:
+    """The array of which this process has a part. Nothing is communicated."""
     data = host_copy(part)  # JAX may keep the memory that it is given
-    shape = _joint_shape(part.shape, target.mesh, target.spec)
-    shape = (*shape, *data.shape[part.ndim :])  # the data of keys have more dims
+    shape = (*joint.shape, *data.shape[part.ndim :])  # the data of keys have more dims
     # JAX's function raises on a process that has no device of the mesh.
-    if target.addressable_devices:
-        joint = jax.make_array_from_process_local_data(target, data, shape)
+    if joint.sharding.addressable_devices:
+        array = jax.make_array_from_process_local_data(joint.sharding, data, shape)
     else:
-        joint = jax.make_array_from_single_device_arrays(shape, target, [], dtype=data.dtype)
-    return as_keys(joint, part)
+        array = jax.make_array_from_single_device_arrays(
+            shape, joint.sharding, [], dtype=data.dtype
+        )
+    return as_keys(array, part)
 
 
-def _joint_shardings(
+def _joint_structs(
     tree: PyTree,
     leaves: list[Any],
     specs: SpecTree,
     mesh: AnyMesh | None,
     *,
-    structs: bool = False,
-) -> dict[int, NamedSharding]:
-    """The shardings of the joint arrays; raises one error for all leaves that cannot be joined."""
+    may_lack_values: bool = False,
+) -> dict[int, Any]:
+    """The structs of the joint arrays; raises one error for all leaves that cannot be joined."""
     check_no_refs(tree, WHERE)
-    resolved = resolve_on_devices(tree, specs, mesh, WHERE)
-    joint = {i: _joint_spec(leaves[i], spec, structs=structs) for i, spec in resolved.items()}
-    raise_unmovable(tree, {i: x for i, x in joint.items() if isinstance(x, Misfit)}, WHERE)
-    return {i: x.sharding for i, x in joint.items() if isinstance(x, ResolvedSpec)}
+    joints: dict[int, jax.ShapeDtypeStruct] = {}
+    misfits: dict[int, Misfit | None] = {}
+    for i, resolved in resolve_on_devices(tree, specs, mesh, WHERE).items():
+        lacking = None if may_lack_values else unmovable(leaves[i])
+        joint = lacking or _joint_struct(leaves[i], resolved)
+        if isinstance(joint, Misfit):
+            misfits[i] = joint
+        else:
+            joints[i] = joint
+    raise_unmovable(tree, misfits, WHERE)
+    return joints
 
 
-def _joint_spec(leaf: Any, resolved: ResolvedSpec, *, structs: bool) -> ResolvedSpec | Misfit:
-    """The spec of the joint array of parts like `leaf`, or why it cannot be had."""
+def _joint_struct(part: Any, resolved: ResolvedSpec) -> jax.ShapeDtypeStruct | Misfit:
+    """The struct of the joint array of parts like this one, or why there cannot be one."""
     # The others would pass shards of the same array, and not parts of a larger one.
-    if is_spread(leaf):
+    if is_spread(part):
         why = "it is already on devices of several processes. `reshard` moves it."
         return Misfit(LeafError, why)
     # Whether axes divide a dim, the length of the joint array decides.
-    misfit = None if structs else unmovable(leaf)
-    misfit = misfit or resolved.misfit(UNPLACEABLE - {"indivisible"})
-    if misfit is not None:
+    if misfit := resolved.misfit(UNPLACEABLE - {"indivisible"}):
         return misfit
-    shape = tuple(leaf.shape)
-    joint_shape = _joint_shape(shape, resolved.mesh, resolved.requested)
-    if None in joint_shape:
+    shape = _joint_shape(tuple(part.shape), resolved.mesh, resolved.requested)
+    if None in shape:
         why = (
-            f"the processes hold overlapping parts of dim {joint_shape.index(None)}, so it is"
-            " undefined which part each of them passes. Order the devices of the mesh so that each"
-            " process has parts of its own, or pass the full array on each, to `shard`."
+            f"the processes hold overlapping parts of dim {shape.index(None)}, so it is undefined"
+            " which part each of them passes. Order the devices of the mesh so that each process"
+            " has parts of its own, or pass the full array on each, to `shard`."
         )
         return Misfit(SpecError, why, resolved.requested_text())
-    spec, adjustments = project(resolved.requested, resolved.mesh, joint_shape)
+    spec, adjustments = project(resolved.requested, resolved.mesh, shape)
     joint = replace(resolved, spec=spec, adjustments=adjustments)
     misfit = joint.misfit()
     if misfit is None:
-        return joint
-    if joint_shape != shape:
-        misfit = misfit._replace(why=f"joined, the parts have shape {joint_shape}. {misfit.why}")
+        return jax.ShapeDtypeStruct(shape, device_dtype(part.dtype), sharding=joint.sharding)
+    if shape != tuple(part.shape):
+        misfit = misfit._replace(why=f"joined, the parts have shape {shape}. {misfit.why}")
     return misfit
 
 

@@ -56,12 +56,12 @@ class PlannedTree(SpecCarrier):
     @property
     def specs(self) -> SpecTree:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The tree with a `PartitionSpec` at every leaf; `P()` at non-array leaves."""
-        return self._split.without_static([leaf.given for leaf in self.leaves], PartitionSpec())
+        return self._split.fill_static([leaf.given for leaf in self.leaves], PartitionSpec())
 
     @property
     def shardings(self) -> SpecTree:
         """The tree with a `NamedSharding` at every array; `P()` at non-array leaves."""
-        return self._split.without_static(self.sharding_of_each(), PartitionSpec())
+        return self._split.fill_static(self.sharding_of_each(), PartitionSpec())
 
     @property
     def structs(self) -> PyTree:
@@ -86,7 +86,7 @@ class PlannedTree(SpecCarrier):
         """The specs, with a `NamedSharding` for a leaf that is in other memory."""
         pairs = zip(self.leaves, self.sharding_of_each(), strict=True)
         placements = [x.given if x.memory is None else sharding for x, sharding in pairs]
-        return self._split.without_static(placements, PartitionSpec())
+        return self._split.fill_static(placements, PartitionSpec())
 
     def sharding_of_each(self) -> list[NamedSharding]:
         """The sharding of every array; equal ones are one object.
@@ -121,7 +121,7 @@ class PlannedTree(SpecCarrier):
     @cached_property
     def structure_of_arrays(self) -> Any:
         """The structure of the tree without its non-array leaves."""
-        return tree_structure(self._split.without_static([0] * len(self.leaves)))
+        return tree_structure(self._split.fill_static([0] * len(self.leaves)))
 
     def leaf_at_each_index(self) -> list[PlannedLeaf | None]:
         """A `PlannedLeaf` for every leaf of the tree, in JAX's order; `None` for non-arrays."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from treeshard._core.arguments import check_tree, described
+from treeshard._core.arguments import check_tree, describe_argument
 from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh, describe_mesh
 from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import ResolvedSpec, SpecTree
@@ -183,8 +183,8 @@ def check_order(rules: Any, other: Any, where: str, call: str) -> None:
     """Raises `ShardingRuleError` if the rules are where another argument belongs."""
     if _is_list_of_rules(other) and not _is_list_of_rules(rules):
         raise ShardingRuleError(
-            f"{where}: the arguments are in the wrong order: the rules are {described(rules)}, and"
-            f" the list of rules is elsewhere. Call `{call}`."
+            f"{where}: the arguments are in the wrong order: the rules are"
+            f" {describe_argument(rules)}, and the list of rules is elsewhere. Call `{call}`."
         )
 
 

@@ -27,7 +27,7 @@ from treeshard._core.processes import (
     require_agreement,
     show_progress,
 )
-from treeshard._core.threads import Outcome, end_process, in_thread, interrupts_deferred
+from treeshard._core.threads import Outcome, end_process, interrupts_deferred, start_thread
 from treeshard._disk.files import (
     Lock,
     PathLike,
@@ -515,7 +515,7 @@ class Checkpoints:
 
     def _remove(self, step: int) -> None:
         """Hides a step at once, and removes its files in a thread."""
-        in_thread(self._removing, _remove_files, mark_removed(self._directory / str(step)))
+        start_thread(self._removing, _remove_files, mark_removed(self._directory / str(step)))
 
 
 def _lock(directory: epath.Path, held: ExitStack) -> Lock | None:

@@ -33,7 +33,7 @@ from treeshard._core.processes import (
     require_agreement,
     show_progress,
 )
-from treeshard._core.threads import Outcome, in_thread, interrupts_deferred
+from treeshard._core.threads import Outcome, interrupts_deferred, start_thread
 from treeshard._disk.files import (
     FileFacts,
     Lock,
@@ -151,7 +151,7 @@ def begin(
                 size = sum(x.nbytes for parts in copied.values() for _, x in parts)
                 with interrupts_deferred():  # the thread takes over the locks
                     parts = table, copied, marks[0], timeout
-                    end = in_thread(running, _finish, path, *parts, replace, held.pop_all())
+                    end = start_thread(running, _finish, path, *parts, replace, held.pop_all())
             return Writing(path, size, end)
         except BaseException:
             for outcome in running:  # hold the locks until the last byte is written

@@ -281,7 +281,7 @@ def _trace_step(step: Callable[[Any, Any], Any], state: PyTree, batch: PyTree) -
     """
     splits = [StaticSplit(*tree_flatten(tree), has_shape) for tree in (state, batch)]
     arrays = [
-        split.without_static(split.dynamic(tree_leaves(tree)))
+        split.fill_static(split.dynamic(tree_leaves(tree)))
         for split, tree in zip(splits, (state, batch), strict=True)
     ]
 

@@ -503,7 +503,7 @@ def value_and_grad(
         # layer of a scan. What varies is averaged once, by `sync_gradients`.
         start = vary(split.dynamic(leaves), axes)
         (value, aux), grads = jax.value_and_grad(local, has_aux=True)(start)
-        grads = sync_gradients(split.without_static(grads), axes, own)
+        grads = sync_gradients(split.fill_static(grads), axes, own)
         value = lax.pmean(value, axes) if axes else value
         return ((value, aux) if has_aux else value), grads
 

@@ -14,7 +14,7 @@ import equinox as eqx
 import jax
 from jax.tree_util import tree_leaves
 
-from treeshard._core.arguments import PLAIN_VALUES, check_no_refs, check_tree, described
+from treeshard._core.arguments import PLAIN_VALUES, check_no_refs, check_tree, describe_argument
 from treeshard._core.arrays import array_text, is_array, same_arrays
 from treeshard._core.contexts import plan_in_force
 from treeshard._core.facts import Facts
@@ -117,9 +117,9 @@ def init_sharded(
     call = "init_sharded(fn, key, rules=rules, mesh=mesh)"
     if not callable(fn):
         raise ArgumentError(
-            f"init_sharded: fn is {described(fn)}, and not a function that makes the tree. Pass the"
-            f" function and its arguments: `{call}`. A tree that exists already is sharded by"
-            " `shard(tree, plan(tree, rules, mesh))`."
+            f"init_sharded: fn is {describe_argument(fn)}, and not a function that makes the tree."
+            f" Pass the function and its arguments: `{call}`. A tree that exists already is sharded"
+            " by `shard(tree, plan(tree, rules, mesh))`."
         )
     mesh = with_devices(mesh, "init_sharded")
     check_no_refs(args, "init_sharded", "argument")
@@ -312,7 +312,7 @@ def _make_step(
         raise StateError(f"{where} needs the plan of the state: {where}(fn, plan).")
     if not isinstance(plan, Plan):
         raise ArgumentError(
-            f"{where}: the plan is {described(plan)}. Plan the state first:"
+            f"{where}: the plan is {describe_argument(plan)}. Plan the state first:"
             f" `{where}(fn, plan(state, rules, mesh))`."
         )
     plan.check_before_use()

@@ -120,7 +120,7 @@ def value_and_grad(
                 # full: the constraint turns its all-reduce into a reduce-scatter.
                 (value, aux), grads = differentiate(arrays)
                 grads = with_sharding_constraint(grads, grad_specs, mesh)
-        return ((value, aux) if has_aux else value), split.without_static(grads)
+        return ((value, aux) if has_aux else value), split.fill_static(grads)
 
     return value_and_grad_of_loss
 

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, auto_axes
 from jax.tree_util import tree_flatten, tree_leaves, tree_map
 
-from treeshard._core.arguments import check_no_refs, described
+from treeshard._core.arguments import check_no_refs, describe_argument
 from treeshard._core.arrays import array_text
 from treeshard._core.mesh import AnyMesh, axes_of_type, axis_sizes
 from treeshard._core.paths import PyTree, leaf_paths
@@ -113,12 +113,12 @@ def by_matrix(
     """
     if not all(hasattr(optimizer, name) for name in ("init", "update", "_replace")):
         raise ArgumentError(
-            f"by_matrix: the optimizer is {described(optimizer)}, and not an optax"
+            f"by_matrix: the optimizer is {describe_argument(optimizer)}, and not an optax"
             " GradientTransformation. Call `by_matrix(optimizer, plan)`."
         )
     if not isinstance(plan, Plan):
         raise ArgumentError(
-            f"by_matrix: the plan is {described(plan)}. Plan the parameters first:"
+            f"by_matrix: the plan is {describe_argument(plan)}. Plan the parameters first:"
             " `by_matrix(optimizer, plan(params, rules, mesh))`."
         )
     plan.check_before_use()

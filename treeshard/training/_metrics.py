@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import all_leaves, tree_leaves, tree_map
 
-from treeshard._core.arguments import described
+from treeshard._core.arguments import describe_argument
 from treeshard._core.paths import PyTree, leaf_paths, path_under
 from treeshard.errors import LeafError, listed
 
@@ -121,7 +121,7 @@ def check_metrics(metrics: PyTree, where: str) -> None:
     """Raises `LeafError` if leaves can be neither added up nor averaged."""
     rest = map_metrics(lambda x: None, lambda x: x, metrics)
     facts = [
-        f"{path_under('metrics', path)}: {described(x)} has no mean."
+        f"{path_under('metrics', path)}: {describe_argument(x)} has no mean."
         for path, x in zip(leaf_paths(rest), tree_leaves(rest), strict=True)
         if not _has_dtype(x, jnp.inexact)
     ]
