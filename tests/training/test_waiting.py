@@ -142,7 +142,7 @@ def test_other_uses_of_a_weight_have_right_gradients(name: str, explicit: Any) -
     alone = gradients(one, P(), jax.value_and_grad)
     for spec, differentiate in PAIRS:
         if differentiate is named and (name, spec) in RAISE:
-            with pytest.raises(ts.errors.ShardingTypeError, match="leave `axis_names` out"):
+            with pytest.raises(ts.errors.ShardingTypeError, match="Without `axis_names`"):
                 gradients(explicit, spec, differentiate)
         else:
             assert_close(gradients(explicit, spec, differentiate), alone)
@@ -173,6 +173,7 @@ def many_kinds(added: list[str], use: Any = ts.unshard) -> tuple[dict[str, Any],
         (KINDS[::5], False, (), 1),
         (KINDS[::5], False, ROWS, 2),
         ([], True, ROWS, 2),
+        ([], True, ("fsdp",), 2),  # and over the other axis that splits the rows
         (KINDS[17:18], True, (), 1),
     ],
 )

@@ -154,7 +154,10 @@ def accumulate_gradients(
         if parts > 1 and not has_explicit:
             grads, metrics = _in_parts(grads_of_minibatch, rows, count, keys, mapped)
         else:
-            deferred = mapped if parts > 1 else ()
+            step = current_plan()
+            rows_of_step = () if step is None else step.rows
+            # JAX lets no axis of a product wait alone.
+            deferred = tuple(dict.fromkeys([*mapped, *rows_of_step])) if parts > 1 else ()
             grads, metrics = _in_passes(grads_of_minibatch, rows, count, keys, deferred)
         return _mean_of_devices(grads, metrics, by_hand) if by_hand else (grads, metrics)
 

@@ -58,8 +58,8 @@ def value_and_grad(
 
     - On Auto axes, they are constrained to the specs of their parameters, or of the optimizer state
       if it alone is sharded (ZeRO-1), so that compilers can scatter them.
-    - On Explicit axes, they are sharded as their parameters by JAX's types, and each product ends in
-      an all-reduce of a full gradient. With `axis_names`, gradients of weights in products wait for
+    - On Explicit axes, JAX's types shard them as their parameters, and each product ends in an
+      all-reduce of a full gradient. With `axis_names`, gradients of weights in products wait for
       one sum after all loops of the loss, and those of weights that `unshard` gathers are
       scattered. Other gradients are summed where the weight is used.
 
@@ -72,8 +72,9 @@ def value_and_grad(
         specs: Specs of `params`, a prefix of them, or a `Plan` that contains `params`. By default
             the plan of the step.
         has_aux: Whether `loss` returns `(value, aux)`.
-        axis_names: On Explicit axes, those that shard the batch, over which gradients wait; the
-            loss is then traced twice. No effect on a mesh with Auto axes, where compilers choose.
+        axis_names: On Explicit axes, those that shard the batch, over which gradients wait (in a
+            step, over the others that shard it too); the loss is then traced twice. No effect on a
+            mesh with Auto axes, where compilers choose.
 
     Returns:
         `f(params, *args) -> (value, grads)`, or `((value, aux), grads)`. Gradients of leaves that
@@ -119,6 +120,8 @@ def value_and_grad(
         # accumulates gradients may have named them.
         can_defer = is_tracing() and can_wait(context_mesh())
         waiting = (named or deferred_axes.value) if can_defer else ()
+        if waiting and step is not None:  # JAX lets no axis of a product wait alone
+            waiting = tuple(dict.fromkeys([*waiting, *step.rows]))
 
         def run(arrays: list[Any]) -> tuple[Any, Any]:
             out = loss(split.combine(arrays), *args)

@@ -103,8 +103,7 @@ def _message(error: Exception, mesh: AnyMesh) -> str:
     if "unreduced" in text:
         lines.append(
             "Gradients wait here for one sum, as `axis_names=` asks, and JAX has types for that in"
-            " products alone, over all axes that split the rows. Name these, or leave `axis_names` out:"
-            " the numbers are the same."
+            " products alone. Without `axis_names` the numbers are the same."
         )
     return "\n".join([*lines, f"Operations that fail, and what to write instead: {PAGE}"])
 
