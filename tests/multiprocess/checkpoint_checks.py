@@ -201,7 +201,7 @@ def check_damage_is_an_error_on_all(context: Context) -> None:
         shutil.copytree(context.directory / "fsdp", path)
         flip_in(path, host_state(7)["w"].tobytes()[:64])
     exchange("damaged", b"")
-    with pytest.raises(ts.DamagedError, match="  w: it cannot be read: chunk w/c/0/0 in state/"):
+    with pytest.raises(ts.DamagedError, match="w: it cannot be read: chunk w/c/0/0 in state/"):
         restore(path, state)
 
 

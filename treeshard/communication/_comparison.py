@@ -148,9 +148,7 @@ class Comparison:
         return notes
 
 
-def compare_communication(
-    plan: Plan, step: Callable[[Any, Any], Any], state: PyTree, batch: PyTree
-) -> Comparison:
+def compare_communication(plan: Plan, step: Any, state: PyTree, batch: PyTree) -> Comparison:
     """Compares what a step of your own loop communicates with what its plan predicts.
 
     The step is traced and compiled for these arguments, and does not run. For a step of `jit_step`
