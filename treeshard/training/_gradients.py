@@ -116,12 +116,7 @@ def value_and_grad(
         grad_specs = split.dynamic(specs_of_leaves(own, params))
         if mesh is not None:
             check_axes(named, axis_sizes(mesh), "value_and_grad")
-        # Over these axes gradients wait for one sum, where types say what waits. A function that
-        # accumulates gradients may have named them.
-        can_defer = is_tracing() and can_wait(context_mesh())
-        waiting = (named or deferred_axes.value) if can_defer else ()
-        if waiting and step is not None:  # JAX lets no axis of a product wait alone
-            waiting = tuple(dict.fromkeys([*waiting, *step.rows]))
+        waiting = _deferred_axes(named, step)
 
         def run(arrays: list[Any]) -> tuple[Any, Any]:
             out = loss(split.combine(arrays), *args)
@@ -146,6 +141,19 @@ def value_and_grad(
 _ONCE_PER_DEVICE = (
     "value_and_grad: this runs once per device, {}. Use `treeshard.manual.value_and_grad` there."
 )
+
+
+def _deferred_axes(named: tuple[str, ...], step: PlanInForce | None) -> tuple[str, ...]:
+    """The axes over which gradients wait for one sum, where types say what waits.
+
+    They are named here, or by a function that accumulates gradients.
+    """
+    axes = named or deferred_axes.value
+    if not axes or not is_tracing() or not can_wait(context_mesh()):
+        return ()
+    # JAX lets no axis of a product wait alone.
+    rows = () if step is None else step.rows
+    return tuple(dict.fromkeys([*axes, *rows]))
 
 
 def _check_no_shards(leaves: list[Any], specs: list[Any], *, is_planned: bool) -> None:
