@@ -204,7 +204,7 @@ def by_treeshard(case: Case, mesh: Mesh) -> CompiledStep:
     if case.is_explicit:  # which JAX does not type: a lookup in logits that are split
         losses = auto_axes(llama.cross_entropy, out_sharding=rows)
     loss = loss_of(size, gathered, use_ends, constrain, ts.lookup, losses)
-    gradient = value_and_grad(loss)
+    gradient = value_and_grad(loss, axis_names=[x for x in mesh.axis_names if x != "tensor"])
     step = jit_step(step_of(gradient, optimizer), plan, batch=rows)
     return step.compile(plan.structs, batch_of(case, mesh))
 

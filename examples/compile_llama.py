@@ -155,7 +155,8 @@ def make_llama(
     params = parameters(size)
     state = {"params": params, "opt": jax.eval_shape(optimizer.init, params)}
     plan = ts.plan(state, default_rules(mesh) if rules is None else rules, mesh)
-    rows = P(tuple(axis for axis in mesh.axis_names if axis != "tensor"))
+    row_axes = tuple(axis for axis in mesh.axis_names if axis != "tensor")
+    rows = P(row_axes)
     losses = cross_entropy
     if AxisType.Explicit in mesh.axis_types:  # which do not type a lookup in logits that are split
         losses = auto_axes(cross_entropy, out_sharding=rows)
@@ -178,7 +179,8 @@ def make_llama(
     @jit_step(plan=plan, batch=rows)
     def step(state, batch):
         def grad(minibatch, key):
-            value, grads = value_and_grad(loss)(state["params"], minibatch)
+            grad_fn = value_and_grad(loss, axis_names=row_axes)
+            value, grads = grad_fn(state["params"], minibatch)
             return grads, value
 
         if accumulate > 1:

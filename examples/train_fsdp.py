@@ -175,7 +175,9 @@ def make_train_step(optimizer, plan=None):
     def train_step(state, batch):
         key, next_key = jax.random.split(state.key)
         keys = ts.with_sharding_constraint(jax.random.split(key, len(batch)), ROWS)
-        loss, grads = value_and_grad(loss_fn, plan)(state.model, batch, keys)
+        # On Explicit axes, gradients wait for one sum after the layers.
+        grad_fn = value_and_grad(loss_fn, plan, axis_names="fsdp")
+        loss, grads = grad_fn(state.model, batch, keys)
         updates, opt_state = optimizer.update(
             grads, state.opt_state, eqx.filter(state.model, eqx.is_array)
         )

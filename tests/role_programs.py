@@ -5,6 +5,7 @@ over time, two optimizers, a target network, averages of the weights, a frozen b
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -49,6 +50,13 @@ def _made(
     return Program(made, plan, batch, roles)
 
 
+def _differentiate(mesh: Any) -> Callable[..., Any]:
+    """On Explicit axes, the gradients of all uses are added up before their sum over devices."""
+    if AxisType.Explicit in mesh.axis_types:
+        return partial(ts.training.value_and_grad, axis_names=mesh.axis_names)
+    return jax.value_and_grad
+
+
 def _trained(
     mesh: Any,
     init: Callable[[jax.Array], Any],
@@ -63,9 +71,7 @@ def _trained(
     if optimizer is None:
         optimizer, roles = optax.adam(1e-3), {"opt/": "updated only", **roles}
     if differentiate is None:
-        # On Explicit axes this one adds up the gradients of all uses first.
-        is_explicit = AxisType.Explicit in mesh.axis_types
-        differentiate = ts.training.value_and_grad if is_explicit else jax.value_and_grad
+        differentiate = _differentiate(mesh)
 
     def start(key: jax.Array) -> Any:
         params = init(key)
@@ -123,7 +129,7 @@ def lora(mesh: Any) -> Program:
                 x = jnp.tanh(x @ layer["w"] + (x @ low["a"]) @ low["b"] + layer["b"][None])
             return jnp.mean((x - batch["y"]) ** 2)
 
-        value, grads = jax.value_and_grad(loss)(state["lora"])
+        value, grads = _differentiate(mesh)(loss)(state["lora"])
         updates, opt = optimizer.update(grads, state["opt"])
         return {**state, "lora": optax.apply_updates(state["lora"], updates), "opt": opt}, value
 
@@ -293,13 +299,14 @@ def actor_and_critic(mesh: Any) -> Program:
         def critic_loss(critic: Any) -> jax.Array:
             return jnp.mean((_apply(critic, batch["x"]) - aim) ** 2)
 
-        value, grads = jax.value_and_grad(critic_loss)(state["critic"])
+        value, grads = _differentiate(mesh)(critic_loss)(state["critic"])
         critic, critic_opt = updated("critic", grads, state)
 
         def actor_loss(actor: Any) -> jax.Array:
             return -jnp.mean(_apply(critic, _apply(actor, batch["x"])))
 
-        actor, actor_opt = updated("actor", jax.grad(actor_loss)(state["actor"]), state)
+        _, actor_grads = _differentiate(mesh)(actor_loss)(state["actor"])
+        actor, actor_opt = updated("actor", actor_grads, state)
         critics = {
             "critic": critic,
             "target": optax.incremental_update(critic, state["target"], 0.005),
@@ -340,7 +347,7 @@ def self_distillation(mesh: Any) -> Program:
         def loss(student: Any) -> jax.Array:
             return jnp.mean((_apply(student, batch["x"]) - aim + state["center"]) ** 2)
 
-        value, grads = jax.value_and_grad(loss)(state["student"])
+        value, grads = _differentiate(mesh)(loss)(state["student"])
         student, opt, teacher = updated(state, grads)
         center = 0.9 * state["center"] + 0.1 * aim.mean(0, keepdims=True)
         return {"student": student, "teacher": teacher, "opt": opt, "center": center}, value

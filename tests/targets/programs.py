@@ -279,7 +279,8 @@ def explicit(mesh: jax.sharding.Mesh, *, make: Callable[..., Case], **options: A
     """The case on Explicit axes, with sums that wait."""
     devices = list(mesh.devices.flat)
     mesh = ts.make_mesh(dict(mesh.shape), devices=devices, axis_types="explicit")
-    return make(mesh, gradient=training.value_and_grad, **options)
+    gradient = partial(training.value_and_grad, axis_names=mesh.axis_names)
+    return make(mesh, gradient=gradient, **options)
 
 
 # Name -> the axes of the mesh on 8 devices, and the case.

@@ -5,6 +5,7 @@ stay the same is in `tests/training/test_torus.py`.
 """
 
 import os
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,7 +21,11 @@ if "TREESHARD_TARGETS" not in os.environ:
     pytest.skip("make test-targets runs it", allow_module_level=True)
 
 WAYS = {
-    "explicit": ("explicit", by_jit, {"gradient": ts.training.value_and_grad}),
+    "explicit": (
+        "explicit",
+        by_jit,
+        {"gradient": partial(ts.training.value_and_grad, axis_names="fsdp")},
+    ),
     "by hand": ("auto", by_hand, {}),
 }
 
@@ -81,7 +86,7 @@ def test_the_dims_of_a_torus_are_those_of_its_coordinates(
 
 def test_the_report_says_what_scatters() -> None:
     mesh = ts.make_mesh("fsdp=16", topology="v5e:4x4")
-    case = by_jit(mesh, dtype="bfloat16", optimizer=ADAMW, gradient=ts.training.value_and_grad)
+    case = by_jit(mesh, dtype="bfloat16", optimizer=ADAMW, gradient=WAYS["explicit"][2]["gradient"])
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         step = case.step.compile(case.plan.structs, case.batch)
     [difference] = step.communication().unplanned

@@ -1,6 +1,7 @@
 """Five programs, written once for meshes of Auto, Explicit and mixed axes, and their plans."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -188,10 +189,15 @@ def make_step(model: Model, plan: ts.Plan, differentiate: Any) -> Any:
     return ts.jit_step(step, plan, batch=rows_of(plan.mesh))
 
 
+def deferring(mesh: Mesh) -> Any:
+    """`value_and_grad`, whose gradients wait over the axes of the rows on Explicit axes."""
+    return partial(ts.training.value_and_grad, axis_names=rows_of(mesh)[0])
+
+
 def watched_step(model: Model, plan: ts.Plan) -> tuple[Any, list[Any]]:
     """A step of a model, and a list of the types of each of its traces."""
     traced: list[Any] = []
-    step = make_step(model, plan, ts.training.value_and_grad)
+    step = make_step(model, plan, deferring(plan.mesh))
 
     def watched(state: Any, batch: Any) -> Any:
         traced.append([jax.typeof(x).str_short() for x in jax.tree.leaves((state, batch))])

@@ -1,6 +1,7 @@
 """Gradient steps, and how often a program should reduce their gradients, over which axes."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -136,8 +137,12 @@ def returning_gradients(
         value, grads = differentiated(params, batch)
         return grads, value
 
-    rows = tuple(axis for axis in ("data", "fsdp") if axis in plan.mesh.axis_names)
-    return make(step, plan, batch=P(rows), donate=False)
+    return make(step, plan, batch=P(rows_of(plan.mesh)), donate=False)
+
+
+def rows_of(mesh: Mesh) -> tuple[str, ...]:
+    """The axes that split the rows of a batch."""
+    return tuple(axis for axis in ("data", "fsdp") if axis in mesh.axis_names)
 
 
 def gradient_step(
@@ -150,9 +155,10 @@ def gradient_step(
 
 
 def step_of(case: Case, mesh: Mesh, width: int) -> tuple[Any, ts.Plan, np.ndarray]:
-    differentiate = value_and_grad
+    differentiate = partial(value_and_grad, axis_names=rows_of(mesh))
     if case.passes is not None:
-        differentiate = lambda loss: in_passes(loss, case.passes)  # noqa: E731
+        own = value_and_grad if case.passes else differentiate
+        differentiate = lambda loss: in_passes(loss, case.passes, differentiate=own)  # noqa: E731
     return gradient_step(case.loss, mesh, case.spec, width, differentiate)
 
 

@@ -109,7 +109,7 @@ def test_small_gathers_go_over_one_dim_after_the_other(monkeypatch: pytest.Monke
         {"w": np.ones((24, 64), "float32")}, [("w", P("fsdp"))], on_explicit(), min_size=0
     )
     x = np.random.default_rng(1).standard_normal((ROWS, 24)).astype("float32")
-    step = returning_gradients(plan, training.value_and_grad(mean))
+    step = returning_gradients(plan, training.value_and_grad(mean, axis_names="fsdp"))
     params = {"w": jax.random.normal(jax.random.key(1), (24, 64))}
     compiled = step.compile(plan.structs, x)
     grads, value = step(ts.shard(params, plan), x)

@@ -33,12 +33,17 @@ from treeshard.communication import collectives
 from treeshard.training import value_and_grad
 
 WIDTH = 64
+ROWS = "data", "fsdp"
 X = np.random.default_rng(1).standard_normal((32, WIDTH)).astype("float32")
 
 
 @pytest.fixture
 def explicit() -> Any:
     return ts.make_mesh(HSDP, axis_types="explicit")
+
+
+def named(loss: Any) -> Any:
+    return value_and_grad(loss, axis_names=ROWS)
 
 
 def passes(loss: Any) -> Any:
@@ -69,7 +74,7 @@ def test_what_has_no_type_that_waits_is_reduced_where_it_is_used(explicit: Any) 
         positions = jax.sharding.reshard(params["positions"], P(("data", "fsdp")))
         return jnp.mean(((x + positions) @ ts.unshard(params["w"], P("fsdp"))) ** 2)
 
-    run = returning_gradients(plan, value_and_grad(loss))
+    run = returning_gradients(plan, value_and_grad(loss, axis_names=ROWS))
     grads, _ = run(ts.shard(both, plan), X)
     alone = jax.grad(lambda p: jnp.mean(((X + p["positions"]) @ p["w"]) ** 2))(both)
     assert_close(grads, alone)
@@ -105,16 +110,24 @@ OTHER_USES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-# All four in `make soak`.
-PAIRS = [(P(), jax.value_and_grad), (P("fsdp"), value_and_grad)]
+# All in `make soak`.
+PAIRS = [(P(), named), (P("fsdp"), named)]
 if os.environ.get("TREESHARD_SOAK"):
     PAIRS += [(P(), value_and_grad), (P("fsdp"), jax.value_and_grad)]
+# JAX has types for all others.
+RAISE = {
+    *((name, P("fsdp")) for name in ("plus one", "a square", "remat", "scatter", "stack")),
+    *((name, P("fsdp")) for name in ("cumsum", "norm", "cast", "where")),
+    *((name, P()) for name in ("the same for all rows", "its own square", "a whole batch")),
+    *((name, P("fsdp")) for name in ("the same for all rows", "its own square", "a whole batch")),
+}
 
 
 @pytest.mark.usefixtures("quick_compiles")
-@pytest.mark.parametrize("use", OTHER_USES.values(), ids=OTHER_USES.keys())
-def test_other_uses_of_a_weight_have_right_gradients(use: Any, explicit: Any) -> None:
+@pytest.mark.parametrize("name", OTHER_USES)
+def test_other_uses_of_a_weight_have_right_gradients(name: str, explicit: Any) -> None:
     """Beside a product: types must not count one device's part for all, or twice."""
+    use = OTHER_USES[name]
     w = {"w": state(WIDTH)["w"][0]}
 
     def loss(params: Any, x: Any) -> Any:
@@ -127,8 +140,12 @@ def test_other_uses_of_a_weight_have_right_gradients(use: Any, explicit: Any) ->
 
     one = jax.make_mesh((1, 1), ("data", "fsdp"), devices=jax.devices()[:1])
     alone = gradients(one, P(), jax.value_and_grad)
-    for pair in PAIRS:
-        assert_close(gradients(explicit, *pair), alone)
+    for spec, differentiate in PAIRS:
+        if differentiate is named and (name, spec) in RAISE:
+            with pytest.raises(ts.errors.ShardingTypeError, match="Without `axis_names`"):
+                gradients(explicit, spec, differentiate)
+        else:
+            assert_close(gradients(explicit, spec, differentiate), alone)
 
 
 # ------------------------------------------------------------------ how often a loss is traced
@@ -151,18 +168,24 @@ def many_kinds(added: list[str], use: Any = ts.unshard) -> tuple[dict[str, Any],
 
 
 @pytest.mark.parametrize(
-    ("added", "sharded", "most"),
-    [([], True, 1), (KINDS[::5], False, 3), (KINDS[17:18], True, 5)],
+    ("added", "sharded", "named", "count"),
+    [
+        (KINDS[::5], False, (), 1),
+        (KINDS[::5], False, ROWS, 2),
+        ([], True, ROWS, 2),
+        ([], True, ("fsdp",), 2),  # and over the other axis that splits the rows
+        (KINDS[17:18], True, (), 1),
+    ],
 )
-def test_a_loss_is_traced_a_few_times(
-    added: list[str], sharded: bool, most: int, explicit: Any
+def test_a_loss_is_traced_once_and_again_for_axes_that_are_named(
+    added: list[str], sharded: bool, named: tuple[str, ...], count: int, explicit: Any
 ) -> None:
     params, loss, traces = many_kinds(added, ts.unshard if sharded else lambda p: p)
     plan = ts.plan(params, [(".*", P("fsdp") if sharded else None)], explicit, min_size=0)
-    run = returning_gradients(plan, value_and_grad(loss))
+    run = returning_gradients(plan, value_and_grad(loss, axis_names=named))
     x = X[:16, :16]
     grads, _ = run(ts.shard(params, plan), x)
-    assert len(traces) == most
+    assert len(traces) == count
     assert_close(grads, jax.jit(jax.grad(loss))(params, x))
 
 
@@ -174,7 +197,7 @@ def test_all_that_are_used_in_products_wait(explicit: Any) -> None:
 
     def differentiated(params: Any, x: Any) -> Any:
         with summed_later(True):
-            value, grads = value_and_grad(loss)(params, x)
+            value, grads = value_and_grad(loss, axis_names=ROWS)(params, x)
         waiting.update(name for name, g in grads.items() if jax.typeof(g).sharding.spec.unreduced)
         return value, params
 
@@ -211,9 +234,12 @@ def test_the_first_step_of_a_process_is_traced_once() -> None:
     assert done.stdout == "1\n", done.stderr
 
 
-@pytest.mark.parametrize("differentiate", [jax.value_and_grad, value_and_grad, passes])
+@pytest.mark.parametrize("differentiate", [jax.value_and_grad, value_and_grad, named, passes])
 def test_the_error_of_a_loss_comes_through_alone(differentiate: Any, explicit: Any) -> None:
+    calls: list[str] = []
+
     def loss(params: Any, x: Any) -> Any:
+        calls.append("")
         raise LookupError(f"of {len(params)} weights")
 
     step, plan, x = gradient_step(loss, explicit, FSDP, WIDTH, differentiate)
@@ -222,6 +248,7 @@ def test_the_error_of_a_loss_comes_through_alone(differentiate: Any, explicit: A
     assert str(error.value) == "of 1 weights"
     assert error.value.__context__ is None
     assert error.value.__cause__ is None
+    assert len(calls) == 1
 
 
 @pytest.fixture
@@ -233,7 +260,7 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize("differentiate", [value_and_grad, passes])
+@pytest.mark.parametrize("differentiate", [value_and_grad, named, passes])
 def test_an_interrupt_ends_the_first_trace_and_the_step_works_after_it(
     differentiate: Any, explicit: Any
 ) -> None:

@@ -15,7 +15,9 @@ import jax.extend.core
 plan_in_force = jax.make_user_context(None)
 # The rules for logical names, as `_planning/logical.py` reads them.
 logical_rules = jax.make_user_context(None)
-# Whether gradients are summed later, by the function that accumulates them.
+# On Explicit axes, the axes over which gradients wait for one sum: those that a user has named.
+deferred_axes = jax.make_user_context(())
+# Whether the function that accumulates gradients ends these sums, and not the one that made them.
 summed_later = jax.make_user_context(False)
 # Whether that function takes the full batch in one pass, for a check of what it does in several.
 in_one_pass = jax.make_user_context(False)

@@ -15,7 +15,7 @@ from jax.tree_util import tree_flatten, tree_leaves, tree_map, tree_structure
 
 from treeshard._core.arguments import check_no_refs
 from treeshard._core.arrays import is_array
-from treeshard._core.contexts import full_over, plan_in_force
+from treeshard._core.contexts import deferred_axes, full_over, plan_in_force
 from treeshard._core.jax_private import is_in_jit, is_tracing, vmapped_axes
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.mean_gather import gather_shard, why_not_innermost
@@ -218,8 +218,10 @@ def unshard(
     gathered = [_spec_without(spec, axes) for spec in leaf_specs]
     mesh, treedef = as_mesh(mesh, make_mesh), tree_structure(tree)
     if is_tracing():
-        if step is not None and step.waits and can_wait(context_mesh()):
-            tree = _gather_for_products(tree, gathered, axes, step.rows)
+        # Where the user has named axes over which gradients wait for one sum. Not every operation
+        # takes weights of that type, so that nothing else may ask for it.
+        if deferred_axes.value and can_wait(context_mesh()):
+            tree = _gather_for_products(tree, gathered, axes, deferred_axes.value)
         # The gradient of a leaf that is constrained to its own spec is constrained to it too.
         # Compilers may otherwise all-reduce full gradients, where a reduce-scatter is enough.
         pairs = zip(leaf_specs, gathered, strict=True)

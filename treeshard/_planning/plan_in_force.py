@@ -95,14 +95,11 @@ class PlanInForce:
         plan: The plan of the state.
         rows: The axes over which the rows of the batch are split.
         is_by_hand: Whether the code runs once per device, inside `shard_map_step`.
-        waits: On Explicit axes, whether gathered weights are typed so that their gradients wait
-            to be scattered. Not every operation of JAX takes such a type.
     """
 
     plan: Plan
     rows: tuple[str, ...]
     is_by_hand: bool = False
-    waits: bool = False
     # The shapes and specs of shards whose gradients code by hand has reduced, and over which axes.
     # It only grows: JAX does not run code again that it has traced before with this in force.
     _reduced: dict[tuple[Shape, PartitionSpec], set[str]] = field(default_factory=dict)
@@ -116,7 +113,7 @@ class PlanInForce:
     # again, as `value_and_grad(loss, plan)` in a loop, passes the same object. A step by hand has
     # traces of its own: tracing also fills `_reduced`.
     def _key(self) -> tuple[Any, ...]:
-        return id(self._reduced if self.is_by_hand else self.plan), self.rows, self.waits
+        return id(self._reduced if self.is_by_hand else self.plan), self.rows
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PlanInForce) and self._key() == other._key()

@@ -68,7 +68,8 @@ WORDS = {
         "{kind} more often than planned, {size}.",
         "Call `unshard` once, before all uses of the weight and before loops that do not change"
         " it; compilers reduce the gradient of each use of a weight, except after"
-        " `training.value_and_grad` on Explicit axes and in `treeshard.manual`.",
+        " `training.value_and_grad(loss, axis_names=...)` on Explicit axes and in"
+        " `treeshard.manual`.",
     ),
     "all-reduce": (
         "all-reduce of full gradients, {size}, where a reduce-scatter was planned.",

@@ -154,24 +154,23 @@ def accumulate_gradients(
         if parts > 1 and not has_explicit:
             grads, metrics = _in_parts(grads_of_minibatch, rows, count, keys, mapped)
         else:
-            grads, metrics = _in_passes(
-                grads_of_minibatch, rows, count, keys, is_sum_deferred=parts > 1
-            )
+            step = current_plan()
+            rows_of_step = () if step is None else step.rows
+            # JAX lets no axis of a product wait alone.
+            deferred = tuple(dict.fromkeys([*mapped, *rows_of_step])) if parts > 1 else ()
+            grads, metrics = _in_passes(grads_of_minibatch, rows, count, keys, deferred)
         return _mean_of_devices(grads, metrics, by_hand) if by_hand else (grads, metrics)
 
 
 def _in_passes(
-    grad_fn: GradFn, batch: Rows, count: int, keys: Any, *, is_sum_deferred: bool
+    grad_fn: GradFn, batch: Rows, count: int, keys: Any, deferred: tuple[str, ...]
 ) -> tuple[PyTree, PyTree]:
     """The means of the gradients, and the means or sums of the metrics, of minibatches."""
     in_passes = partial(_summed_up, grad_fn, count, batch, keys)
-    step = current_plan()
-    # A step that was traced in vain with gradients that wait is traced without them.
-    may_wait = can_wait(context_mesh()) and (step is None or step.waits)
-    if is_sum_deferred and is_tracing() and may_wait:
+    if deferred and is_tracing() and can_wait(context_mesh()):
         from treeshard.training._waiting import accumulate_with_deferred_sum
 
-        grads, metrics = accumulate_with_deferred_sum(in_passes)
+        grads, metrics = accumulate_with_deferred_sum(in_passes, deferred)
     else:
         grads, metrics = in_passes()
     mean = lambda x: x / count  # noqa: E731

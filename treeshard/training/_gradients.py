@@ -1,6 +1,6 @@
 """Gradients that are sharded and reduced as the plan says."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,15 +10,19 @@ from jax.tree_util import tree_flatten
 
 from treeshard._core.arguments import check_no_refs
 from treeshard._core.arrays import StaticSplit, has_gradient, is_array
+from treeshard._core.contexts import deferred_axes
 from treeshard._core.jax_private import is_tracing, varying_axes, vmapped_axes
 from treeshard._core.mesh import (
     axes_of_type,
+    axis_sizes,
+    axis_tuple,
     can_wait,
+    check_axes,
     context_mesh,
     get_incontext_mesh,
     manual_axes,
 )
-from treeshard._core.paths import PyTree, leaf_paths
+from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec, specs_of_leaves
 from treeshard._placement.constraint import with_sharding_constraint
 from treeshard._planning.plan import Plan
@@ -32,6 +36,7 @@ def value_and_grad(
     specs: SpecTree = None,
     *,
     has_aux: bool = False,
+    axis_names: str | Sequence[str] = (),
 ) -> Callable[..., Any]:
     """Makes a gradient function for `jit`; the one for `shard_map` is `manual.value_and_grad`.
 
@@ -53,8 +58,10 @@ def value_and_grad(
 
     - On Auto axes, they are constrained to the specs of their parameters, or of the optimizer state
       if it alone is sharded (ZeRO-1), so that compilers can scatter them.
-    - On Explicit axes, each is summed once over the axes that do not shard it, after all loops of
-      the loss, where JAX has types for that.
+    - On Explicit axes, JAX's types shard them as their parameters, and each product ends in an
+      all-reduce of a full gradient. With `axis_names`, gradients of weights in products wait for
+      one sum after all loops of the loss, and those of weights that `unshard` gathers are
+      scattered. Other gradients are summed where the weight is used.
 
     For one reduction of several minibatches, see `axis_names` of `accumulate_gradients`.
 
@@ -65,6 +72,9 @@ def value_and_grad(
         specs: Specs of `params`, a prefix of them, or a `Plan` that contains `params`. By default
             the plan of the step.
         has_aux: Whether `loss` returns `(value, aux)`.
+        axis_names: On Explicit axes, those that shard the batch, over which gradients wait (in a
+            step, over the others that shard it too); the loss is then traced twice. No effect on a
+            mesh with Auto axes, where compilers choose.
 
     Returns:
         `f(params, *args) -> (value, grads)`, or `((value, aux), grads)`. Gradients of leaves that
@@ -77,10 +87,14 @@ def value_and_grad(
         ShardingRuleError: If `specs` is a `Plan` with errors, as `Plan.check_before_use`, whose
             warnings apply too.
         LeafError: When called, if a leaf of `params` is a mutable reference (`jax.Ref`).
+        UnknownAxisError: When called, if the mesh lacks one of `axis_names`.
+        ShardingTypeError: When called with `axis_names`, if `unshard` gathers a matrix for anything
+            but products, and JAX has no type for that.
 
     Source:
         The twin of `treeshard.manual.value_and_grad`, for code that the compiler partitions.
     """
+    named = axis_tuple(axis_names, "value_and_grad")
     given = None
     if isinstance(specs, Plan):
         specs.check_before_use()
@@ -100,8 +114,9 @@ def value_and_grad(
         split = StaticSplit(leaves, treedef, has_gradient)
         arrays = split.dynamic(leaves)
         grad_specs = split.dynamic(specs_of_leaves(own, params))
-        # Over these axes gradients wait for one sum, where types say what waits.
-        rows = step.rows if step and is_tracing() and can_wait(context_mesh()) else ()
+        if mesh is not None:
+            check_axes(named, axis_sizes(mesh), "value_and_grad")
+        waiting = _deferred_axes(named, step)
 
         def run(arrays: list[Any]) -> tuple[Any, Any]:
             out = loss(split.combine(arrays), *args)
@@ -109,12 +124,10 @@ def value_and_grad(
 
         differentiate = jax.value_and_grad(run, has_aux=True)
         with nullcontext() if mesh is None else sharding_type_errors(mesh):
-            if rows:
+            if waiting:
                 from treeshard.training._waiting import grads_with_deferred_sum
 
-                value, aux, grads = grads_with_deferred_sum(
-                    differentiate, arrays, split.dynamic(leaf_paths(params)), rows
-                )
+                value, aux, grads = grads_with_deferred_sum(differentiate, arrays, waiting)
             else:
                 # The partitioner shards a gradient like what it is computed from, which may be
                 # full: the constraint turns its all-reduce into a reduce-scatter.
@@ -128,6 +141,19 @@ def value_and_grad(
 _ONCE_PER_DEVICE = (
     "value_and_grad: this runs once per device, {}. Use `treeshard.manual.value_and_grad` there."
 )
+
+
+def _deferred_axes(named: tuple[str, ...], step: PlanInForce | None) -> tuple[str, ...]:
+    """The axes over which gradients wait for one sum, where types say what waits.
+
+    They are named here, or by a function that accumulates gradients.
+    """
+    axes = named or deferred_axes.value
+    if not axes or not is_tracing() or not can_wait(context_mesh()):
+        return ()
+    # JAX lets no axis of a product wait alone.
+    rows = () if step is None else step.rows
+    return tuple(dict.fromkeys([*axes, *rows]))
 
 
 def _check_no_shards(leaves: list[Any], specs: list[Any], *, is_planned: bool) -> None:

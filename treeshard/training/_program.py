@@ -6,7 +6,6 @@ state that comes back with another structure or sharding and compile again for i
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -78,24 +77,13 @@ class Program:
 
     def trace(self, arrays: Sequence[Any], data: list[Any]) -> jax.stages.Traced:
         """Traces the step, and warns of pitfalls that the trace shows, once."""
-        traced = self._traced(_Named(arrays, self._names), data)
+        with sharding_type_errors(self._placement.mesh):
+            traced = self.run.trace(_Named(arrays, self._names), data)
         if not self.is_traced:
             if self._in_force.is_by_hand:
                 self._check_gathered(traced.jaxpr.jaxpr, len(tree_leaves((arrays, data))))
             self.is_traced = True
         return traced
-
-    def _traced(self, state: "_Named", data: list[Any]) -> jax.stages.Traced:
-        if self._in_force.waits:
-            from treeshard.training._waiting import trace_if_supported
-
-            traced = trace_if_supported(self.run, state, data)
-            if traced is not None:
-                return traced
-            self._in_force = replace(self._in_force, waits=False)
-            self._jit()
-        with sharding_type_errors(self._placement.mesh):
-            return self.run.trace(state, data)
 
     def _check_gathered(self, jaxpr: Any, count: int) -> None:
         """Raises if the step reduces gradients of shards of weights that it never gathers."""

@@ -21,7 +21,7 @@ from treeshard._core.meetings import (
     record_step,
     set_origin,
 )
-from treeshard._core.mesh import axes_of_type, can_wait
+from treeshard._core.mesh import axes_of_type
 from treeshard._core.paths import PyTree
 from treeshard._core.processes import participating_processes
 from treeshard._core.reports import report
@@ -69,8 +69,7 @@ class Step:
         self._name = "shard_map_step" if per_device else "jit_step"
         self._mesh = with_devices(plan.mesh, self._name, compile_only=True)
         self._processes = participating_processes((), [self._mesh])
-        waits = can_wait(self._mesh) and not per_device
-        self._in_force = PlanInForce(plan, row_axes(batch), per_device, waits)
+        self._in_force = PlanInForce(plan, row_axes(batch), per_device)
         self._fn, self._donate = fn, donate
         self._batches = BatchPlacement(batch, self._mesh, self._processes, self._name)
         self._programs: list[Program] = []

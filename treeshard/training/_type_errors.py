@@ -56,6 +56,9 @@ _OF_OTHER_CLASSES = (
     "Closing over inputs to shard_map",
     "in_specs passed to shard_map",
     "Please pass sharding to `jnp.repeat`",
+    "unreduced rule for",  # of weights whose gradients wait
+    "non-empty unreduced/reduced set",
+    "unreduced/reduced rule for",
 )
 
 
@@ -97,6 +100,11 @@ def _message(error: Exception, mesh: AnyMesh) -> str:
     ]
     if found is not None:
         lines.append(f"Write `{found.write}` instead of `{found.fails}`.")
+    if "unreduced" in text:
+        lines.append(
+            "Gradients wait here for one sum, as `axis_names=` asks, and JAX has types for that in"
+            " products alone. Without `axis_names` the numbers are the same."
+        )
     return "\n".join([*lines, f"Operations that fail, and what to write instead: {PAGE}"])
 
 
