@@ -222,7 +222,7 @@ def compare_step(plan: Plan, batch: SpecTree, roles: Roles, read: ReadProgram) -
         tuple(compiled),
         (*matcher.list_unplanned(), *_idle_axes(plan, split, compiled), *_to_host(read.graph)),
         tuple(matcher.activations),
-        tuple(moved.collective for moved in matcher.sums),
+        tuple(matcher.sums),
         tuple(matcher.matrices),
         tuple(matcher.list_compiler_choices()),
         read.platform,

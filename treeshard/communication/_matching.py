@@ -15,11 +15,11 @@ may stand for a transfer does not use up an account that another one fits exactl
  5. A reduction of a gradient over some of its axes, in parts, or in full where a reduce-scatter was
     planned: booked; in full it is `all-reduce`, or the compiler's choice.
  6. Another all-gather of a leaf: `again`, `sharded-further`, or `batch-not-split`.
- 7. An argument that is not a leaf, such as rows of the batch: as 8, or `activation`.
- 8. Computed values along axes that do not split the batch, as in tensor parallelism: listed apart.
- 9. A sum over all rows of the batch, as of batch norm: listed apart.
-10. A reduction of the size of a gradient that is booked already: `again`, or `inside-loop`.
-11. The rest: `activation`, or `other` in an update that multiplies matrices.
+ 7. Computed values, or rows of the batch, along axes that do not split the batch, as in tensor
+    parallelism and between experts: listed apart.
+ 8. A sum over all rows of the batch, as of batch norm: listed apart.
+ 9. A reduction of the size of a gradient that is booked already: `again`, or `inside-loop`.
+10. The rest: `activation`, or `other` in an update that multiplies matrices.
 
 What is left in an account at the end is `not-moved`.
 """
@@ -28,7 +28,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, combinations
+from itertools import combinations
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -53,6 +53,11 @@ _REDUCTIONS = ("all-reduce", "reduce-scatter")
 # The op that a name ends in: `jit(step)/reduce_sum`, or one of several that were combined:
 # `jit(step)/(reduce_sum:transpose(jvp())/dot_general)`
 _SUM = re.compile(r"\breduce_\w+(?=[:)]|$)")
+# What only the compiler decides
+_IN_FULL = "all-reduces full gradients ({size}) where a reduce-scatter was planned"
+_IN_DTYPE = "communicates {{size}} as {} instead of {}"
+_BY_REDUCING = "gathers {size} by all-reduces, which send twice the bytes"
+_MERGED = "gathers once what the step gathers several times"
 
 
 class _Moved(NamedTuple):
@@ -82,14 +87,15 @@ class _Gather:
     """The account of a planned all-gather."""
 
     def __init__(self, planned: PlannedTransfer, role: Role) -> None:
-        self.planned, self.path = planned, planned.path or ""
+        self.planned, self.path = planned, planned.path
         self.axes = frozenset(planned.axes)
         self.one = _elements(planned.bytes, planned.dtype)
         self.total = self.left = self.one * planned.count
         self.is_update = planned.why == "update"
         # No text names the leaf of an update, or of a weight that the step changes first.
         self.may_be_unnamed = self.is_update or any(x.is_changed for x in role.gathers)
-        self.layers = max((gather.parts for gather in role.gathers), default=1)
+        # The elements of all layers, gathered once each
+        self.all_layers = self.one * max((gather.parts for gather in role.gathers), default=1)
 
     def has(self, moved: _Moved) -> bool:
         if self.axes != moved.axes or self.left < moved.size:
@@ -124,19 +130,15 @@ class _Gradient:
         """Whether so many elements are left over each of some axes."""
         return bool(axes) and all(self.left.get(axis, 0) >= size for axis in axes)
 
-    def planned_as(self, moved: _Moved) -> tuple[PlannedTransfer, int] | None:
-        """The planned reduction that a collective is, of all or of some layers, and the number of
-        parts that those before it leave on each device."""
-        for planned in self.planned:
-            if planned.kind != moved.kind or frozenset(planned.axes) != moved.axes:
-                continue
-            parts = self.total // _elements(planned.total_bytes, planned.dtype)
-            # Layer by layer, all together as much as is planned
-            is_all = moved.size * parts == self.total
-            is_unit = moved.one * parts in {*self.units, self.layer}
-            if (is_unit or is_all) and self.has(moved.axes, moved.size * parts):
-                return planned, parts
-        return None
+    def is_planned(self, moved: _Moved, planned: PlannedTransfer, parts: int) -> bool:
+        """Whether a collective is a planned reduction, of all or of some layers, before which the
+        gradient is in so many parts."""
+        if (planned.kind, frozenset(planned.axes)) != (moved.kind, moved.axes):
+            return False
+        # Layer by layer, all together as much as is planned
+        is_all = moved.size * parts == self.total
+        is_unit = moved.one * parts in {*self.units, self.layer}
+        return (is_unit or is_all) and self.has(moved.axes, moved.size * parts)
 
 
 class Matcher:
@@ -169,25 +171,21 @@ class Matcher:
     ) -> None:
         self.names, self.roles, self.platform = names, roles, platform
         self.batch_axes, self.sizes = batch_axes, axis_sizes(plan.mesh)
-        self.plan_leaves = {leaf.path: leaf for leaf in plan.leaves}
         self.axes_of_activations = {*get_names_from_partition_spec(plan)} - {*batch_axes}
         self.axes_of_activations.update(*(role.split for role in roles.values()))
         self.activations: list[Collective] = []
         self.matrices: list[Collective] = []
-        self.sums: list[_Moved] = []
+        self.sums: list[Collective] = []
         self.leaves: list[str | None] = []
         # Weights that are gathered along axes that do not split the batch.
         self.gathered_for_nothing: dict[str, tuple[str, ...]] = {}
         # The collectives of each difference, with the leaf that they concern.
         self.filed: dict[_Difference, list[tuple[Collective, str | None]]] = defaultdict(list)
-        # What only the compiler decides: full gradients that it all-reduces, what it communicates
-        # in another dtype, and all-gathers that it makes all-reduces.
-        self.reduced_in_full: list[Collective] = []
-        self.in_other_dtypes: dict[tuple[str, str], list[Collective]] = defaultdict(list)
-        self.gathered_by_reducing: list[Collective] = []
-        leaves = self.plan_leaves
+        # The collectives of each choice of the compiler, by what is said of it.
+        self.choices: dict[str, list[Collective]] = defaultdict(list)
         self.gathers: list[_Gather] = []
         of_gradients: dict[str, list[PlannedTransfer]] = defaultdict(list)
+        leaves = {leaf.path: leaf for leaf in plan.leaves}
         for transfer in planned:
             # No text tells scalars from a loss.
             if transfer.path is None or transfer.bytes <= TINY or not leaves[transfer.path].shape:
@@ -196,17 +194,17 @@ class Matcher:
                 of_gradients[transfer.path].append(transfer)
             else:
                 self.gathers.append(_Gather(transfer, roles[transfer.path]))
-        self.gradients = [_Gradient(leaves[path], each) for path, each in of_gradients.items()]
+        self.gradients = {path: _Gradient(leaves[path], x) for path, x in of_gradients.items()}
 
     def match(self, compiled: Sequence[Collective]) -> None:
         """Books all collectives: first what is exactly as planned, then what may stand for it."""
-        left: list[_Moved] = []
-        for number, collective in enumerate(compiled):
-            leaf = None if collective.path is None else self.names.get(collective.path)
-            self.leaves.append(leaf)
-            is_part = collective.completes is not None
-            if collective.axes != () and not is_scalar(collective) and not is_part:
-                left.append(_read_moved(number, collective, leaf))
+        self.leaves = [None if x.path is None else self.names.get(x.path) for x in compiled]
+        left = [
+            _read_moved(number, collective, self.leaves[number])
+            for number, collective in enumerate(compiled)
+            # What completes another one is a part of that.
+            if collective.axes != () and not is_scalar(collective) and collective.completes is None
+        ]
         for rule in (
             self._file_unreadable,  # 1
             self._book_gather,  # 2
@@ -214,19 +212,13 @@ class Matcher:
             self._take_matrix,  # 4
             self._book_gradient_otherwise,  # 5
             self._file_gather,  # 6
-            self._file_argument,  # 7
-            self._take_activation,  # 8
-            self._take_batch_sum,  # 9
-            self._file_gradient,  # 10
-            self._file_activation,  # 11
+            self._take_activation,  # 7
+            self._take_batch_sum,  # 8
+            self._file_gradient,  # 9
+            self._file_activation,  # 10
         ):
             # Rule by rule over all collectives: a rule sees what the ones before it left.
             left = [moved for moved in left if not rule(moved)]
-        if any(x.left == x.total and not self._is_merged(x) for x in self.gathers):
-            # Weights are not gathered: such sums are what is moved instead.
-            for moved in self.sums:
-                self._file_activation(moved)
-            self.sums = []
 
     def _file(
         self,
@@ -246,13 +238,11 @@ class Matcher:
     # ---------------------------------------------------------------- as planned
 
     def _file_unreadable(self, moved: _Moved) -> bool:
-        if None in (moved.collective.total_bytes, moved.collective.wire_bytes):
+        collective = moved.collective
+        if None in (collective.total_bytes, collective.wire_bytes):
             return self._file("other", moved, moved.leaf, "with unknown axes, bytes or count")
-        if moved.collective.axes is None:
-            return self._file(
-                "other", moved, moved.leaf, "between devices that do not form axes of the mesh"
-            )
-        return False
+        between = "between devices that do not form axes of the mesh"
+        return collective.axes is None and self._file("other", moved, moved.leaf, between)
 
     def _book_gather(self, moved: _Moved) -> bool:
         if moved.kind != "all-gather":
@@ -260,18 +250,19 @@ class Matcher:
         accounts = [account for account in self.gathers if account.has(moved)]
         if not accounts:
             return False
-        account = next((x for x in accounts if x.left == moved.size), accounts[0])
+        account = min(accounts, key=lambda x: x.left != moved.size)
         account.left -= moved.size
-        self._note_dtype(moved, account.planned)
+        self._note_planned(moved, account.planned)
         return True
 
     def _book_gradient(self, moved: _Moved) -> bool:
         for gradient in self._sort_by_fit(moved):
-            if found := gradient.planned_as(moved):
-                planned, parts = found
-                gradient.take(moved.axes, moved.size * parts)
-                self._note_dtype(moved, planned)
-                return True
+            for planned in gradient.planned:
+                parts = gradient.total // _elements(planned.total_bytes, planned.dtype)
+                if gradient.is_planned(moved, planned, parts):
+                    gradient.take(moved.axes, moved.size * parts)
+                    self._note_planned(moved, planned)
+                    return True
         return False
 
     def _book_gradient_otherwise(self, moved: _Moved) -> bool:
@@ -280,37 +271,24 @@ class Matcher:
         if moved.kind not in _REDUCTIONS:
             return False
         for gradient, parts in self._find_fitting(moved, by_layer=True):
-            if not gradient.has(moved.axes, moved.size * parts):
-                continue
-            gradient.take(moved.axes, moved.size * parts)
-            if moved.kind == "reduce-scatter" or moved.axes.isdisjoint(gradient.scattered):
-                self._note_dtype(moved, gradient.planned[-1])
+            if gradient.has(moved.axes, moved.size * parts):
+                gradient.take(moved.axes, moved.size * parts)
+                self._note_reduction(moved, gradient)
                 return True
-            self.leaves[moved.number] = gradient.path
-            if self.platform != "cpu":
-                hint = SCATTER_GRADIENTS[self.roles[gradient.path].is_scattered]
-                return self._file("all-reduce", moved, gradient.path, hint)
-            # A CPU's compiler does so whatever one writes.
-            self.reduced_in_full.append(moved.collective)
-            return True
         return False
 
     def _sort_by_fit(self, moved: _Moved) -> list[_Gradient]:
         """All gradients that it may be of, those of which exactly so much is left first: the
         gradient of a final norm has the size of one layer of the other norms."""
-        fits = [x for x in self.gradients if moved.leaf in (None, x.path)]
+        fits = [x for x in self.gradients.values() if moved.leaf in (None, x.path)]
         return sorted(fits, key=lambda x: all(x.left.get(i) != moved.size for i in moved.axes))
 
     def _find_fitting(self, moved: _Moved, *, by_layer: bool) -> list[tuple[_Gradient, int]]:
         """The gradients that have its size if they are split into so many parts; last, if
         `by_layer`, those of which one layer has."""
-        sizes = [
-            (gradient, parts, moved.one * parts)
-            for gradient in self._sort_by_fit(moved)
-            for parts in self._parts(gradient, moved)
-        ]
-        whole = [(gradient, parts) for gradient, parts, size in sizes if size in gradient.units]
-        layers = [(gradient, parts) for gradient, parts, size in sizes if size == gradient.layer]
+        found = [(x, parts) for x in self._sort_by_fit(moved) for parts in self._parts(x, moved)]
+        whole = [(x, parts) for x, parts in found if moved.one * parts in x.units]
+        layers = [(x, parts) for x, parts in found if moved.one * parts == x.layer]
         return whole + layers if by_layer else whole
 
     def _parts(self, gradient: _Gradient, moved: _Moved) -> list[int]:
@@ -318,11 +296,11 @@ class Matcher:
         products of some of their sizes, of none first."""
         done = moved.axes | (gradient.split - {*self.batch_axes})
         sizes = [size for axis, size in self.sizes.items() if axis not in done]
-        chosen = (combinations(sizes, count) for count in range(len(sizes) + 1))
-        return sorted({math.prod(each) for each in chain.from_iterable(chosen)})
+        counts = range(len(sizes) + 1)
+        return sorted({math.prod(some) for count in counts for some in combinations(sizes, count)})
 
-    def _note_dtype(self, moved: _Moved, planned: PlannedTransfer) -> None:
-        """Notes a collective that is planned, but in another dtype or by another op.
+    def _note_planned(self, moved: _Moved, planned: PlannedTransfer) -> None:
+        """Notes a collective that is planned, but perhaps in another dtype or by another op.
 
         The dtype of a planned gather is the one in the trace, so the compiler chose the other:
         those for CPUs have no collectives of 16-bit floats, and products of TPUs round to bfloat16.
@@ -331,18 +309,27 @@ class Matcher:
         collective = moved.collective
         self.leaves[moved.number] = planned.path
         if jnp.dtype(collective.dtype).itemsize != jnp.dtype(planned.dtype).itemsize:
-            self.in_other_dtypes[collective.dtype, planned.dtype].append(collective)
+            self.choices[_IN_DTYPE.format(collective.dtype, planned.dtype)].append(collective)
         if planned.kind == "all-gather" and (collective.wire_bytes or 0) >= (collective.bytes or 0):
-            self.gathered_by_reducing.append(collective)
+            self.choices[_BY_REDUCING].append(collective)
+
+    def _note_reduction(self, moved: _Moved, gradient: _Gradient) -> None:
+        """Notes a reduction that stands for a planned one."""
+        if moved.kind == "reduce-scatter" or moved.axes.isdisjoint(gradient.scattered):
+            self._note_planned(moved, gradient.planned[-1])
+        elif self.platform == "cpu":
+            # A CPU's compiler does so whatever one writes.
+            self.leaves[moved.number] = gradient.path
+            self.choices[_IN_FULL].append(moved.collective)
+        else:
+            hint = SCATTER_GRADIENTS[self.roles[gradient.path].is_scattered]
+            self._file("all-reduce", moved, gradient.path, hint)
 
     # ---------------------------------------------------------------- differences
 
     def _take_matrix(self, moved: _Moved) -> bool:
         """Whether `training.by_matrix` moves it."""
-        if f"{BY_MATRIX}/" not in moved.name:
-            return False
-        self.matrices.append(moved.collective)
-        return True
+        return f"{BY_MATRIX}/" in moved.name and _append(self.matrices, moved)
 
     def _file_gather(self, moved: _Moved) -> bool:
         """Whether it gathers a leaf in a way that is not planned, or more often."""
@@ -351,38 +338,23 @@ class Matcher:
             return False
         planned = [x for x in self.gathers if x.path == leaf]
         known = frozenset[str]().union(*(x.axes for x in planned))
-        kept = [axis for axis in moved.collective.axes or () if axis not in known]
-        if planned and kept:
-            return self._file("sharded-further", moved, leaf, axes=kept)
-        if self.roles[leaf].is_used and moved.axes.isdisjoint(self.batch_axes):
-            return self._file_gather_for_nothing(moved, leaf)
+        further = [axis for axis in moved.collective.axes or () if axis not in known]
+        is_for_nothing = self.roles[leaf].is_used and moved.axes.isdisjoint(self.batch_axes)
+        if is_for_nothing and not planned:
+            # Its gradients are summed over the same axes, and belong to the gathers: see rule 9.
+            if leaf in self.gradients:
+                self.gradients[leaf].left.clear()
+            axes = self.gathered_for_nothing.setdefault(leaf, moved.collective.axes or ())
+            return self._file("batch-not-split", moved, leaf, axes=axes)
+        if further:
+            return self._file("sharded-further", moved, leaf, axes=further)
         # One difference is enough for a leaf: its planned gathers do not count as missing too.
         for account in planned:
             account.left = 0
-        if planned:
-            return self._file("again", moved, leaf)
-        return self._file("sharded-further", moved, leaf, axes=moved.collective.axes or ())
-
-    def _file_gather_for_nothing(self, moved: _Moved, leaf: str) -> bool:
-        """Files a gather of a weight along axes that do not split the batch."""
-        # Its gradients are summed over the same axes, and belong to the gathers: see rule 10.
-        for gradient in self.gradients:
-            if gradient.path == leaf:
-                gradient.left = dict.fromkeys(gradient.left, 0)
-        axes = self.gathered_for_nothing.setdefault(leaf, moved.collective.axes or ())
-        return self._file("batch-not-split", moved, leaf, axes=axes)
-
-    def _file_argument(self, moved: _Moved) -> bool:
-        if moved.collective.path is None or moved.leaf is not None:
-            return False
-        # Rows of the batch that are sent to experts
-        return self._take_activation(moved) or self._file("activation", moved)
+        return self._file("again", moved, leaf)
 
     def _take_activation(self, moved: _Moved) -> bool:
-        if not moved.axes <= self.axes_of_activations:
-            return False
-        self.activations.append(moved.collective)
-        return True
+        return moved.axes <= self.axes_of_activations and _append(self.activations, moved)
 
     def _take_batch_sum(self, moved: _Moved) -> bool:
         """Whether it adds up values of all rows, as batch norm does, with the gradients of such."""
@@ -395,10 +367,12 @@ class Matcher:
         # too. It is one where only vectors have its size, each of them used once.
         is_vector = all(self.roles[x.path].uses == 1 and len(x.shape) == 1 for x in fitting)
         is_of_vector = bool(fitting) and is_vector and "psum" not in moved.name
-        if _SUM.search(moved.name) is None and not is_of_vector:
+        if not is_of_vector and _SUM.search(moved.name) is None:
             return False
-        self.sums.append(moved)
-        return True
+        # Where weights are not gathered, such sums are what is moved instead.
+        if any(x.left == x.total and not self._is_merged(x) for x in self.gathers):
+            return self._file_activation(moved)
+        return _append(self.sums, moved)
 
     def _file_gradient(self, moved: _Moved) -> bool:
         """Whether it reduces a gradient that is reduced already, or in each trip of a loop."""
@@ -420,9 +394,10 @@ class Matcher:
 
     def _file_activation(self, moved: _Moved) -> bool:
         is_multiplied = any(role.is_multiplied for role in self.roles.values())
-        # `jit(step)/jvp()/dot_general` is of the forward pass, `transpose(jvp())` of the backward
-        is_differentiated = "jvp(" in moved.name or "transpose(" in moved.name
-        if is_multiplied and not is_differentiated:
+        # `jit(step)/jvp()/dot_general` is of the forward pass, `transpose(jvp())` of the backward.
+        # Rows of the batch have no place in an update.
+        is_of_loss = "jvp(" in moved.name or "transpose(" in moved.name or moved.collective.path
+        if is_multiplied and not is_of_loss:
             return self._file("other", moved, detail="in an update that multiplies matrices")
         return self._file("activation", moved)
 
@@ -430,17 +405,10 @@ class Matcher:
 
     def list_compiler_choices(self) -> Iterator[str]:
         """What only the compiler decides."""
-        if self.reduced_in_full:
-            size = bytes_text(total_bytes(self.reduced_in_full))
-            yield f"all-reduces full gradients ({size}) where a reduce-scatter was planned"
-        for (dtype, planned), moved in self.in_other_dtypes.items():
-            size = bytes_text(total_bytes(moved))
-            yield f"communicates {size} as {dtype} instead of {planned}"
-        if self.gathered_by_reducing:
-            size = bytes_text(total_bytes(self.gathered_by_reducing))
-            yield f"gathers {size} by all-reduces, which send twice the bytes"
+        for choice, moved in sorted(self.choices.items()):
+            yield choice.format(size=bytes_text(total_bytes(moved)))
         if any(x.left and self._is_merged(x) for x in self.gathers):
-            yield "gathers once what the step gathers several times"
+            yield _MERGED
 
     def list_unplanned(self) -> Iterator[Unplanned]:
         """The differences, and last the planned transfers that the program does not have."""
@@ -451,12 +419,10 @@ class Matcher:
                 paths=[leaf for _, leaf in members if leaf is not None],
                 batch_axes=self.batch_axes,
             )
-        yield from self._list_missing()
-
-    def _list_missing(self) -> Iterator[Unplanned]:
         missing = [x.planned for x in self.gathers if x.left and not self._is_merged(x)]
-        for gradient in self.gradients:
-            missing += [x for x in gradient.planned if any(gradient.left[i] for i in x.axes)]
+        for gradient in self.gradients.values():
+            left = gradient.left
+            missing += [x for x in gradient.planned if any(left.get(i) for i in x.axes)]
         paths: dict[tuple[str, str], list[str]] = defaultdict(list)
         for transfer in missing:
             paths[transfer.kind, transfer.why].append(transfer.path or "")
@@ -468,7 +434,12 @@ class Matcher:
         each trip of a loop that does not change it."""
         if account.left == account.total:
             return any(not x.left for x in self.gathers if x.planned == account.planned)
-        return account.left % (account.layers * account.one) == 0
+        return account.left % account.all_layers == 0
+
+
+def _append(collected: list[Collective], moved: _Moved) -> bool:
+    collected.append(moved.collective)
+    return True
 
 
 def _read_moved(number: int, collective: Collective, leaf: str | None) -> _Moved:
