@@ -23,7 +23,6 @@ import hashlib
 import json
 import os
 import sys
-import sysconfig
 import threading
 import time
 import zlib
@@ -31,7 +30,6 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import count
-from traceback import walk_stack
 from typing import Any, NamedTuple, TypedDict
 
 import jax
@@ -40,7 +38,7 @@ from jax.core import Tracer
 from treeshard._core.jax_private import coordination_client
 from treeshard._core.text import in_groups
 from treeshard._core.threads import HeldInterrupts, end_process, wait_in_thread
-from treeshard.errors import ProcessError, own_lines
+from treeshard.errors import ProcessError, own_lines, walk_calls
 
 # Seconds to wait for other processes, by default.
 TIMEOUT = 60.0
@@ -376,7 +374,7 @@ class _Channel:
     ) -> list[bytes]:
         thread = "" if self._name else threading.current_thread().name
         # A thread in the background goes on with a call that the user's code has made.
-        self._line = _user_line() or self._line
+        self._line = _describe_call() or self._line
         with self.lock:
             if self._is_over:
                 check_not_broken(what, self.participants)
@@ -576,22 +574,18 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-_STANDARD = tuple(os.path.join(sysconfig.get_path(x), "") for x in ("stdlib", "platstdlib"))
-
-
-def _user_line() -> str:
+def _describe_call() -> str:
     """The innermost line of the user's code that led here: `train.py:41 (log)`.
 
     Empty if there is none, as in a thread of treeshard.
     """
-    for frame, number in walk_stack(sys._getframe()):
-        file, name = frame.f_code.co_filename, frame.f_code.co_name
-        if file.startswith(_STANDARD) or not own_lines([file]):
-            continue
-        with suppress(OSError):  # the current directory was removed
-            file = file.removeprefix(os.path.join(os.getcwd(), ""))
-        return f"{file}:{number}" if name == "<module>" else f"{file}:{number} ({name})"
-    return ""
+    functions = dict(walk_calls())
+    # A line of a package would not help: the user looks for what this process does and others not.
+    line = next(iter(own_lines(functions)), "")
+    function = functions.get(line, "<module>")
+    with suppress(OSError):  # the current directory was removed
+        line = line.removeprefix(os.path.join(os.getcwd(), ""))
+    return line if function == "<module>" else f"{line} ({function})"
 
 
 # ------------------------------------------------------------------ messages
