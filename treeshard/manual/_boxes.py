@@ -126,6 +126,8 @@ def value_in(box: Any) -> Any:
 
 def _variable_with(box: Any, value: Any, names: Names) -> Any:
     """An nnx variable with another value, sharded by `names`."""
+    # Metadata is static in nnx: an `out_sharding=None` that was not there would change
+    # the structure of the tree.
     is_sharded = any(names)
     if not is_sharded and not any(entries(spec_of(box))):
         return box.replace(value)
@@ -213,6 +215,15 @@ def _places(tree: PyTree) -> tuple[list[_Place], Any]:
     rows = zip(leaf_paths(tree, is_leaf=is_box_of_leaf), nodes, strict=True)
     places = [_Place(path, x, value_in(x) if is_box(x) else x) for path, x in rows]
     return places, treedef
+
+
+# Where no specs are passed, these decide, the first that can:
+#
+# 1. The plan in force, if a part of it has the structure and the shapes of the tree. Boxes that
+#    name other axes than it does are an error: one of the two is wrong, and values would be too.
+# 2. Boxes that name axes, if the plan has no such part: the tree was made inside the `shard_map`.
+# 3. Nothing: leaves are replicated, as in plain data parallelism. Under `check_vma=True` the types
+#    of shards differ from those of replicated leaves, and it is an error to pass shards.
 
 
 @dataclass(frozen=True)
