@@ -8,10 +8,12 @@ import contextlib
 import os
 import re
 import sys
+import sysconfig
 import warnings
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from itertools import islice
+from traceback import walk_stack
 from typing import TypeVar
 
 import jax
@@ -247,33 +249,48 @@ def listed(headline: str, facts: Sequence[str], shown: int = 10, headed: bool = 
     return "\n".join(lines)
 
 
-# Where code is whose lines are not the user's: two directories, and the file through which calls
-# go that JAX 0.10.0 puts in a named scope.
-HIDDEN = (
+# ------------------------------------------------------------------ the user's line
+
+# Messages name the line to look at: the innermost one that the user wrote. Stacks come from Python,
+# from a traceback, and from the text of a compiled program, so a line is text: `file:line`.
+#
+# 1. Never: treeshard, JAX, and the file through which calls go that JAX 0.10.0 puts in a scope.
+_HIDDEN = (
     *(os.path.join(path, "") for path in (os.path.dirname(__file__), *jax.__path__)),
     contextlib.__file__,
 )
+# 2. Only if there is no other: Python's own library, commands such as `ipython`, packages, and code
+#    without a file, which is the user's in a console, but a package's where that writes functions.
+_INSTALLED = ("stdlib", "platstdlib", "scripts")
+_STANDARD = tuple(os.path.join(sysconfig.get_path(x), "") for x in _INSTALLED)
 _PACKAGES = re.compile(r"/(site|dist)-packages/|^<")
 
 
 def own_lines(lines: Iterable[str]) -> list[str]:
     """Those of some lines, as `file:line`, that are in the user's code."""
-    return [x for x in lines if not x.startswith(HIDDEN) and not _PACKAGES.search(x)]
+    not_own = _HIDDEN + _STANDARD
+    return [x for x in lines if not x.startswith(not_own) and not _PACKAGES.search(x)]
 
 
 def user_line(stack: Iterable[str]) -> str:
     """The line of a call stack, innermost first, that is the user's: neither treeshard's nor, if
     others remain, a package's."""
     lines = list(stack)
-    outside = [line for line in lines if not line.startswith(HIDDEN)]
+    outside = [line for line in lines if not line.startswith(_HIDDEN)]
     return next(iter(own_lines(outside) or outside or lines), "")
 
 
+def walk_calls() -> list[tuple[str, str]]:
+    """The calls that led to the caller of this function, itself the first: the line of each, and
+    the name of the function there."""
+    frames = walk_stack(sys._getframe(1))
+    return [(f"{x.f_code.co_filename}:{line}", x.f_code.co_name) for x, line in frames]
+
+
 def warn(message: str) -> None:
-    """Warns at the nearest line outside treeshard and JAX, so that Python's own registry shows
-    a message once per line of the user's code."""
-    # `skip_file_prefixes=` of `warnings.warn` does this from Python 3.12 on.
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(HIDDEN):
-        frame, level = frame.f_back, level + 1
+    """Warns at the user's line, so that Python's own registry shows a message once per line."""
+    # `skip_file_prefixes=` of `warnings.warn`, from Python 3.12 on, takes no packages in the middle
+    # of a path. Level 1 is the line of this call.
+    lines = [line for line, _ in walk_calls()]
+    level = 1 + lines.index(user_line(lines))
     warnings.warn(readable(message), ShardingWarning, stacklevel=level)

@@ -1,8 +1,11 @@
 """The classes of errors, and where warnings point."""
 
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from treeshard.errors import UnknownAxisInRuleError, UnknownAxisInSpecError
@@ -50,3 +53,31 @@ def test_a_warning_points_at_the_line_that_called_treeshard() -> None:
     with pytest.warns(ts.ShardingWarning) as told:
         exec(compile(PROGRAM, "mine.py", "exec"), {"__name__": "mine"})
     assert [(x.filename, x.lineno) for x in told] == [("mine.py", 4), ("mine.py", 6)]
+
+
+# A library calls treeshard, and the user calls the library.
+LIBRARY = """\
+import treeshard as ts
+def constrain(x, spec, mesh):
+    ts.with_sharding_constraint(x, spec, mesh)
+"""
+
+
+@pytest.mark.parametrize(
+    ("user", "line"),
+    [
+        ("mine.py", ("mine.py", 2)),
+        # Where all lines are installed, the one that is nearest.
+        ("/opt/site-packages/other.py", ("/opt/site-packages/lib.py", 3)),
+    ],
+)
+def test_a_warning_points_at_the_user_of_a_library(user, line) -> None:
+    library = {"__name__": "lib"}
+    exec(compile(LIBRARY, "/opt/site-packages/lib.py", "exec"), library)
+    values = (np.zeros((3, 2), "float32"), P("data"), ts.make_mesh("data=8"))
+    program = compile("x = values\nconstrain(*x)", user, "exec")
+    names = {**library, "values": values}
+    # In a thread of its own no line of this test is above.
+    with ThreadPoolExecutor(1) as threads, pytest.warns(ts.ShardingWarning) as told:
+        threads.submit(exec, program, names).result()
+    assert [(x.filename, x.lineno) for x in told] == [line]

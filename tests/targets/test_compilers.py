@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from counting import SMALLEST, count_bytes, kind_in_text
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from programs import CASES, LAYERS, case_of
 
@@ -146,43 +145,6 @@ def llama(size: str, topology: str, batch: int, memory: str | None) -> Any:
     ]
     mesh = ts.make_mesh("fsdp=-1", topology=topology)
     return make_llama(mesh, [*moments, *FSDP], size=size, global_batch=batch)
-
-
-def offloading(mesh: jax.sharding.Mesh):
-    """A step whose policy keeps the input of each of 4 layers on the host: bfloat16[512,1024]."""
-    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=["x"],
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
-    shapes = {"w": jax.ShapeDtypeStruct((4, 1024, 1024), "bfloat16")}
-    plan = ts.plan(shapes, [("w", P(None, "fsdp"))], mesh)
-
-    def body(x, w):
-        x = checkpoint_name(x, "x")
-        return jnp.tanh(x @ ts.unshard(w, P("fsdp"), "fsdp")), None
-
-    def loss(state, x):
-        x, _ = jax.lax.scan(jax.checkpoint(body, policy=policy), x, state["w"])
-        return jnp.mean(x.astype("float32") ** 2)
-
-    @ts.jit_step(plan=plan, batch=P("fsdp"))
-    def step(state, x):
-        value, grads = ts.training.value_and_grad(loss)(state, x)
-        return jax.tree.map(jnp.subtract, state, grads), value
-
-    return step, plan.structs, jax.ShapeDtypeStruct((8 * 512, 1024), "bfloat16")
-
-
-@pytest.mark.parametrize("target", ["v5e:2x4", "h100:8"])
-def test_what_a_policy_offloads_is_in_memory(target: str) -> None:
-    step, state, batch = offloading(ts.make_mesh("fsdp=8", topology=target))
-    compiled = step.compile(state, batch)
-    memory = compiled.memory()
-    of_all_layers = 4 * 512 * 1024 * 2
-    assert (memory.host, memory.offloaded) == (0, of_all_layers)
-    assert re.search("^and offloaded to it +4.0 MiB$", str(memory), re.MULTILINE)
 
 
 @pytest.mark.usefixtures("standard_promotion")

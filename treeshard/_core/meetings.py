@@ -25,15 +25,13 @@ import hashlib
 import json
 import os
 import sys
-import sysconfig
 import threading
 import time
 import zlib
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from itertools import count, islice
-from traceback import walk_stack
+from itertools import count
 from typing import Any, NamedTuple, TypedDict
 
 import jax
@@ -42,7 +40,7 @@ from jax.core import Tracer
 from treeshard._core.jax_private import coordination_client
 from treeshard._core.text import in_groups
 from treeshard._core.threads import HeldInterrupts, end_process, wait_in_thread
-from treeshard.errors import ProcessError, own_lines, warn
+from treeshard.errors import ProcessError, own_lines, walk_calls, warn
 
 # Seconds to wait for other processes, by default.
 TIMEOUT = 60.0
@@ -601,26 +599,23 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-_STANDARD = tuple(os.path.join(sysconfig.get_path(x), "") for x in ("stdlib", "platstdlib"))
-
-
 def _user_lines() -> str:
     """The lines of the user's code that led here: `train.py:41 (log) < train.py:60 (main)`.
 
     A function that makes the call may itself be called from several lines, so it is the innermost
     three. Empty if there are none, as in a thread of treeshard.
     """
-    return " < ".join(islice(_lines_of_stack(), 3))
+    functions = dict(walk_calls())
+    # A line of a package would not help: the user looks for what this process does and others not.
+    lines = own_lines(functions)[:3]
+    return " < ".join(_describe_line(line, functions[line]) for line in lines)
 
 
-def _lines_of_stack() -> Iterator[str]:
-    for frame, number in walk_stack(sys._getframe()):
-        file, name = frame.f_code.co_filename, frame.f_code.co_name
-        if file.startswith(_STANDARD) or not own_lines([file]):
-            continue
-        with suppress(OSError):  # the current directory was removed
-            file = file.removeprefix(os.path.join(os.getcwd(), ""))
-        yield f"{file}:{number}" if name == "<module>" else f"{file}:{number} ({name})"
+def _describe_line(line: str, function: str) -> str:
+    """`train.py:41 (log)`"""
+    with suppress(OSError):  # the current directory was removed
+        line = line.removeprefix(os.path.join(os.getcwd(), ""))
+    return line if function == "<module>" else f"{line} ({function})"
 
 
 # ------------------------------------------------------------------ messages

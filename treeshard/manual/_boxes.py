@@ -126,6 +126,8 @@ def value_in(box: Any) -> Any:
 
 def _variable_with(box: Any, value: Any, names: Names) -> Any:
     """An nnx variable with another value, sharded by `names`."""
+    # Metadata is static in nnx: an `out_sharding=None` that was not there would change
+    # the structure of the tree.
     is_sharded = any(names)
     if not is_sharded and not any(entries(spec_of(box))):
         return box.replace(value)
@@ -198,6 +200,32 @@ class Leaf(NamedTuple):
         return box.replace(value=value, names=names)
 
 
+class _Place(NamedTuple):
+    """What is in a tree where it has a leaf, or a box around one."""
+
+    path: str
+    node: Any  # the box, or the leaf
+    value: Any  # the leaf
+
+
+def _places(tree: PyTree) -> tuple[list[_Place], Any]:
+    """All places of a tree, and the structure of what is there."""
+    # A box whose value is a tree is a node like any other: it has no spec for all of it.
+    nodes, treedef = tree_flatten(tree, is_leaf=is_box_of_leaf)
+    rows = zip(leaf_paths(tree, is_leaf=is_box_of_leaf), nodes, strict=True)
+    places = [_Place(path, x, value_in(x) if is_box(x) else x) for path, x in rows]
+    return places, treedef
+
+
+# Where no specs are passed, these decide, the first that can:
+#
+# 1. The plan in force, if a part of it has the structure and the shapes of the tree. Boxes that
+#    name other axes than it does are an error: one of the two is wrong, and values would be too.
+# 2. Boxes that name axes, if the plan has no such part: the tree was made inside the `shard_map`.
+# 3. Nothing: leaves are replicated, as in plain data parallelism. Under `check_vma=True` the types
+#    of shards differ from those of replicated leaves, and it is an error to pass shards.
+
+
 @dataclass(frozen=True)
 class FoundSpecs:
     """The specs of a tree that came without: a prefix of it, with one spec for each box."""
@@ -227,39 +255,51 @@ def find_specs(
     """
     step, own = current_plan(), specs_in_boxes(tree)
     if step is None:
+        # Gradients of replicated parameters differ between devices too, before they are averaged.
         if not are_gradients:
             _check_no_shards(tree, axes, call)
         return own
-    nodes, treedef = tree_flatten(tree, is_leaf=is_box_of_leaf)
-    values = [value_in(node) if is_box(node) else node for node in nodes]
-    in_boxes = [_select_mesh_axes(spec, step) for spec in tree_leaves(own.specs, is_leaf=is_spec)]
-    outline = treedef.unflatten(range(len(nodes)))
+    places, treedef = _places(tree)
+    named = [_select_mesh_axes(spec, step) for spec in tree_leaves(own.specs, is_leaf=is_spec)]
     try:
         specs = step.specs_of(tree, call, are_gradients=are_gradients)
     except SpecError:
-        unnamed = [
-            x for x, named in zip(values, in_boxes, strict=True) if not named and is_array(x)
-        ]
-        # Beside boxes with names, what has none and cannot be a shard is replicated.
-        if any(in_boxes) and not step.may_be_shards(unnamed):
+        if _only_boxes_are_sharded(places, named, step):
             return own
         raise
-    in_plan = [spec or PartitionSpec() for spec in specs_of_leaves(specs, outline)]
-    facts = [
-        f"{path}: {named} in its box, and {planned} in the plan."
-        for path, x, named, planned in zip(
-            leaf_paths(outline), values, in_boxes, in_plan, strict=True
-        )
-        if named and step.part_by_hand(planned) != step.part_by_hand(named)
-        if step.known_spec(x) is UNKNOWN
+    outline = treedef.unflatten(range(len(places)))
+    planned = [spec or PartitionSpec() for spec in specs_of_leaves(specs, outline)]
+    if facts := _differences(places, named, planned, step):
+        raise _specs_needed(call, "boxes and the plan of the step differ:", facts, "the specs")
+    return FoundSpecs(treedef.unflatten(planned))
+
+
+def _only_boxes_are_sharded(
+    places: Sequence[_Place], named: Sequence[PartitionSpec | None], step: PlanInForce
+) -> bool:
+    """Whether boxes name axes, and no array without names can be a shard: it is replicated then."""
+    rows = zip(places, named, strict=True)
+    unnamed = [place.value for place, spec in rows if not spec and is_array(place.value)]
+    return any(named) and not step.may_be_shards(unnamed)
+
+
+def _differences(
+    places: Sequence[_Place],
+    named: Sequence[PartitionSpec | None],
+    planned: Sequence[PartitionSpec],
+    step: PlanInForce,
+) -> list[str]:
+    """The leaves whose boxes name other axes than the plan, among those that code here sees.
+
+    What the step itself has received is known to be as planned, whatever its box says.
+    """
+    return [
+        f"{place.path}: {in_box} in its box, and {in_plan} in the plan."
+        for place, in_box, in_plan in zip(places, named, planned, strict=True)
+        if in_box
+        and step.part_by_hand(in_plan) != step.part_by_hand(in_box)
+        and step.known_spec(place.value) is UNKNOWN
     ]
-    if facts:
-        where, with_specs = call.partition("(")[0], call.format("specs")
-        headline = "boxes and the plan of the step differ:"
-        raise SpecError(
-            f"{where}: {listed(headline, facts, headed=True)}\nPass the specs: `{with_specs}`."
-        )
-    return FoundSpecs(treedef.unflatten(in_plan))
 
 
 def _check_no_shards(tree: PyTree, axes: Sequence[str], call: str) -> None:
@@ -268,6 +308,7 @@ def _check_no_shards(tree: PyTree, axes: Sequence[str], call: str) -> None:
     JAX tells only under `check_vma=True`. What `vary` has marked was equal on all devices.
     """
     nodes = tree_leaves(tree, is_leaf=is_box)
+    # One box is enough: whoever puts boxes around what is sharded leaves the rest without.
     if any(map(is_box, nodes)):
         return
     facts = []
@@ -277,30 +318,33 @@ def _check_no_shards(tree: PyTree, axes: Sequence[str], call: str) -> None:
         if over:
             facts.append(f"{path or 'the array'}: {array_text(x)} differs along {sorted(over)}.")
     if facts:
-        where, with_specs = call.partition("(")[0], call.format("specs")
         headline = "no specs say how these leaves are sharded, and they differ between devices:"
-        raise SpecError(
-            f"{where}: {listed(headline, facts, headed=True)}\nPass the specs of the `shard_map`:"
-            f" `{with_specs}`. If each device has a full array of its own, they are P()."
-        )
+        error = _specs_needed(call, headline, facts, "the specs of the `shard_map`")
+        raise SpecError(f"{error} If each device has a full array of its own, they are P().")
+
+
+def _specs_needed(call: str, headline: str, facts: Sequence[str], which: str) -> SpecError:
+    """The error where specs must be passed, with the call to write."""
+    where = call.partition("(")[0]
+    told = listed(headline, facts, headed=True)
+    return SpecError(f"{where}: {told}\nPass {which}: `{call.format('specs')}`.")
 
 
 def specs_in_boxes(tree: PyTree) -> FoundSpecs:
     """The specs that boxes have; those of leaves that the step has received and that have no box,
     or one without names; else `P()`."""
     step = current_plan()
+    places, treedef = _places(tree)
+    return FoundSpecs(treedef.unflatten([_spec_at(place, step) for place in places]))
 
-    def spec_of_node(node: Any) -> PartitionSpec:
-        value, spec = node, PartitionSpec()
-        if is_box(node):
-            value, spec = value_in(node), spec_of(node)
-        if step is None or not is_array(value) or any(entries(spec)):
-            return spec
-        known = step.known_spec(value)
-        return known if isinstance(known, PartitionSpec) else spec
 
-    nodes, treedef = tree_flatten(tree, is_leaf=is_box_of_leaf)
-    return FoundSpecs(treedef.unflatten([spec_of_node(node) for node in nodes]))
+def _spec_at(place: _Place, step: PlanInForce | None) -> PartitionSpec:
+    spec = spec_of(place.node) if is_box(place.node) else PartitionSpec()
+    if step is None or not is_array(place.value) or any(entries(spec)):
+        return spec
+    # Not a spec: the array is full here (`None`), or nothing is known of it.
+    known = step.known_spec(place.value)
+    return known if isinstance(known, PartitionSpec) else spec
 
 
 def _select_mesh_axes(spec: PartitionSpec, step: PlanInForce) -> PartitionSpec | None:
@@ -337,14 +381,10 @@ def leaves_with_specs(tree: PyTree, specs: SpecTree, where: str) -> tuple[list[L
 
 
 def _leaves_in_boxes(tree: PyTree, specs: SpecTree) -> tuple[list[Leaf], Any]:
-    nodes, treedef = tree_flatten(tree, is_leaf=is_box_of_leaf)
-    of_nodes = specs_of_leaves(specs, treedef.unflatten(range(len(nodes))))
-    paths = leaf_paths(tree, is_leaf=is_box_of_leaf)
-    leaves = []
-    for path, node, spec in zip(paths, nodes, of_nodes, strict=True):
-        value = value_in(node) if is_box(node) else node
-        leaves.append(Leaf(path, node, value, spec, not is_array(value)))
-    return leaves, treedef
+    places, treedef = _places(tree)
+    of_places = specs_of_leaves(specs, treedef.unflatten(range(len(places))))
+    rows = zip(places, of_places, strict=True)
+    return [Leaf(*place, spec, not is_array(place.value)) for place, spec in rows], treedef
 
 
 def _leaves_beside(tree: PyTree, specs: SpecTree) -> tuple[list[Leaf], Any]:

@@ -137,6 +137,7 @@ def shard_params(
     leaves, treedef = leaves_with_specs(
         params, specs_in_boxes(params) if specs is None else specs, "shard_params"
     )
+    # All decisions come first, so that one message has all leaves that cannot be sharded.
     mesh = _current_mesh(axes)
     if specs is None:
         least = min_size_in_force(min_size)
@@ -190,6 +191,7 @@ def _decide_by_size(
         return Decision()
     if set(axes) & set(leaf.axes):
         return Decision(warning=f"it is sharded as {leaf.spec} already.")
+    # Rules and `min_size` are about full arrays: other axes may have split this one already.
     shape = list(leaf.value.shape)
     for dim, others in dims_over(leaf.spec, mesh.axis_names):
         shape[dim] *= lax.axis_size(others)
@@ -197,6 +199,7 @@ def _decide_by_size(
     spec, notes = fsdp(axes).refine(leaf.spec, mesh, leaf.path, full, min_size)
     if spec != leaf.spec:
         return Decision(spec)
+    # That a leaf is small is no news. That no dim can be split may be a mistake in a shape.
     is_indivisible = bool(notes) and notes[0].kind == "no-dim"
     return Decision(warning=notes[0].why) if is_indivisible else Decision()
 
@@ -223,6 +226,7 @@ def _shard_leaf(leaf: Leaf, decision: Decision, axes: tuple[str, ...], in_boxes:
     if spec is None:
         return leaf.node
     shard = _slice_own_shard(leaf.value, dims_over(spec, axes))
+    # Without specs, nobody but the box knows which dim was chosen.
     if in_boxes and not leaf.is_boxed:
         return make_box(shard, spec)
     return leaf.resharded(shard, spec)
@@ -317,6 +321,7 @@ def gather_params(
 def _axes_or_all(axis_names: AxisNames | None, where: str) -> tuple[str, ...]:
     if axis_names is not None:
         return axis_tuple(axis_names, where)
+    # In the order of the mesh, not of a set, so that every process traces the same program.
     mesh, bound = context_mesh(), manual_axes()
     if mesh is None or not bound:
         raise UnknownAxisError(
@@ -330,6 +335,7 @@ def _gather_leaf(leaf: Leaf, axes: tuple[str, ...], dtype: DTypeLike | None) -> 
     if leaf.passes_through:
         return leaf.node
     x = leaf.value
+    # Integers, such as quantised weights, are sent as they are: they have no gradient to convert.
     converts = dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
     full = gather_shard(x, leaf.spec, axes, mesh_in_force(), dtype if converts else None)
     rest = without_axes(leaf.spec, axes)
@@ -392,6 +398,7 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames, specs: SpecTree = None)
             f"sync_gradients: {listed('these leaves are not gradients:', facts)} Remove them"
             " from the tree, or use `value_and_grad`, which differentiates floating leaves only."
         )
+    # The step raises if such a shard was never gathered: nothing has averaged it over these axes.
     if (step := current_plan()) is not None:
         for leaf in leaves:
             if over := set(axes).intersection(leaf.axes):
@@ -418,6 +425,8 @@ def _no_mean(leaf: Leaf) -> str:
 def _average_leaf(leaf: Leaf, axes: tuple[str, ...]) -> Any:
     if leaf.passes_through or leaf.value.dtype == float0:
         return leaf.node
+    # Over the axes of its spec, the transpose of the gather has averaged it. What has been averaged
+    # before does not differ any more, so that a second call is free.
     over = tuple(a for a in axes if a not in leaf.axes and still_differs(leaf.value, a))
     if not over:
         return leaf.node
@@ -486,6 +495,7 @@ def value_and_grad(
     def value_and_grad_of_loss(params: PyTree, *args: Any) -> tuple[Any, PyTree]:
         check_bound(axes, where, "`jax.value_and_grad` under `jax.jit` is enough")
         call = "value_and_grad(loss, axis_names, {})"
+        # Found once, so that what is gathered and what is averaged go by the same specs.
         own = find_specs(params, axes, call) if specs is None else specs
         leaves, treedef = tree_flatten(params)
         split = StaticSplit(leaves, treedef, has_gradient)

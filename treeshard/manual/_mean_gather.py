@@ -67,6 +67,8 @@ def gather_array_with_mean_grads(x: jax.Array, dim: int, axis_names: AxisNames) 
     axes = bound_axes(axis_names, where, INSTEAD_OF_GATHER)
     if not -x.ndim <= dim < x.ndim:
         raise SpecError(f"{where}: dim {dim} is out of range for shape {x.shape}.")
+    # Marked as varying first: else JAX sums gradients under `check_vma=True`, and the mean would be
+    # taken of sums.
     dims = ((dim % x.ndim, axes),) if axes else ()
     how = Gathering(dims, (), x.dtype, x.dtype, mesh_in_force())
     return gather_by(vary_array(x, axes), how)
@@ -103,6 +105,7 @@ def vary(tree: PyTree, axis_names: AxisNames) -> PyTree:
     check_no_refs(tree, "vary")
     axes = bound_axes(axis_names, "vary", "nothing varies, and `vary` is not needed")
 
+    # The result keeps the origin: a plan must still know parameters that it gave to the step.
     def vary_leaf(x: Any) -> Any:
         return note_origin(vary_array(x, axes), x) if is_array(x) else x
 

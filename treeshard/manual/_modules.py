@@ -112,10 +112,10 @@ class _How(NamedTuple):
     """The options of `shard_module_params`."""
 
     axes: tuple[str, ...]
-    specs: Any
+    specs: Any  # a tree of specs, a plan, or the specs of all leaves as a tuple
     min_size: int | None
     dtype: Any
-    remat: bool
+    remat: bool  # gather again in the backward pass
     # Whether `shard_params` made the shards, and put boxes around them.
     is_made: bool = False
 
@@ -133,6 +133,7 @@ def _wrap_to_gather(target: Any, how: _How) -> Any:
             f"shard_module_params: {target!r} ({type(target).__name__}) is not callable. Pass a"
             " function of the parameters, a module, or a module's class."
         )
+    # A function is a leaf for JAX, and a module is a node with parameters inside.
     if all_leaves([target]):
         return _function(target, how)
     if how.specs is None or isinstance(how.specs, Plan):
@@ -174,7 +175,7 @@ class GatheredModule:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         how = self._how
-        if isinstance(how.specs, tuple):  # of all leaves
+        if isinstance(how.specs, tuple):  # of all leaves, see `_wrap_to_gather`
             specs = tree_structure(self.module).unflatten(how.specs)
             how = how._replace(specs=specs)
         call = _function(lambda module, *a, **k: module(*a, **k), how)
@@ -185,6 +186,7 @@ class GatheredModule:
 
 
 def _class(kind: type, how: _How) -> Callable[..., Any]:
+    # It makes wrappers, which are no instances of `kind`: so a function, and not a subclass.
     @wraps(kind, updated=())
     def make(*args: Any, **kwargs: Any) -> Any:
         full = kind(*args, **kwargs)
@@ -205,6 +207,7 @@ def _linen_class(linen: Any, kind: type, how: _How) -> type:
         sharded = shard_params(params, how.axes, min_size=how.min_size)
         return tree_map(in_linens_box, sharded, is_leaf=is_box)
 
+    # Linen's own functions, such as `get_partition_spec` of variables, know only Linen's boxes.
     def in_linens_box(leaf: Any) -> Any:
         return linen.Partitioned(leaf.value, leaf.names) if isinstance(leaf, Partitioned) else leaf
 

@@ -116,6 +116,15 @@ def leave_parallel(x: PyTree, axis_names: AxisNames, *, dim: int | None = None) 
     return _leave(x, axes, dim, "leave_parallel")
 
 
+# Four moves between what all devices have and what each has a part of; the gradient goes the other
+# way:
+#
+# 1. `_copy`: equal values become operands of each device's own part; gradients are summed.
+# 2. `_sum`: summands become their sum; the gradient of the sum goes to each.
+# 3. `_gather`: rows become all rows (sequence parallelism); gradients are scattered.
+# 4. `_scatter`: summands become rows of their sum; gradients are gathered.
+
+
 @jax.named_scope("enter_parallel")
 def _enter(x: Any, axes: tuple[str, ...], dim: int | None, where: str) -> Any:
     """`enter_parallel`, with the beginning of its messages."""
@@ -315,6 +324,7 @@ def _unsplit_axes(x: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _not_split(x: Any, axes: tuple[str, ...], to_do: str) -> str | None:
+    # A sum of equal values would be too large by the number of devices, and nobody would see it.
     if unsplit := _unsplit_axes(x, axes):
         return (
             f"shape {x.shape} is equal on all devices along {_axes_text(unsplit)}: there is nothing"

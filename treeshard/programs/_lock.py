@@ -40,7 +40,6 @@ def lock_text(compiled: CompiledStep) -> str:
             "results": memory.results,
             "temporaries": memory.temporaries,
             "state on the host": memory.host,
-            "temporaries on the host": memory.offloaded,
         },
     }
     return _text(record)

@@ -21,8 +21,6 @@ from treeshard.communication._program import ReadProgram
 from treeshard.errors import DoesNotFitError
 from treeshard.programs._buffers import Buffer, peak_of
 
-_CPU_NOTE = "The temporaries are those of the CPU's program; accelerators need others."
-
 
 class LiveBuffer(NamedTuple):
     """Temporary memory that is in use when a step needs most.
@@ -75,9 +73,6 @@ class Memory:
             arguments, as it does on TPUs with replicated weights.
         host: The bytes of the state that the plan places in the memory of the device's host. They
             are not in `total`.
-        offloaded: The bytes of intermediate values there at most, which policies of
-            `jax.checkpoint` offload. They are not in `total` either.
-        device_memory: The bytes of the device's memory; `None` if that is unknown.
 
     Examples:
         >>> memory = ts.programs.Memory(3 * 2**30, 0, 2**33, 0, 2**34, "TPU v5 lite", ())
@@ -93,8 +88,6 @@ class Memory:
     device: str
     at_peak: tuple[LiveBuffer, ...]
     host: int = 0
-    offloaded: int = 0
-    device_memory: int | None = None
 
     @property
     def total(self) -> int:
@@ -119,21 +112,11 @@ class Memory:
             )
         if not self.fits:
             raise DoesNotFitError(
-                f"The step needs {human_bytes(self.total)} per device, and {self._has()}\n{self}",
+                f"The step needs {human_bytes(self.total)} per device, and {self.device} has"
+                f" {human_bytes(self.capacity)}.\n{self}",
                 self.total,
                 self.capacity,
             )
-
-    def _has(self) -> str:
-        """How much there is, and how to have more of it."""
-        size, whole = bytes_text(self.capacity, "unknown"), self.device_memory
-        if whole is None or whole == self.capacity:
-            return f"{self.device} has {size}."
-        has = f"JAX allocates {size} of the {human_bytes(whole)} of {self.device}."
-        if self.total > whole:
-            return has
-        # Kernels, and the libraries for collectives, need some of the rest.
-        return f"{has} XLA_CLIENT_MEM_FRACTION in the environment says which part it allocates."
 
     def __str__(self) -> str:
         rows = [
@@ -145,15 +128,8 @@ class Memory:
         ]
         if self.host:
             rows.append(("and on the host", self.host))
-        if self.offloaded:
-            rows.append(("and offloaded to it", self.offloaded))
         lines = [columns([(name, human_bytes(size)) for name, size in rows], right=1)]
-        of = f"of {bytes_text(self.capacity, 'unknown')} on {self.device}"
-        if self.device_memory not in (None, self.capacity):
-            of += f", of whose {human_bytes(self.device_memory or 0)} JAX allocates no more"
-        lines.append(of)
-        if self.device == "cpu":
-            lines.append(_CPU_NOTE)
+        lines.append(f"of {bytes_text(self.capacity, 'unknown')} on {self.device}")
         if self.at_peak:
             lines.append("live when most memory is in use:")
             lines += [f"    {buffer}" for buffer in self.at_peak[:10]]
@@ -164,7 +140,7 @@ def memory_of(compiled: jax.stages.Compiled, program: ReadProgram, plan: Plan) -
     """Reads the memory of a compiled step; `program` is its text, parsed."""
     analysis: Any = compiled.memory_analysis()
     device = with_devices(plan.mesh, "memory", compile_only=True).devices.flat[0]
-    host, chip = host_bytes(plan), chip_of(device)
+    host = host_bytes(plan)
     # The compiler for CPUs, which have one memory, counts what is on the host with the rest.
     counted_host = host if device.platform == "cpu" else 0
     return Memory(
@@ -173,11 +149,9 @@ def memory_of(compiled: jax.stages.Compiled, program: ReadProgram, plan: Plan) -
         temporaries=temporaries_of(analysis, device.platform),
         code=analysis.generated_code_size_in_bytes,
         capacity=_capacity(device),
-        device_memory=None if chip is None else chip.memory,
         device=device.device_kind,
         at_peak=_live_at_peak(program),
         host=host,
-        offloaded=analysis.host_temp_size_in_bytes,
     )
 
 
