@@ -1,0 +1,156 @@
+"""EasyDeL's constraints by logical names, which are constants there: `"__KV_LENGTH__"`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+from jax.tree_util import register_static
+
+from treeshard._core.specs import Entry
+from treeshard._placement.constraint import with_sharding_constraint
+from treeshard._planning.logical import PartitionAxis
+from treeshard.errors import SpecError
+
+# The constants whose fields have other names: `"__HEAD__"` is `head_axis`. For keys and values
+# eformer has fields of their own; these are their defaults.
+_FIELDS = {
+    "kv_head": "tensor_parallel",
+    "kv_head_dim": None,
+    "head_dim": "attention_dim",
+    "embed": "hidden_state",
+    "length": "sequence",
+    "query_length": "query_sequence",
+    "kv_length": "key_sequence",
+    "bias_head_seq": "bias_head_sequence",
+    "bias_kv_seq": "bias_key_sequence",
+}
+_MODES: dict[Any, Any] = {
+    "__train__": "train",
+    "__prefill__": "train",
+    "__autoregressive__": "generation",
+    "__insert__": "generation",
+}
+
+
+@register_static
+@dataclass(frozen=True)
+class PartitionManager:
+    """Resolves EasyDeL's names of dims, and constrains arrays by them.
+
+    In decoding a dim is sharded as in training, unless `paxis` has other axes for it. That is how
+    eformer resolves; `PartitionAxis.resolve` follows its older class, where decoding replicates the
+    batch. (A `generation_` field that is `None` or equals its default counts as not given.)
+
+    Args:
+        paxis: The mesh axes of each name.
+
+    Examples:
+        >>> manager = PartitionManager(PartitionAxis())
+        >>> manager.resolve(["__BATCH__", "__LENGTH__", "__EMBED__"], "__train__")
+        P(('fsdp', 'dp'), 'sp', 'tp')
+
+    Source:
+        The class of this name in eformer 0.0.101.
+    """
+
+    paxis: PartitionAxis
+
+    def resolve(
+        self,
+        axes: Sequence[Any] | None = None,
+        mode: str | int | None = None,
+        dynamic_axes: Any = None,
+        shape: Sequence[int] | None = None,
+    ) -> PartitionSpec:
+        """Resolves names to mesh axes. The arguments are those of `apply_logical_sharding`; the
+        shape is needed if the mode is a dim."""
+        if axes is None or mode is None:
+            if dynamic_axes is None:
+                raise SpecError("PartitionManager: pass `axes=` and `mode=`, or `dynamic_axes=`.")
+            axes, mode = dynamic_axes.axes, dynamic_axes.mode
+        if isinstance(mode, int):
+            if shape is None:
+                raise SpecError(f"PartitionManager: mode={mode} is a dim, so pass `shape=`.")
+            mode = "generation" if shape[mode] == 1 else "train"
+        known_mode: Any = _MODES.get(mode, mode)
+        paxis = _decoding_as_training(self.paxis) if known_mode == "generation" else self.paxis
+        return paxis.resolve(*map(_read_name, axes or ()), mode=known_mode)
+
+    def shard(
+        self,
+        x: jax.Array,
+        axes: Sequence[Any] | None = None,
+        mode: str | int | None = None,
+        dynamic_axes: Any = None,
+        auto_correct: bool = True,
+    ) -> jax.Array:
+        """Does what `apply_logical_sharding` does, with this manager."""
+        spec = self.resolve(axes, mode, dynamic_axes, x.shape)
+        return with_sharding_constraint(x, spec, uneven="drop" if auto_correct else "error")
+
+
+def apply_logical_sharding(
+    x: jax.Array,
+    partition_manager: PartitionManager,
+    axes: Sequence[Any] | None = None,
+    mode: str | int | None = None,
+    dynamic_axes: Any = None,
+    auto_correct: bool = True,
+) -> jax.Array:
+    """Constrains an array by the logical names of its dims.
+
+    Args:
+        x: The array.
+        partition_manager: What maps names to mesh axes.
+        axes: A name for each dim: a constant of EasyDeL's such as `"__BATCH__"`, a name of
+            `PartitionAxis`, `None` or `"_"` for a dim that is not sharded, or several of them.
+        mode: `"train"` or `"generation"`, or a constant of EasyDeL's. Or a dim: an array that has
+            length 1 there is one of decoding.
+        dynamic_axes: An object with both as `axes` and `mode`, such as EasyDeL's
+            `HiddenStateSharding`. It counts if one of the other two is not given.
+        auto_correct: Whether axes that do not divide a dim are left out, or an error.
+
+    Returns:
+        The array, constrained as by `with_sharding_constraint`.
+
+    Raises:
+        SpecError: If names or the mode are unknown or not given; without `auto_correct`, also if
+            axes do not divide a dim.
+
+    Examples:
+        >>> manager = PartitionManager(PartitionAxis())
+        >>> with jax.set_mesh(make_mesh("fsdp=4,tp=2")):
+        ...     x = apply_logical_sharding(
+        ...         jnp.ones((8, 16, 4)), manager, ["__BATCH__", "__LENGTH__", "__EMBED__"], mode=1
+        ...     )
+        >>> x.sharding.spec
+        P('fsdp', None, 'tp')
+
+    Source:
+        eformer 0.0.101's function of this name, which also finds the manager made last.
+    """
+    return partition_manager.shard(x, axes, mode, dynamic_axes, auto_correct)
+
+
+def _read_name(name: Any) -> Entry:
+    """A name, or several, as `PartitionAxis` has it: `"__KV_LENGTH__"` is `"key_sequence"`."""
+    if isinstance(name, list | tuple):
+        return tuple(map(_read_name, name))
+    if not isinstance(name, str) or not name.strip("_"):
+        return None
+    word = name.strip("_").lower()
+    return _FIELDS.get(word, word) if name.startswith("__") else name
+
+
+def _decoding_as_training(paxis: PartitionAxis) -> PartitionAxis:
+    """Axes of which decoding has those of training where it has none of its own."""
+    default = PartitionAxis(*(getattr(paxis, field.name) for field in fields(paxis)[:5]))
+    changes = {
+        field.name: getattr(paxis, field.name.removeprefix("generation_"))
+        for field in fields(PartitionAxis)
+        if field.name.startswith("generation_")
+        and getattr(paxis, field.name) in (None, getattr(default, field.name))
+    }
+    return replace(paxis, **changes)
