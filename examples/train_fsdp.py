@@ -38,7 +38,7 @@ RULES = [
     ("norm", None),  # replicate
     (".*", ts.fsdp("fsdp")),  # shard the largest divisible dim
 ]
-ROWS = P(("data", "fsdp"))  # of a batch; axes that a mesh does not have are left out
+ROWS = P(("data", "fsdp"))  # of a batch; constraints drop axes that a mesh does not have
 
 # ------------------------------------------------------------------ the model
 
