@@ -17,15 +17,13 @@ people arrive with is translated here, so that the rest has one form of each thi
 | `auto_pytree` | EasyDeL | `equinox.Module`, or `jax.tree_util.register_dataclass` |
 """
 
-from treeshard._placement.live import extract_shardings
 from treeshard.compat._analysis import analyze_sharding_strategy
 from treeshard.compat._big_vision import infer_sharding, register_op
 from treeshard.compat._dataclasses import auto_pytree
 from treeshard.compat._logical import logical_to_mesh_spec
 from treeshard.compat._partition_manager import PartitionManager, apply_logical_sharding
 from treeshard.compat._pattern_strings import create_pattern_based_partition_spec
-
-extract_sharding_structure = get_shardings_with_structure = extract_shardings
+from treeshard.compat._structure import extract_sharding_structure, get_shardings_with_structure
 
 __all__ = [
     "PartitionManager",

@@ -15,7 +15,7 @@ from treeshard._inspection.memory import PlacedLeaf, bytes_by_device
 
 
 def analyze_sharding_strategy(
-    tree: PyTree, specs: SpecTree, mesh: MeshLike | None = None
+    pytree: PyTree, partition_specs: SpecTree, mesh: MeshLike | None = None
 ) -> dict[str, Any]:
     """Computes the memory per device and the balance of a sharding.
 
@@ -24,9 +24,9 @@ def analyze_sharding_strategy(
     length, the last ones shorter or empty.
 
     Args:
-        tree: Arrays, or their `jax.ShapeDtypeStruct`s; other leaves are ignored.
-        specs: A `Plan`, specs or `NamedSharding`s for them, or a prefix of such a tree. A leaf
-            for which it is `None` is counted as it is sharded now.
+        pytree: Arrays, or their `jax.ShapeDtypeStruct`s; other leaves are ignored.
+        partition_specs: A `Plan`, specs or `NamedSharding`s for them, or a prefix of such a tree.
+            A leaf for which it is `None` is counted as it is sharded now.
         mesh: The mesh; by default the plan's, the one of `NamedSharding`s, or the one in
             force. It may be an `AbstractMesh`.
 
@@ -61,7 +61,7 @@ def analyze_sharding_strategy(
     Source:
         EasyDeL's function of this name.
     """
-    leaves = _find_placed_leaves(tree, specs, mesh)
+    leaves = _find_placed_leaves(pytree, partition_specs, mesh)
     memory = bytes_by_device(leaves)
     total = sum(leaf.size for leaf in leaves)
     sharded = sum(x.size for x in leaves if x.sharding and not x.sharding.is_fully_replicated)

@@ -35,7 +35,7 @@ Strategy = Sequence[Any]  # of (pattern, ops) pairs
 Update = Callable[[PartitionSpec, AnyMesh, str, Any], Any]  # (cur_spec, mesh, name, x) -> spec
 
 
-def infer_sharding(tree: PyTree, strategy: Strategy, mesh: MeshLike) -> SpecTree:
+def infer_sharding(params: PyTree, strategy: Strategy, mesh: MeshLike) -> SpecTree:
     """Chooses the sharding of every leaf of a tree by a strategy in big_vision's form.
 
     The first pattern that matches a leaf's full path (`re.fullmatch`) decides. Scalars and
@@ -43,7 +43,7 @@ def infer_sharding(tree: PyTree, strategy: Strategy, mesh: MeshLike) -> SpecTree
     by the threshold of `fsdp`. Nothing is moved and no values are read.
 
     Args:
-        tree: Arrays, or their `jax.ShapeDtypeStruct`s, in any pytree; Flax boxes too.
+        params: Arrays, or their `jax.ShapeDtypeStruct`s, in any pytree; Flax boxes too.
         strategy: Pairs `(pattern, ops)`, where `ops` is a string such as
             `"shard_dim('model', -1) | fsdp('data')"`, which is parsed and never evaluated,
             or a `Tactic`.
@@ -71,10 +71,10 @@ def infer_sharding(tree: PyTree, strategy: Strategy, mesh: MeshLike) -> SpecTree
     Source:
         The function of this name in big_vision.
     """
-    check_no_refs(tree, "infer_sharding")
+    check_no_refs(params, "infer_sharding")
     mesh = as_mesh(mesh, make_mesh)
     # `u.make_mask_trees` of big_vision matches with `re.fullmatch`, the first pattern first.
-    decided = decide(read_rules(strategy, _read_ops), tree, mesh, 0, whole_paths=True)
+    decided = decide(read_rules(strategy, _read_ops), params, mesh, 0, whole_paths=True)
     # A spec that does not fit is an error where a pattern chose it. What no pattern matches is
     # replicated, and a warning lists it.
     matched = [row for row in decided.adjusted_rows() if row[2].rule is not None]
@@ -85,7 +85,7 @@ def infer_sharding(tree: PyTree, strategy: Strategy, mesh: MeshLike) -> SpecTree
     # One object for each spec, since trees of thousands of leaves have a handful.
     sharding_of = {spec: NamedSharding(mesh, spec) for spec in set(specs)}
     shardings = [sharding_of[spec] for spec in specs]
-    return _replace_boxes(tree, shardings)
+    return _replace_boxes(params, shardings)
 
 
 def _warn_about_unmatched(decided: Decided) -> None:

@@ -21,7 +21,7 @@ _NOT_SHARDED = ("None", "_")
 
 
 def create_pattern_based_partition_spec(
-    text: str, mesh: MeshLike | None = None, default_spec: PartitionSpec | None = None
+    pattern: str, mesh: MeshLike | None = None, default_spec: PartitionSpec | None = None
 ) -> Callable[[str, Any], PartitionSpec]:
     """Parses rules written as one string into a function `(path, leaf) -> PartitionSpec`.
 
@@ -31,7 +31,7 @@ def create_pattern_based_partition_spec(
     Use the function as the action of a rule, or call it, as in `named_tree_map(f, params)`.
 
     Args:
-        text: Rules `pattern->dims`, separated by `,` or `;`; patterns cannot contain these.
+        pattern: Rules `pattern->dims`, separated by `,` or `;`; patterns cannot contain these.
             Dims are separated by `.`. Each is a mesh axis, several joined by `+` (outermost
             first), or `None` or `_` for a dim that is not sharded.
         mesh: The mesh to check the axes against. Without it, they are checked where the
@@ -57,14 +57,14 @@ def create_pattern_based_partition_spec(
     rules: list[_Rule] = []
     bad: list[str] = []
     # All malformed rules are listed together, each with its own reason.
-    for part in re.split("[,;]", text):
+    for part in re.split("[,;]", pattern):
         try:
             rules.append(_read(part))
         except ShardingRuleError as error:
             bad.append(f"{part.strip()!r}: {error}")
     if bad:
         facts = listed(f"{len(bad)} rules are malformed:", bad)
-        raise ShardingRuleError(f"{text!r}: {facts}\n{_HOW}")
+        raise ShardingRuleError(f"{pattern!r}: {facts}\n{_HOW}")
     # EasyDeL takes the mesh in force for `None`, and raises without one, though specs need none.
     if mesh is not None:
         _check(rules, mesh)
