@@ -12,7 +12,7 @@ import pytest
 from helpers import struct
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from migration import check_init, check_restore, check_step, longest_dim, mebibytes, short, table
+from migration import check_init, check_step, longest_dim, mebibytes, short, table
 
 import treeshard as ts
 from treeshard.compat._big_vision import _ops
@@ -20,9 +20,16 @@ from treeshard.compat._big_vision import _ops
 row = table("From big_vision", "data=8")
 
 
-@row("mesh = jax.sharding.Mesh(mesh_utils.create_device_mesh(mesh_size), mesh_axes)")
-def test_mesh(ours) -> None:
-    assert dict(ours(config_mesh=[("data", 2), ("model", -1)]).shape) == {"data": 2, "model": 4}
+test_mesh = row.makes_mesh(
+    "mesh = jax.sharding.Mesh(mesh_utils.create_device_mesh(mesh_size), mesh_axes)",
+    {"config_mesh": [("data", 2), ("model", -1)]},
+    data=2,
+    model=4,
+)
+test_restore = row.restores(
+    "u.load_checkpoint_ts(path, tree=train_state_sharding, shardings=train_state_sharding)",
+    P("data"),
+)
 
 
 def old_fsdp(leaf: Any) -> P:
@@ -174,11 +181,6 @@ def test_reshard(ours) -> None:
     np.testing.assert_array_equal(placed["a"], x)
     with pytest.raises(ts.SpecError, match=r"(?s)a: .*b: "):
         ours(tree={"a": x[:7], "b": x[:6], "c": x}, shardings=sharding)
-
-
-@row("u.load_checkpoint_ts(path, tree=train_state_sharding, shardings=train_state_sharding)")
-def test_restore(ours, tmp_path) -> None:
-    check_restore(ours, row.mesh, P("data"), tmp_path / "state")
 
 
 @row("jax.jit(init, out_shardings=train_state_sharding)(rng)")

@@ -11,7 +11,7 @@ import pytest
 from helpers import legacy, struct
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from migration import check_init, check_restore, check_save, check_step, first_match, table
+from migration import check_init, check_step, first_match, table
 
 import treeshard as ts
 
@@ -25,9 +25,12 @@ PARAMS = {
 RULES = [("wte/embedding", P("mp", "fsdp")), ("attn/wq", P("fsdp", "mp")), ("norm", P(None))]
 
 
-@row('get_jax_mesh("1,-1,2", ("dp", "fsdp", "mp"))')
-def test_mesh(ours) -> None:
-    assert list(ours().shape.items()) == [("dp", 1), ("fsdp", 4), ("mp", 2)]
+test_mesh = row.makes_mesh('get_jax_mesh("1,-1,2", ("dp", "fsdp", "mp"))', dp=1, fsdp=4, mp=2)
+test_save = row.saves("checkpointer.save_all(train_state, gather_fns)", P("fsdp"))
+test_restore = row.restores(
+    'checkpointer.load_trainstate_checkpoint(f"trainstate::{path}", train_state_shapes, shard_fns)',
+    P("fsdp", "mp"),
+)
 
 
 @row("match_partition_rules(rules, params)")
@@ -160,18 +163,6 @@ def test_pattern_string(ours) -> None:
     by_name = ts.create_pattern_based_partition_spec("a->None.fsdp, b->dp+fsdp")
     assert by_name("a", struct(8, 8)) == P(None, "fsdp")
     assert by_name("b", struct(8, 8)) == P(("dp", "fsdp"))
-
-
-@row("checkpointer.save_all(train_state, gather_fns)")
-def test_save(ours, tmp_path) -> None:
-    check_save(ours, row.mesh, P("fsdp"), tmp_path / "state")
-
-
-@row(
-    'checkpointer.load_trainstate_checkpoint(f"trainstate::{path}", train_state_shapes, shard_fns)'
-)
-def test_restore(ours, tmp_path) -> None:
-    check_restore(ours, row.mesh, P("fsdp", "mp"), tmp_path / "state")
 
 
 TRAIN_RULES = [("w", P("fsdp", "mp")), ("key|step", None)]

@@ -7,11 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from helpers import struct
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from migration import (
-    check_batch,
-    check_checkpoints,
     check_init,
     check_step,
     longest_dim,
@@ -25,9 +23,13 @@ import treeshard as ts
 row = table("From kauldron", "devices=8")
 
 
-@row("kd.sharding.DEVICES_MESH")
-def test_mesh(ours) -> None:
-    assert ours() == Mesh(np.asarray(jax.devices()), ("devices",))
+test_mesh = row.makes_mesh("kd.sharding.DEVICES_MESH", devices=8)
+test_batch = row.splits_rows("kd.sharding.device_put(batch, kd.sharding.FIRST_DIM)", P("devices"))
+test_checkpoints = row.keeps_checkpoints(
+    "kd.ckpts.Checkpointer(save_interval_steps=100, max_to_keep=3)",
+    {0: True, 50: False, 100: True, 200: True, 300: True},
+    (100, 200, 300),
+)
 
 
 def old_fsdp(leaf: Any) -> P:
@@ -77,19 +79,6 @@ def test_constraint(ours) -> None:
     assert ts.get_partition_spec(out["b"]) == {"c": P("devices"), "d": P("devices")}
     plan = ts.plan(tree, [("a|c", P("devices")), ("d", None)], row.mesh, min_size=0)
     assert ts.get_partition_spec(ours(tree=tree, shardings=plan)) == plan.specs
-
-
-@row("kd.sharding.device_put(batch, kd.sharding.FIRST_DIM)")
-def test_batch(ours) -> None:
-    check_batch(ours, row.mesh, P("devices"))
-    step = ours(batch={"step": 3})["step"]
-    assert (step, type(step)) == (3, int)
-
-
-@row("kd.ckpts.Checkpointer(save_interval_steps=100, max_to_keep=3)")
-def test_checkpoints(ours, tmp_path) -> None:
-    saved = {0: True, 50: False, 100: True, 200: True, 300: True}
-    check_checkpoints(ours, row.mesh, saved, (100, 200, 300), tmp_path / "run")
 
 
 RULES = [("step", None), (".*", ts.fsdp("devices", min_size=0))]

@@ -11,8 +11,6 @@ from helpers import struct
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from migration import (
-    check_batch,
-    check_checkpoints,
     check_init,
     check_step,
     longest_dim,
@@ -87,14 +85,12 @@ def test_activations(ours) -> None:
             assert short(ours(x=jnp.ones((6, 4))).sharding) == P("batch")
 
 
-@row("jax.make_array_from_process_local_data(data_sharding, x)")
-def test_batch(ours) -> None:
-    check_batch(ours, row.mesh, P(("batch", "fsdp")))
-
-
-@row("checkpoint_manager.save(step, items)")
-def test_checkpoints(ours, tmp_path) -> None:
-    check_checkpoints(ours, row.mesh, {1: True, 2: True}, (2,), tmp_path / "run")
+test_batch = row.splits_rows(
+    "jax.make_array_from_process_local_data(data_sharding, x)", P(("batch", "fsdp"))
+)
+test_checkpoints = row.keeps_checkpoints(
+    "checkpoint_manager.save(step, items)", {1: True, 2: True}, (2,)
+)
 
 
 RULES = [(".*", ts.fsdp("fsdp", min_size=64))]

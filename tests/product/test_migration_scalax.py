@@ -9,16 +9,15 @@ import pytest
 from helpers import struct
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from migration import check_batch, check_init, check_step, first_match, longest_dim, short, table
+from migration import check_init, check_step, first_match, longest_dim, short, table
 
 import treeshard as ts
 
 row = table("From scalax", "dp=2,fsdp=4")
 
 
-@row('mesh = MeshShardingHelper([2, -1], ["dp", "fsdp"])')
-def test_mesh(ours) -> None:
-    assert dict(ours().shape) == {"dp": 2, "fsdp": 4}
+test_mesh = row.makes_mesh('mesh = MeshShardingHelper([2, -1], ["dp", "fsdp"])', dp=2, fsdp=4)
+test_batch = row.splits_rows("mesh.local_data_to_global_array(batch)", P(("dp", "fsdp")))
 
 
 @row('FSDPShardingRule(fsdp_axis_name="fsdp", fsdp_axis_size=4, min_fsdp_size=2**20)')
@@ -75,11 +74,6 @@ def test_a_tree_of_rules(ours) -> None:
     found = ours(tree={"a": {"w": struct(8, 16)}, "b": [struct(8), struct(4, 3)]})
     assert all(isinstance(x, NamedSharding) for x in jax.tree.leaves(found))
     assert short(found) == {"a": {"w": P(None, "fsdp")}, "b": [P("dp"), P("dp")]}
-
-
-@row("mesh.local_data_to_global_array(batch)")
-def test_batch(ours) -> None:
-    check_batch(ours, row.mesh, P(("dp", "fsdp")))
 
 
 RULES = [("w", P("fsdp")), ("b", None)]
