@@ -109,6 +109,44 @@ class Table:
 
         return self(theirs)(test)
 
+    def makes_state(self, theirs: str, rules: Any, spec: P) -> Callable[..., None]:
+        """A matrix and its momentum are made in their shards, with the numbers of one device."""
+
+        def init(key: jax.Array, given: Any = None) -> Any:
+            params = {"b": jnp.zeros(8), "w": jax.random.normal(key, (1024, 1032))} | (given or {})
+            return {"opt": optax.sgd(0.1, momentum=0.9).init(params), "params": params}
+
+        def test(ours: Ours) -> None:
+            key, given = jax.random.key(0), {"b": arange(8)}
+            names = dict.fromkeys(["init", "init_fn"], init) | dict.fromkeys(["key", "rng"], key)
+            made = ours(rules=rules, init_rng=key, partial_params=given, **names)
+            expected = init(key, given if "partial_params" in self.rows[theirs] else None)
+            check_init(made, expected, 2 * [{"b": P(), "w": spec}])
+
+        return self(theirs)(test)
+
+    def steps(self, theirs: str, spec: P) -> Callable[..., None]:
+        """Two steps give the numbers of one device; the key of their noise is in the state."""
+
+        def train(state: Any, batch: jax.Array) -> Any:
+            key, noise = jax.random.split(state["key"])
+            x = batch + jax.random.normal(noise, batch.shape)
+            loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(state["w"])
+            return {"w": state["w"] - grad, "key": key, "step": state["step"] + 1}, {"loss": loss}
+
+        def test(ours: Ours) -> None:
+            keys = jax.random.split(jax.random.PRNGKey(0))
+            made = {"w": jax.random.normal(keys[0], (16, 8)), "key": keys[1], "step": jnp.int32(0)}
+            state = jax.tree.map(np.array, made)  # on the host, where nothing is donated
+            plan = ts.plan(state, [("w", spec), (".*", None)], self.mesh, min_size=0)
+            names = dict.fromkeys(["step", "train_step", "update_fn"], train)
+            step, batch = ours(plan=plan, **names), np.ones((8, 16), np.float32)
+            check_step(step, plan, train, state, batch)
+            with pytest.raises(ts.SpecError, match="v: the plan has no such array"):
+                step(ts.shard(state, plan) | {"v": jnp.ones(4)}, batch)
+
+        return self(theirs)(test)
+
     def splits_rows(self, theirs: str, spec: P) -> Callable[..., None]:
         """The rows of each process become a global array; an error names what does not divide."""
 

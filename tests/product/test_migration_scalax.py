@@ -9,7 +9,7 @@ import pytest
 from helpers import struct
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from migration import check_init, check_step, first_match, longest_dim, short, table
+from migration import first_match, longest_dim, short, table
 
 import treeshard as ts
 
@@ -17,6 +17,14 @@ row = table("From scalax", "dp=2,fsdp=4")
 
 
 test_mesh = row.makes_mesh('mesh = MeshShardingHelper([2, -1], ["dp", "fsdp"])', dp=2, fsdp=4)
+test_init = row.makes_state(
+    "mesh.sjit(init, out_shardings=rule)(key)", [("w", P("fsdp")), (".*", None)], P("fsdp")
+)
+test_step = row.steps(
+    "mesh.sjit(step, in_shardings=(rule, PS()), out_shardings=(rule, PS()),"
+    ' args_sharding_constraint=(rule, PS("dp")), donate_argnums=(0,))',
+    P("fsdp"),
+)
 test_batch = row.splits_rows("mesh.local_data_to_global_array(batch)", P(("dp", "fsdp")))
 
 
@@ -77,34 +85,6 @@ def test_a_tree_of_rules(ours) -> None:
 
 
 RULES = [("w", P("fsdp")), ("b", None)]
-
-
-def init(key: jax.Array) -> dict[str, jax.Array]:
-    return {"w": jax.random.normal(key, (8, 4)), "b": jnp.zeros(4)}
-
-
-@row("mesh.sjit(init, out_shardings=rule)(key)")
-def test_init(ours) -> None:
-    key = jax.random.key(0)
-    made = ours(init=init, key=key, rules=RULES)
-    check_init(made, jax.jit(init)(key), {"w": P("fsdp"), "b": P()})
-
-
-@row(
-    "mesh.sjit(step, in_shardings=(rule, PS()), out_shardings=(rule, PS()),"
-    ' args_sharding_constraint=(rule, PS("dp")), donate_argnums=(0,))'
-)
-def test_step(ours) -> None:
-    def train(state: dict[str, jax.Array], batch: jax.Array) -> Any:
-        return jax.tree.map(lambda x: x + batch.mean(), state), batch.sum()
-
-    state = init(jax.random.key(0))
-    plan = ts.plan(state, RULES, row.mesh, min_size=0)
-    batch = np.arange(8, dtype=np.float32)
-    step = ours(step=train, plan=plan)
-    check_step(step, plan, train, state, batch)
-    with pytest.raises(ts.SpecError, match="v: the plan has no such array"):
-        step(ts.shard(init(jax.random.key(0)), plan) | {"v": jnp.ones(4)}, batch)
 
 
 @row('with_sharding_constraint(x, PS("dp"))')
