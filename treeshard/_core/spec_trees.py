@@ -7,7 +7,7 @@ here and containers there, and where the trees differ it names neither a path no
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten, tree_leaves, tree_structure
@@ -266,17 +266,6 @@ def _describe(x: Any) -> str:
 # ------------------------------------------------------------------ specs on a mesh
 
 
-class Misfit(NamedTuple):
-    """Why a leaf cannot be placed as requested, or not at all."""
-
-    # The error to raise if no other leaf has a more specific one.
-    error: type[TreeShardError]
-    # The reason, and what to do.
-    why: str
-    # The spec and its mesh, as messages show them, if these are the reason.
-    requested: str = ""
-
-
 @dataclass(frozen=True)
 class ResolvedSpec:
     """The spec of one leaf as requested, and the part of it that fits a mesh and the leaf."""
@@ -305,8 +294,10 @@ class ResolvedSpec:
         """`spec` on `mesh`, which must not be `None`."""
         return NamedSharding(cast(AnyMesh, self.mesh), self.spec, memory_kind=self.memory_kind)
 
-    def misfit(self, kinds: Container[str] = MISFITS) -> Misfit | None:
+    def misfit(self, kinds: Container[str] = MISFITS) -> SpecError | None:
         """Returns why the leaf cannot have what was requested; `None` if it can.
+
+        The arguments of the error are the spec on its mesh, and the reasons: see `raise_misfits`.
 
         These kinds of adjustments count; `"unconstrained"` is a dim that is `UNCONSTRAINED`.
         """
@@ -322,7 +313,7 @@ class ResolvedSpec:
         if not reasons:
             return None
         error = misfit_error({note.kind for note in notes}, SpecError)
-        return Misfit(error, " ".join(reasons), self.requested_text())
+        return error(self.requested_text(), " ".join(reasons))
 
     def requested_text(self) -> str:
         """`P('fsdp',) on the mesh (fsdp=8)`, as messages show it."""
@@ -389,27 +380,36 @@ def resolve_specs(
 
 def raise_misfits(
     tree: PyTree,
-    misfits: Mapping[int, Misfit],
+    misfits: Mapping[int, TreeShardError | None],
     where: str,
     what: str = "leaves do not fit their specs:",
     *,
     prefix: str = "",
     advice: str = "",
 ) -> None:
-    """Raises one error that names every misfit, by leaf index, with its leaf; or does nothing.
+    """Raises one error for all leaves that do not fit, each with its path; or does nothing.
 
-    The headline has `where` and `what`; `advice` is a last line. The tree is at the path `prefix`.
+    Args:
+        tree: The tree of the leaves.
+        misfits: What is wrong with a leaf, by its index; `None` if nothing is. The last argument of
+            such an error is the reason; one before it is the spec that was requested.
+        where: The function, for the message.
+        what: Goes on with the headline after a count.
+        prefix: The path of the tree in a larger one.
+        advice: A last line.
     """
-    if not misfits:
+    found = {i: misfit for i, misfit in misfits.items() if misfit is not None}
+    if not found:
         return
     paths, leaves = leaf_paths(tree), tree_leaves(tree)
-    facts = []
-    for i, (_, why, requested) in misfits.items():
+    facts: list[str] = []
+    for i, misfit in found.items():
+        *requested, why = misfit.args
         path = path_under(prefix, paths[i]) or "the array"
-        facts.append(f"{path}: {array_text(leaves[i])}{requested and f' as {requested}'}: {why}")
-    errors = [misfit.error for misfit in misfits.values()]
+        facts.append(f"{path}: {' as '.join([array_text(leaves[i]), *requested])}: {why}")
+    kinds = [*map(type, found.values())]
     # One class has to stand for all: callers most likely catch an unknown axis.
-    error = next((kind for kind in errors if issubclass(kind, UnknownAxisError)), errors[0])
+    error = next((kind for kind in kinds if issubclass(kind, UnknownAxisError)), kinds[0])
     headline = f"{where}: {len(facts)} {what}"
     message = listed(headline, facts) if len(facts) > 1 else f"{where}: {facts[0]}"
     raise error(f"{message}\n{advice}" if advice else message)

@@ -36,7 +36,6 @@ from treeshard._core.mesh import (
 )
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.spec_trees import (
-    Misfit,
     ResolvedSpec,
     SpecCarrier,
     SpecTree,
@@ -301,20 +300,17 @@ def _gather_manual_axes(
         for i, (x, spec) in enumerate(zip(leaves, specs, strict=True))
         if spec is not None and is_array(x)
     }
-    misfits = {
-        i: Misfit(SpecError, why)
-        for i, spec in shards.items()
-        if (why := _explain_not_gathered(leaves[i], spec, by_hand))
-    }
+    misfits = {i: _why_not_gathered(leaves[i], spec, by_hand) for i, spec in shards.items()}
     raise_misfits(tree, misfits, "unshard", "leaves cannot be gathered:")
     for i, spec in shards.items():
         leaves[i] = gather_shard(leaves[i], spec, by_hand, mesh_in_force())
     return treedef.unflatten(leaves)
 
 
-def _explain_not_gathered(x: Any, spec: PartitionSpec, axes: Sequence[str]) -> str:
+def _why_not_gathered(x: Any, spec: PartitionSpec, axes: Sequence[str]) -> SpecError | None:
     _, notes = project(spec, None, x.shape)
-    return " ".join(note.why for note in notes) or why_not_innermost(spec, axes)
+    why = " ".join(note.why for note in notes) or why_not_innermost(spec, axes)
+    return SpecError(why) if why else None
 
 
 def _spec_of_type(x: Any) -> PartitionSpec | None:
@@ -482,7 +478,7 @@ def _report(
     kinds = {"rank", "reduced-type"}  # which no other spec stands in for
     if uneven in ("error", "keep"):
         kinds.add("indivisible")
-    misfits = {i: misfit for i, target in adjusted.items() if (misfit := target.misfit(kinds))}
+    misfits = {i: target.misfit(kinds) for i, target in adjusted.items()}
     notes = [note for target in adjusted.values() for note in target.adjustments]
     is_uneven = any(note.kind == "indivisible" for note in notes)
     advice = _KEEP if uneven == "keep" and is_uneven else ""
