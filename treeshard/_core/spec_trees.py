@@ -330,6 +330,7 @@ def resolve_specs(
     manual: frozenset[str] = frozenset(),
     name: str = "specs",
     resolve: Callable[[Any], Any] | None = None,
+    keep_uneven: bool = False,
     typed: bool = False,
 ) -> list[ResolvedSpec | None]:
     """Lays specs beside a tree: each leaf's spec, projected on its mesh and shape.
@@ -347,6 +348,7 @@ def resolve_specs(
         manual: As in `project`.
         name: See `specs`.
         resolve: See `specs`.
+        keep_uneven: As in `project`.
         typed: As in `project`.
     """
     if mesh is None and isinstance(specs, SpecCarrier):
@@ -372,7 +374,9 @@ def resolve_specs(
         # one object, which JAX compares by identity first.
         key = (spec, own_mesh, memory_kind, shape)
         if key not in cache:
-            given, adjustments = project(spec, own_mesh, shape, manual=manual, typed=typed)
+            given, adjustments = project(
+                spec, own_mesh, shape, manual=manual, keep_uneven=keep_uneven, typed=typed
+            )
             cache[key] = ResolvedSpec(spec, given, own_mesh, memory_kind, adjustments)
         laid.append(cache[key])
     return laid

@@ -372,7 +372,7 @@ def _targets(
     tree: PyTree, shardings: SpecTree, mesh: AnyMesh | None, keep_uneven: bool
 ) -> list[ResolvedSpec | None]:
     """Returns the spec that each leaf gets; `None` for leaves that are returned unchanged."""
-    tracing, manual = is_tracing(), manual_axes() | vmapped_axes()
+    tracing = is_tracing()
 
     def choose_mesh(mesh: AnyMesh | None, leaf: Any) -> AnyMesh | None:
         is_struct = isinstance(leaf, jax.ShapeDtypeStruct)
@@ -385,9 +385,10 @@ def _targets(
         shardings,
         mesh,
         choose_mesh=choose_mesh,
-        manual=manual,
+        manual=manual_axes() | vmapped_axes(),
         name="shardings",
         resolve=resolve_names,
+        keep_uneven=keep_uneven and tracing,
         typed=tracing,
     )
     leaves = tree_leaves(tree)
@@ -398,22 +399,7 @@ def _targets(
         elif not tracing or isinstance(leaves[i], jax.ShapeDtypeStruct):
             spec = fill_unconstrained(target.spec, _current_spec(target.mesh, leaves[i]))
             targets[i] = replace(target, spec=spec)
-        elif keep_uneven:
-            targets[i] = _with_uneven_dims(target, leaves[i].shape, manual)
     return targets
-
-
-def _with_uneven_dims(
-    target: ResolvedSpec, shape: tuple[int, ...], manual: frozenset[str]
-) -> ResolvedSpec:
-    """A target with the axes that do not divide a dim, if all of these are Auto: XLA pads there."""
-    mesh = cast(AnyMesh, target.mesh)
-    notes = [note for note in target.adjustments if note.kind == "indivisible"]
-    uneven = {axis for note in notes for axis in note.axes}
-    if not uneven or not uneven <= {*axes_of_type(mesh, AxisType.Auto)}:
-        return target
-    spec, others = project(target.requested, mesh, shape, manual=manual, divisible=False)
-    return replace(target, spec=spec, adjustments=others)
 
 
 def _mesh_for(requested: AnyMesh | None, value: Any) -> AnyMesh | None:

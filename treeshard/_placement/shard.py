@@ -215,49 +215,35 @@ def place(tree: PyTree, specs: SpecTree, mesh: MeshLike | None, call: Call) -> P
     """Checks every leaf, on all processes, and only then moves the first."""
     mesh = as_mesh(mesh, make_mesh)
     leaves, treedef = tree_flatten(tree)
-    if jax.process_count() == 1:
-        shardings = _resolve(tree, leaves, specs, mesh, call)
-        if call.read is not None:
-            _fill_structs(leaves, leaf_paths(tree), shardings, _ALONE, call, call.read)
-        move_leaves(leaves, shardings, call.name, call.from_single_device, progress=call.progress)
-        return treedef.unflatten(leaves)
     group = _group_of(leaves, meshes_of(specs, mesh), call)
-    paths = leaf_paths(tree)
+    # Only messages between processes and `read` need them, and they take longer than small moves.
+    paths = leaf_paths(tree) if group.processes or call.read else []
     # From the first meeting to the last byte: what leaves it in the middle leaves others waiting.
     with breaking_if_left(), exclusive(group.processes if group.moves else ()):
         sent = _sent_by_one(leaves, group, call)
         with require_agreement(
             call.name, among=group.processes, timeout=call.timeout, moves=group.moves
         ) as facts:
-            shardings = _resolve(tree, leaves, specs, mesh, call)
+            # 1 and 2. An error of one process is an error on all.
+            if call.check not in _COMPARED_BYTES:
+                words = ", ".join(map(repr, _COMPARED_BYTES))
+                raise ValueError(f"{call.name}(check={call.check!r}): one of {words}.")
+            reads = call.read is not None
+            shardings = targets(tree, specs, mesh, call.name, call.prefix, accept_structs=reads)
+            if reads:
+                _check_memory(call.name, leaves, shardings)
             if group.processes:
                 rows = _rows(leaves, paths, shardings, sent, call.prefix)
                 facts.describe(rows, group.processes, _COMPARED_BYTES[call.check])
-        if call.read is not None:
+        if call.read is not None:  # 3
             _fill_structs(leaves, paths, shardings, group, call, call.read)
-        move_leaves(
+        move_leaves(  # 4
             leaves, shardings, call.name, call.from_single_device, sent, progress=call.progress
         )
         if group.processes:
             made, names = [leaves[i] for i in shardings], [paths[i] for i in shardings]
             set_origin(made, group.processes, last_meeting(), names)
     return treedef.unflatten(leaves)
-
-
-def _resolve(
-    tree: PyTree, leaves: Sequence[Any], specs: SpecTree, mesh: AnyMesh | None, call: Call
-) -> dict[int, NamedSharding]:
-    """The target of each leaf that is to be placed, by index. Raises if the call cannot be made."""
-    if call.check not in _COMPARED_BYTES:
-        raise ValueError(f"{call.name}(check={call.check!r}): one of 'form', 'small', 'values'.")
-    reads = call.read is not None
-    shardings = targets(tree, specs, mesh, call.name, call.prefix, accept_structs=reads)
-    if reads:
-        _check_memory(call.name, leaves, shardings)
-    return shardings
-
-
-_ALONE = _Group([], has_local=False, moves=False)
 
 
 def _group_of(leaves: Sequence[Any], meshes: Sequence[AnyMesh], call: Call) -> _Group:
