@@ -13,6 +13,7 @@ and cannot tell that processes differ before it hangs. `place` does it in stages
 import math
 import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -28,7 +29,7 @@ from treeshard._core.arrays import (
     region_shape,
     regions_here,
 )
-from treeshard._core.facts import SMALL_BYTES
+from treeshard._core.facts import SMALL_BYTES, Facts
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.meetings import breaking_if_left, exclusive, last_meeting, set_origin
 from treeshard._core.memory import Meter, lacking_memory
@@ -221,9 +222,11 @@ def place(tree: PyTree, specs: SpecTree, mesh: MeshLike | None, call: Call) -> P
     # From the first meeting to the last byte: what leaves it in the middle leaves others waiting.
     with breaking_if_left(), exclusive(group.processes if group.moves else ()):
         sent = _sent_by_one(leaves, group, call)
-        with require_agreement(
+        agreement = require_agreement(
             call.name, among=group.processes, timeout=call.timeout, moves=group.moves
-        ) as facts:
+        )
+        # Alone there is nobody to agree with, and to say so takes as long as the rest of the call.
+        with agreement if group.processes else nullcontext(Facts()) as facts:
             # 1 and 2. An error of one process is an error on all.
             if call.check not in _COMPARED_BYTES:
                 words = ", ".join(map(repr, _COMPARED_BYTES))
@@ -252,7 +255,7 @@ def _group_of(leaves: Sequence[Any], meshes: Sequence[AnyMesh], call: Call) -> _
     has_part = any(isinstance(x.sharding, NamedSharding) and not is_spread(x) for x in local)
     senders = [jax.process_index()] if has_part else []
     processes = participating_processes(leaves, meshes, senders)
-    moves = bool(local) or any(map(is_spread, leaves))
+    moves = bool(processes) and (bool(local) or any(map(is_spread, leaves)))
     return _Group(processes, has_local=bool(local), moves=moves)
 
 
