@@ -1,6 +1,9 @@
 """Resolves the target sharding of each leaf, and checks that every leaf can be placed there.
 
 JAX finds out leaf by leaf, as it places them, and its errors name neither the leaf nor a way out.
+
+Specs come from four places: a plan; shardings with a mesh of their own; plain specs, for the mesh
+of the call or the one in force; and logical names, for which the rules in force have specs.
 """
 
 from collections.abc import Callable, Mapping
@@ -76,6 +79,7 @@ def resolve_on_devices(
         specs.check_before_use()
         specs, mesh = specs.placements, mesh or specs.mesh  # the placements name memories, too
     else:
+        # Such a sharding has no spec and no mesh, which all that follows works with.
         specs = _name_single_devices(specs, mesh, where)
 
     def choose_mesh(mesh: AnyMesh | None, leaf: Any) -> Mesh:
@@ -114,7 +118,7 @@ def meshes_of(specs: SpecTree, mesh: AnyMesh | None) -> list[AnyMesh]:
         return [mesh]
     if isinstance(specs, SpecCarrier):
         return [specs.mesh]
-    meshes: dict[AnyMesh, None] = {}
+    meshes: dict[AnyMesh, None] = {}  # a set that keeps its order: it is the same on all processes
     current = get_incontext_mesh(raise_error=False)
     for spec in tree_leaves(specs, is_leaf=is_spec_entry):
         if isinstance(spec, NamedSharding):
@@ -135,6 +139,7 @@ def raise_unmovable(
 
 def resolver(mesh: AnyMesh | None) -> Callable[[Any], PartitionSpec]:
     """Returns a function that resolves logical names to a spec on `mesh`, or the current mesh."""
+    # Looked up now: functions per leaf are called later, outside of the mesh.
     resolving_mesh = get_incontext_mesh(raise_error=False) if mesh is None else mesh
     return lambda names: resolve_names(names, resolving_mesh)
 
@@ -147,7 +152,7 @@ def without_names(specs: SpecTree, mesh: AnyMesh | None) -> Any:
 
 def unmovable(leaf: Any) -> TreeShardError | None:
     """Returns why the values of a leaf cannot be moved at all; `None` if they can."""
-    if isinstance(leaf, Tracer):
+    if isinstance(leaf, Tracer):  # which is a `jax.Array` too
         return LeafError(
             "it is being traced and has no values yet. Inside jit, use"
             " `treeshard.with_sharding_constraint`; or move the arguments and results of the"
@@ -166,6 +171,7 @@ def unmovable(leaf: Any) -> TreeShardError | None:
             " donates its state also deletes the arrays from which `shard` made it without a copy."
             " Use the result of that function, or do not donate the array."
         )
+    # `np.asarray`, which reads the sources of shards, drops the mask without a word.
     if np.ma.isMaskedArray(leaf):
         return LeafError(
             "it is a masked array, which JAX does not support. Call `.filled()` first."
@@ -181,6 +187,7 @@ def unreadable(leaf: Any) -> TreeShardError | None:
     if misfit is not None or not isinstance(leaf, jax.Array):
         return misfit
     sharding = leaf.sharding
+    # Its shards can be read one by one, and nothing about them says that they are summands.
     if not isinstance(sharding, NamedSharding) or not sharding.spec.unreduced:
         return None
     axes = ", ".join(map(repr, sorted(sharding.spec.unreduced)))
