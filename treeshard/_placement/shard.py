@@ -216,12 +216,14 @@ def place(tree: PyTree, specs: SpecTree, mesh: MeshLike | None, call: Call) -> P
     """Checks every leaf, on all processes, and only then moves the first."""
     mesh = as_mesh(mesh, make_mesh)
     leaves, treedef = tree_flatten(tree)
-    group = _group_of(leaves, meshes_of(specs, mesh), call)
+    group = _ALONE
+    if jax.process_count() > 1:
+        group = _group_of(leaves, meshes_of(specs, mesh), call)
     # Only messages between processes and `read` need them, and they take longer than small moves.
     paths = leaf_paths(tree) if group.processes or call.read else []
     # From the first meeting to the last byte: what leaves it in the middle leaves others waiting.
     with breaking_if_left(), exclusive(group.processes if group.moves else ()):
-        sent = _sent_by_one(leaves, group, call)
+        sent = _sent_by_one(leaves, group, call) if group.has_local else set[int]()
         agreement = require_agreement(
             call.name, among=group.processes, timeout=call.timeout, moves=group.moves
         )
@@ -249,13 +251,18 @@ def place(tree: PyTree, specs: SpecTree, mesh: MeshLike | None, call: Call) -> P
     return treedef.unflatten(leaves)
 
 
+_ALONE = _Group([], has_local=False, moves=False)
+
+
 def _group_of(leaves: Sequence[Any], meshes: Sequence[AnyMesh], call: Call) -> _Group:
     local = [x for x in leaves if call.sends_local and _is_at_one_process(x)]
     # A process that has a part of the tree makes the call, even with no device of the new mesh.
     has_part = any(isinstance(x.sharding, NamedSharding) and not is_spread(x) for x in local)
     senders = [jax.process_index()] if has_part else []
     processes = participating_processes(leaves, meshes, senders)
-    moves = bool(processes) and (bool(local) or any(map(is_spread, leaves)))
+    if not processes:
+        return _ALONE
+    moves = bool(local) or any(map(is_spread, leaves))
     return _Group(processes, has_local=bool(local), moves=moves)
 
 
@@ -372,8 +379,6 @@ def _sent_by_one(leaves: Sequence[Any], group: _Group, call: Call) -> set[int]:
 
     A leaf that is local to every process belongs to each, and is not sent.
     """
-    if not (group.processes and group.has_local):
-        return set()
     with all_or_none(
         call.name, phase="local leaves", among=group.processes, timeout=call.timeout
     ) as messages:
