@@ -204,31 +204,41 @@ def _text(x: Any) -> str:
 
 
 def _first_difference(specs: SpecTree, tree: PyTree, path: str, name: str) -> str | None:
-    """Describes the first node at which `specs` is not a prefix of `tree`; else `None`."""
-    if is_spec_entry(specs):
+    """Describes the first node at which `specs` is not a prefix of `tree`; else `None`.
+
+    1. A spec serves any subtree.
+    2. One side has a leaf, or the two have containers of different types.
+    3. The containers have different keys.
+    4. Their children differ.
+    5. Only the static fields differ, which are neither keys nor children.
+    """
+    if is_spec_entry(specs):  # 1
         return None
     spec_children, tree_children = _one_level(specs), _one_level(tree)
     here = path or "the root"
+    # 2
     if spec_children is None or tree_children is None or type(specs) is not type(tree):
         return f"at {here}: the {name} have {_describe(specs)}, the tree has {_describe(tree)}."
+    # 3
     if list(spec_children) != list(tree_children):
         missing = [key for key in tree_children if key not in spec_children]
         extra = [key for key in spec_children if key not in tree_children]
         parts = []
         if missing:
-            parts.append(f"the {name} lack {_quoted(missing)}")
+            parts.append(f"the {name} lack {_quote_keys(missing)}")
         if extra:
-            parts.append(f"the tree has no {_quoted(extra)}")
+            parts.append(f"the tree has no {_quote_keys(extra)}")
         return (
             f"at {here}: {' and '.join(parts)}. The {name} must have the tree's structure, or be"
             " a prefix of it, where one spec serves a whole subtree."
         )
+    # 4
     for key in spec_children:
         child_path = f"{path}/{key}".lstrip("/")
         deeper = _first_difference(spec_children[key], tree_children[key], child_path, name)
         if deeper is not None:
             return deeper
-    # The same type and keys, and still other structures: a module's static fields.
+    # 5
     if tree_structure(specs, is_leaf=is_spec_entry) != tree_structure(tree):
         return (
             f"at {here}: both are {type(tree).__name__}, but their static fields differ. Make"
@@ -246,7 +256,7 @@ def _one_level(x: Any) -> dict[str, Any] | None:
     return dict(children_with_keys(x))
 
 
-def _quoted(keys: Sequence[str]) -> str:
+def _quote_keys(keys: Sequence[str]) -> str:
     shown = ", ".join(repr(key) for key in keys[:5])
     return shown + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
 
@@ -260,7 +270,7 @@ def _describe(x: Any) -> str:
     kind = type(x).__name__
     if children is None:
         return f"a leaf ({kind})"
-    return f"a {kind} of {_quoted(list(children))}" if children else f"an empty {kind}"
+    return f"a {kind} of {_quote_keys(list(children))}" if children else f"an empty {kind}"
 
 
 # ------------------------------------------------------------------ specs on a mesh
