@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from helpers import mesh_of, struct
 from jax.sharding import PartitionSpec as P
@@ -53,16 +54,40 @@ def replicate_all(path: str, leaf: Any) -> P:
     [
         (".*", None, "replicate", "None"),
         (".*", ts.fsdp("fsdp") | ts.replicate(), "tactic", "fsdp('fsdp') | replicate()"),
-        (re.compile("W", re.IGNORECASE), P("fsdp"), "spec", "P('fsdp',)"),
+        ("(?i)W", P("fsdp"), "spec", "P('fsdp',)"),
         (".*", replicate_all, "function", "replicate_all"),
         (".*", ("rows", None), "names", "('rows', None)"),
     ],
-    ids=["none", "tactic", "flags", "function", "names"],
+    ids=["none", "tactic", "spec", "function", "names"],
 )
 def test_json_has_rules_as_text(pattern: Any, action: Any, kind: str, text: str) -> None:
     with ts.logical_axis_rules([("rows", None)]):
         (rule,) = written([(pattern, action)], tree={"b": struct(8), "w": struct(8, 8)})["rules"]
-    assert rule == {"pattern": getattr(pattern, "pattern", pattern), "kind": kind, "action": text}
+    assert rule == {"pattern": pattern, "kind": kind, "action": text}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [
+        (re.compile("A b|c", re.IGNORECASE | re.VERBOSE), "(?ix)A b|c"),
+        (re.compile("(?i)b", re.ASCII | re.DOTALL), "(?as)(?i)b"),
+        (re.compile("(?i)b", re.IGNORECASE), "(?i)b"),
+    ],
+)
+def test_json_has_the_flags_of_compiled_patterns(pattern: re.Pattern[str], text: str) -> None:
+    (rule,) = written([(pattern, None)], tree={"b": struct(8)})["rules"]
+    assert rule["pattern"] == text
+    assert re.compile(text).flags == pattern.flags
+
+
+def test_json_has_integers_of_numpy() -> None:
+    n = np.int64(4)
+    rules = [("w", ts.fsdp("fsdp", min_size=n, skip=(n - 4,))), ("b", ts.shard_dim("fsdp", n - 4))]
+    tree = {"w": struct(n, n), "b": struct(n)}
+    raw = json.loads(ts.plan(tree, rules, mesh_of(fsdp=n), min_size=n).to_json())
+    assert (raw["min_size"], raw["mesh"][0]["size"], raw["leaves"][0]["shape"]) == (4, 4, [4])
+    texts = ["fsdp('fsdp', min_size=4, skip=(0,))", "shard_dim('fsdp', 0)"]
+    assert [rule["action"] for rule in raw["rules"]] == texts
 
 
 def test_leaves_that_share_a_path_are_not_written() -> None:

@@ -201,10 +201,11 @@ def fsdp(
     """
     axes = axes_to_shard(axis, "fsdp")
     least = None if min_size is None else index(min_size)
-    text = call_text("fsdp", entry_of(axes), min_size=least, skip=tuple(skip), memory=memory)
+    skipped = tuple(map(index, skip))
+    text = call_text("fsdp", entry_of(axes), min_size=least, skip=skipped, memory=memory)
 
     def refine(spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
-        return shard_largest(spec, mesh, tuple(leaf.shape), axes, tuple(skip))
+        return shard_largest(spec, mesh, tuple(leaf.shape), axes, skipped)
 
     return Tactic((Step(text, refine, least, fsdp_axes=axes, memory=memory),))
 
