@@ -152,7 +152,8 @@ def test_logical_names_as_actions() -> None:
         found = ts.plan(tree, rules, MESH, min_size=0)
     assert found.specs == {"fits": P("data", "fsdp"), "long": P("data"), "odd": P()}
     kinds = [[note.kind for note in leaf.adjustments] for leaf in found.leaves]
-    assert kinds == [[], ["rank"], ["indivisible"]]
+    absent = "logical-axis-not-in-mesh"
+    assert kinds == [[absent], [absent, "rank"], ["indivisible"]]
 
 
 def test_names_that_do_not_resolve() -> None:

@@ -108,7 +108,7 @@ def test_the_threshold_of_the_step_or_else_of_the_call(tactic, size, floor, give
     assert refined(tactic, (size,), floor=floor) == (given, kinds)
 
 
-RULES = [("embed", "fsdp"), ("mlp", ("data", "absent")), ("vocab", "fsdp")]
+RULES = [("embed", "fsdp"), ("mlp", "data"), ("vocab", "fsdp")]
 
 
 def logical(*names: Any, rules: Any = None) -> Any:

@@ -17,7 +17,13 @@ import jax
 from jax.sharding import PartitionSpec
 
 from treeshard._core.contexts import logical_rules
-from treeshard._core.mesh import MeshLike, axis_sizes, describe_sizes, get_incontext_mesh
+from treeshard._core.mesh import (
+    MeshLike,
+    axis_sizes,
+    describe_sizes,
+    get_incontext_mesh,
+    unknown_axis,
+)
 from treeshard._core.specs import (
     UNCONSTRAINED,
     Adjustment,
@@ -359,17 +365,28 @@ def _pairs(rules: ReadLogicalRules | None) -> tuple[tuple[str, Entry], ...]:
     return tuple(rules._axes_by_name("train").items()) if is_by_dim else rules or ()
 
 
-def names_without_rule(names: Sequence[Entry], rules: ReadLogicalRules | None) -> list[Adjustment]:
-    """The adjustments of a leaf with names that no rule has: these dims are not sharded."""
-    # Without rules in force, and for names that a `PartitionAxis` lacks, resolving them raises.
+def notes_on_names(
+    names: Sequence[Entry], rules: ReadLogicalRules | None, mesh: MeshLike | None
+) -> list[Adjustment]:
+    """Why a list of rules does not shard a leaf with these names as they say: a name has no rule,
+    or its rule names an axis that the mesh lacks."""
+    # Without rules in force, and for names that a `PartitionAxis` lacks, resolving them raises. Its
+    # default fields name axes that few meshes have.
     if rules is None or isinstance(rules, PartitionAxis):
         return []
     known = {name for name, _ in rules}
-    unknown = [name for name in all_axes(names) if name not in known]
-    return [
-        Adjustment("no-logical-rule", f"{name!r} has no logical rule.{did_you_mean(name, known)}")
-        for name in unknown
-    ]
+    sizes = {} if mesh is None else axis_sizes(mesh)
+    notes: list[Adjustment] = []
+    for name in all_axes(names):
+        if name not in known:
+            why = f"{name!r} has no logical rule.{did_you_mean(name, known)}"
+            notes.append(Adjustment("no-logical-rule", why))
+    for name, entry in _entries_by_priority(names, rules).items():
+        for axis in axes_of(entry) if sizes else ():
+            if axis not in sizes:
+                why = f"the logical rule for {name!r}: {unknown_axis(axis, sizes)}"
+                notes.append(Adjustment("logical-axis-not-in-mesh", why, (axis,)))
+    return notes
 
 
 def read_logical_rules(rules: LogicalRules) -> ReadLogicalRules:
@@ -426,6 +443,20 @@ def _entry(axes: Any) -> Entry:
 def _resolve_by_priority(
     names: Sequence[Entry], rules: tuple[tuple[str, Entry], ...]
 ) -> PartitionSpec:
+    entry_by_name = _entries_by_priority(names, rules)
+    dims: list[Entry] = []
+    for dim in names:
+        if isinstance(dim, tuple):  # the axes of its names, one after the other
+            dims.append(entry_of(all_axes(map(entry_by_name.get, dim))))
+        else:  # `UNCONSTRAINED` and `None` stay
+            dims.append(entry_by_name.get(dim) if isinstance(dim, str) else dim)
+    return PartitionSpec(*dims)
+
+
+def _entries_by_priority(
+    names: Sequence[Entry], rules: tuple[tuple[str, Entry], ...]
+) -> dict[str, Entry]:
+    """The mesh axes of each name that a rule applies to."""
     # As in Flax, rules are tried in the order of the list, and not dims in the order of the array:
     # by ("a", "x"), ("b", "x") and ("b", "y"), ("b", "a") becomes P("y", "x").
     undecided = set(all_axes(names))
@@ -436,13 +467,7 @@ def _resolve_by_priority(
             undecided.remove(name)
             entry_by_name[name] = entry
             used.update(axes_of(entry))
-    dims: list[Entry] = []
-    for dim in names:
-        if isinstance(dim, tuple):  # the axes of its names, one after the other
-            dims.append(entry_of(all_axes(map(entry_by_name.get, dim))))
-        else:  # `UNCONSTRAINED` and `None` stay
-            dims.append(entry_by_name.get(dim) if isinstance(dim, str) else dim)
-    return PartitionSpec(*dims)
+    return entry_by_name
 
 
 def _resolve_by_dims(names: Sequence[Entry], axes_by_name: Mapping[str, Entry]) -> PartitionSpec:

@@ -27,7 +27,7 @@ from treeshard._core.specs import (
 )
 from treeshard._planning.logical import (
     current_logical_rules,
-    names_without_rule,
+    notes_on_names,
     resolve_names,
 )
 from treeshard._planning.named_dims import leaves_with_names
@@ -228,10 +228,10 @@ class _Rules:
 
     def __init__(self, read: ReadRules, mesh: AnyMesh | None, min_size: int):
         self.rules, self.mesh, self.min_size = _with_specs(read, mesh), mesh, min_size
-        # Of each rule with logical names, those that no logical rule has.
+        # What the logical rules lack for the names of each rule.
         logical = current_logical_rules()
-        self.unknown_names = {
-            index: tuple(names_without_rule(action, logical))
+        self.notes_on_names = {
+            index: tuple(notes_on_names(action, logical, mesh))
             for index, (_, action) in enumerate(read)
             if is_logical(action)
         }
@@ -258,7 +258,7 @@ class _Rules:
             given, dropped = PartitionSpec(), ()
         else:
             asked = self._call_function(rule, path, leaf) if callable(action) else action
-            notes = self.unknown_names.get(rule, ())
+            notes = self.notes_on_names.get(rule, ())
             asked = PartitionSpec() if asked is None else asked
             given, dropped = project(asked, self.mesh, shape)
         return ResolvedSpec(

@@ -39,7 +39,7 @@ from treeshard._planning.logical import (
     PartitionAxis,
     ReadLogicalRules,
     current_logical_rules,
-    names_without_rule,
+    notes_on_names,
     read_logical_rules,
     resolve_by,
     resolve_names,
@@ -424,7 +424,7 @@ def _shard_by_names(
     rules = _rules_for(box, given)
     by_names = _resolve_box(box, rules, mesh)
     projected, adjustments = project(by_names, mesh, tuple(value_of(leaf).shape))
-    notes = names_without_rule(box.names, rules) if box.logical else ()
+    notes = notes_on_names(box.names, rules, mesh) if box.logical else ()
     return trimmed(projected), (*adjustments, *notes)
 
 
