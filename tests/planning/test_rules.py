@@ -94,6 +94,10 @@ def test_boxes_stay_in_the_tree_and_not_in_paths() -> None:
     assert specs["layers"][0]["w"] == linen.Partitioned(P("fsdp"), names=("embed", None))
     assert specs["layers"][1]["w"].value == P("data")
     assert jax.tree.leaves(match([("^w$", P("data"))], {"w": variable})) == [P("data")]
+    by_rank = ("a", lambda path, leaf: P(*["data"] * leaf.ndim))
+    rules = [by_rank, ("b", ts.logical_partitioning([("embed", "fsdp")]))]
+    specs = match(rules, {"a": linen.Partitioned(np.zeros(8), names=("x",)), "b": box}, MESH)
+    assert jax.tree.leaves(specs) == [P("data"), P("fsdp")]
 
 
 # ------------------------------------------------------------------ the resulting spec

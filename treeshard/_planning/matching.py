@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.tree_util import tree_flatten
 
+from treeshard._core.arrays import has_shape
 from treeshard._core.mesh import AnyMesh, current_or_given
 from treeshard._core.spec_trees import ResolvedSpec
 from treeshard._core.specs import (
@@ -30,14 +31,14 @@ from treeshard._planning.logical import (
     notes_on_names,
     resolve_names,
 )
-from treeshard._planning.named_dims import leaves_with_names
+from treeshard._planning.named_dims import leaves_with_names, value_of
 from treeshard._planning.tactics import (
     Refined,
     Tactic,
     min_size_in_force,
     too_small,
 )
-from treeshard._planning.tree_walk import Shape, TreeDef, name_leaves, shape_of_each
+from treeshard._planning.tree_walk import Shape, TreeDef, name_leaves
 from treeshard.errors import ShardingRuleError, SpecError, listed
 
 ReadRules = list[tuple[re.Pattern[str], Any]]  # compiled patterns and their actions
@@ -160,7 +161,8 @@ def decide(
     """
     rules = _Rules(read, mesh, min_size_in_force(min_size))
     leaves, treedef = tree_flatten(tree)
-    paths, shapes = name_leaves(tree, treedef), shape_of_each(leaves)
+    paths = name_leaves(tree, treedef)
+    shapes = [tuple(leaf.shape) if has_shape(leaf) else None for leaf in leaves]
     shown = leaves_with_names(tree) if rules.read_boxes else leaves
     arrays = [path for path, shape in zip(paths, shapes, strict=True) if shape]
     rule_of = _first_matches([pattern for pattern, _ in read], arrays, whole_paths)
@@ -237,7 +239,7 @@ class _Rules:
         }
         tactics = [action for _, action in read if isinstance(action, Tactic)]
         self.tactic_mesh = current_or_given(mesh) if tactics else None
-        self.read_boxes = any(tactic.reads_boxes for tactic in tactics)
+        self.read_boxes = not all(tactic.by_shape for tactic in tactics)
         # Functions may tell leaves of one shape apart, and so may tactics that read boxes.
         self.by_shape = [
             action.by_shape if isinstance(action, Tactic) else not callable(action)
@@ -283,7 +285,7 @@ class _Rules:
     def _call_function(self, rule: int, path: str, leaf: Any) -> PartitionSpec | None:
         """What a function returns for a leaf; `None`, and an error of the call, if no spec."""
         pattern, function = self.rules[rule]
-        asked = function(path, leaf)
+        asked = function(path, value_of(leaf))
         if asked is None or isinstance(asked, PartitionSpec):
             return asked
         self.not_specs.append(

@@ -69,10 +69,8 @@ class Step:
     # The kind of memory that it puts the leaf in; `None` for the devices' own.
     memory: str | None = None
     # Whether the result depends only on the leaf's shape and itemsize. Leaves for which these are
-    # equal then share one decision.
+    # equal then share one decision. If not, it takes the leaf in its box, if there is one.
     by_shape: bool = True
-    # Whether it needs the box around a leaf, if there is one.
-    reads_boxes: bool = False
 
 
 @dataclass(frozen=True, repr=False)
@@ -113,11 +111,6 @@ class Tactic:
         return all(step.by_shape for step in self.steps)
 
     @property
-    def reads_boxes(self) -> bool:
-        """Whether a step needs the box around a leaf."""
-        return any(step.reads_boxes for step in self.steps)
-
-    @property
     def fsdp_axes(self) -> frozenset[str]:
         """The axes over which it shards parameters that are gathered for use."""
         return frozenset(axis for step in self.steps for axis in step.fsdp_axes)
@@ -142,7 +135,7 @@ class Tactic:
             if size < least:
                 adjustments.append(too_small(size, least))
                 continue
-            spec, of_step = step.refine(spec, mesh, path, leaf if step.reads_boxes else value)
+            spec, of_step = step.refine(spec, mesh, path, value if step.by_shape else leaf)
             name = f"{step.text}: " if len(self.steps) > 1 else ""
             adjustments += [each._replace(why=name + each.why) for each in of_step]
         return spec, tuple(adjustments)
@@ -299,7 +292,7 @@ def logical_partitioning(rules: LogicalRules | None = None) -> Tactic:
         return _shard_by_names(spec, mesh, leaf, read)
 
     # Boxes of equal shape have other names.
-    return Tactic((Step(text, refine, by_shape=False, reads_boxes=True),))
+    return Tactic((Step(text, refine, by_shape=False),))
 
 
 def replicate(*, memory: str | None = None) -> Tactic:
