@@ -197,10 +197,17 @@ class PartitionAxis:
             raise SpecError(f"mode={mode!r} is neither 'train' nor 'generation'.{hint}")
         _check_names(names)
         known = self._axes_by_name(mode)
-        if unknown := [name for name in all_axes(names) if _short_name(name) not in known]:
-            raise SpecError(_unknown_names(unknown, known))
+        facts = [
+            f"{name!r} is not a logical name of PartitionAxis.{did_you_mean(name, known)}"
+            for name in all_axes(names)
+            if name not in known
+        ]
+        if facts:
+            short = ", ".join(name for name in known if not name.endswith("_axis"))
+            headline = f"{len(facts)} names are unknown:"
+            raise SpecError(f"{listed(headline, facts)}\nPartitionAxis has {short}.")
         self._warn_of_unnamed_axes(mesh)
-        return _on_mesh(_resolve_by_dims(_drop_suffix(names), known), mesh)
+        return _on_mesh(_resolve_by_dims(names, known), mesh)
 
     def _warn_of_unnamed_axes(self, mesh: MeshLike | None) -> None:
         here = get_incontext_mesh(raise_error=False) if mesh is None else mesh
@@ -215,32 +222,14 @@ class PartitionAxis:
             )
 
     def _axes_by_name(self, mode: Mode) -> dict[str, Entry]:
-        by_name = {_short_name(each.name): getattr(self, each.name) for each in fields(self)}
-        if mode == "generation":
-            by_name |= {name: by_name.get(f"generation_{name}", by_name[name]) for name in by_name}
+        """The mesh axes of each name, with and without its `_axis`."""
+        by_name: dict[str, Entry] = {}
+        for each in fields(self):
+            of_generation = f"generation_{each.name}"
+            is_replaced = mode == "generation" and hasattr(self, of_generation)
+            axes = getattr(self, of_generation if is_replaced else each.name)
+            by_name[each.name.removesuffix("_axis")] = by_name[each.name] = axes
         return by_name
-
-
-def _short_name(name: str) -> str:
-    return name.removesuffix("_axis")
-
-
-def _drop_suffix(names: Sequence[Entry]) -> list[Entry]:
-    """Names of dims without their `_axis`; `None` and `UNCONSTRAINED` as they are."""
-    short: list[Entry] = []
-    for dim in names:
-        of_dim = axes_of(dim)
-        short.append(entry_of([_short_name(name) for name in of_dim]) if of_dim else dim)
-    return short
-
-
-def _unknown_names(unknown: list[str], known: dict[str, Entry]) -> str:
-    facts = [
-        f"{name!r} is not a logical name of PartitionAxis.{did_you_mean(_short_name(name), known)}"
-        for name in unknown
-    ]
-    headline = f"{len(facts)} names are unknown:"
-    return f"{listed(headline, facts)}\nPartitionAxis has {', '.join(known)}."
 
 
 # ------------------------------------------------------------------ rules
