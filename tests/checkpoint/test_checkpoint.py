@@ -438,6 +438,31 @@ def test_a_flipped_bit_is_named(small, damaged: Path) -> None:
     )
 
 
+def test_a_lost_file_from_which_no_leaf_is_read_is_damage(small, damaged: Path) -> None:
+    for name in ("_METADATA", "ocdbt.process_0/manifest.ocdbt"):
+        (damaged / "state" / name).unlink()
+    assert error_of(lambda: verify(damaged)) == (
+        f"{damaged}: 0 leaves and 2 other files are damaged:\n"
+        "  state/_METADATA is missing.\n"
+        "  state/ocdbt.process_0/manifest.ocdbt is missing.\n"
+        "Read an earlier checkpoint, or copy this one again from where it is intact."
+    )
+    assert_same(restore(damaged, small[1]), small[1])
+
+
+def test_a_file_that_cannot_be_compared_is_damage(damaged: Path, monkeypatch) -> None:
+    """Its leaves could be read, and they may be from another step."""
+
+    def fail(file: Any) -> list[int]:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("treeshard.checkpoint._paths.file_facts", fail)
+    for read in (verify, restore):
+        told = error_of(lambda read=read: read(damaged))
+        assert "ids: its file state/" in told
+        assert "cannot be read: Input/output error." in told
+
+
 def error_of(read: Callable[[], Any]) -> str:
     with pytest.raises(ts.DamagedError) as told:
         read()

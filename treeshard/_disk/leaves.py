@@ -297,12 +297,20 @@ class ReadLeaf(NamedTuple):
     damage: str
 
 
-def raise_damages(path: str | os.PathLike[str], damages: Mapping[str, str]) -> None:
-    """Raises one `DamagedError` that lists all damages, given by leaf path, if there are any."""
+def raise_damages(
+    path: str | os.PathLike[str], damages: Mapping[str, str], other_files: Mapping[str, str] = {}
+) -> None:
+    """Raises one `DamagedError` that lists all damages, if there are any.
+
+    They are given by leaf path. Files of which no leaf is read are given by name.
+    """
     facts = [f"{leaf}: {why}" for leaf, why in damages.items()]
+    facts += [f"{file} {why}." for file, why in other_files.items()]
+    others = f" and {counted(len(other_files), 'other file')}" if other_files else ""
+    headline = f"{len(damages)} leaves{others} are damaged:"
     if facts:
         raise DamagedError(
-            f"{path}: {listed(f'{len(facts)} leaves are damaged:', facts)}\nRead an earlier"
+            f"{path}: {listed(headline, facts, headed=not damages)}\nRead an earlier"
             " checkpoint, or copy this one again from where it is intact."
         )
 

@@ -42,9 +42,9 @@ from treeshard.checkpoint._paths import (
     ARRAYS,
     MARK,
     SEAL,
-    changed_files,
     checkpoint_path,
     is_local,
+    lacking_files,
     lock_in,
     mark_removed,
     reading,
@@ -561,7 +561,7 @@ def _lacking_files(path: epath.Path) -> list[str]:
     if not seal(path):
         return [f"{ARRAYS}/{SEAL}"]
     with suppress(CheckpointError):  # whoever reads the step gets the error
-        return [*changed_files(path, table_at(path).files, sizes_only=True)]
+        return lacking_files(path, table_at(path).files)
     return []
 
 

@@ -178,29 +178,46 @@ def _names_in(directory: epath.Path) -> list[str]:
         raise CheckpointError(f"{directory} cannot be listed: {error.strerror}.") from None
 
 
-def changed_files(
-    path: epath.Path, files: FileFacts, *, sizes_only: bool = False
-) -> dict[str, str]:
-    """How the files of its arrays differ from those that a checkpoint was saved with, by name."""
+def changed_files(path: epath.Path, files: FileFacts) -> dict[str, str]:
+    """How the files of its arrays differ from those that a checkpoint was saved with, by name.
+
+    Raises `CheckpointError` if this process may not read one: that is not damage.
+    """
     changed: dict[str, str] = {}
-    for name, facts in files.items():
+    for name, (size, crc) in files.items():
         file = path / ARRAYS / name
+        why = ""
         try:
-            if sizes_only:
-                found = [os.stat(file).st_size]
-            else:
-                with file.open("rb") as opened:
-                    found = file_facts(opened)
+            with file.open("rb") as opened:
+                found_size, found_crc = file_facts(opened)
+            if found_size != size:
+                why = f"has {found_size:,} bytes, and was saved with {size:,}"
+            elif found_crc != crc:
+                why = "has other contents than were saved"
         except FileNotFoundError:
-            changed[f"{ARRAYS}/{name}"] = "is missing"
-            continue
-        except OSError:  # it cannot be looked at: whoever reads the arrays in it gets the error
-            continue
-        if found[0] != facts[0]:
-            changed[f"{ARRAYS}/{name}"] = f"has {found[0]:,} bytes, and was saved with {facts[0]:,}"
-        elif not sizes_only and found != facts:
-            changed[f"{ARRAYS}/{name}"] = "has other contents than were saved"
+            why = "is missing"
+        except PermissionError as error:
+            raise CheckpointError(f"{file} cannot be read: {error.strerror}.") from None
+        except OSError as error:
+            why = f"cannot be read: {error.strerror or error}"
+        if why:
+            changed[f"{ARRAYS}/{name}"] = why
     return changed
+
+
+def lacking_files(path: epath.Path, files: FileFacts) -> list[str]:
+    """The files of its arrays that are not there, or have another size. None is read."""
+    lacking: list[str] = []
+    for name, (size, _) in files.items():
+        file = f"{ARRAYS}/{name}"
+        try:
+            if os.stat(path / file).st_size != size:
+                lacking.append(file)
+        except FileNotFoundError:
+            lacking.append(file)
+        except OSError:
+            pass  # it may be intact: whoever reads it gets the error
+    return lacking
 
 
 def is_ours(path: epath.Path) -> bool:

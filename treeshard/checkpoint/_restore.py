@@ -240,8 +240,10 @@ def _read_together(
         errors: dict[str, str] = {}
         shown = show_progress(rows, WHERE, show=progress)
         arrays = _read_arrays(store, _reads(shown, targets), targets, errors)
+        # One process compares the files for all, which share them: each of N processes has written
+        # some, and N times N would be opened.
         if among is not None or jax.process_index() == 0:
-            changed = _keys_in_changed_files(path, files, store)
+            changed, _ = _leaves_in(changed_files(path, files), store)
             keys = {row.path: store_key(row.path) for row in rows}
             errors = {leaf: changed[key] for leaf, key in keys.items() if key in changed} | errors
         check()
@@ -329,25 +331,27 @@ def _memory_to_read(reads: Iterable[Read], targets: Mapping[str, Target]) -> int
 # ------------------------------------------------------------------ damage
 
 
-def _keys_in_changed_files(path: epath.Path, files: FileFacts, store: ArrayStore) -> dict[str, str]:
-    """The keys of leaves whose values, or the index of them, are in files that are not as saved.
+def _leaves_in(changed: Mapping[str, str], store: ArrayStore) -> tuple[dict[str, str], set[str]]:
+    """The keys of leaves whose values, or the index of them, are in changed files, each with the
+    reason; and the files of these.
 
     Each chunk there may be intact, and still be from another step, so these leaves count as
     damaged.
     """
-    changed = changed_files(path, files)
     found: dict[str, str] = {}
+    needed: set[str] = set()
     for key, holders in store.files_by_key.items() if changed else ():
         for file in holders:
             if file in changed:
                 found[key.partition("/")[0]] = f"its file {file} {changed[file]}."
-    return found
+                needed.add(file)
+    return found, needed
 
 
 def read_each(path: epath.Path, files: FileFacts, rows: Iterable[SavedLeaf]) -> Iterator[ReadLeaf]:
     """Reads leaves to host memory, a few at a time."""
     store = ArrayStore(path)
-    changed = _keys_in_changed_files(path, files, store)
+    changed, _ = _leaves_in(changed_files(path, files), store)
     for batch in in_batches(rows, lambda row: row.bytes):
         reads = [(row, full_region(row.stored_shape)) for row in batch if row.stored]
         targets = {row.path: _on_host(row) for row, _ in reads}
@@ -371,21 +375,28 @@ def _read_leaf(row: SavedLeaf, x: np.ndarray | None, damage: str) -> ReadLeaf:
     return ReadLeaf(row, None if damage else x, damage)
 
 
-def damages_of(
-    path: epath.Path, files: FileFacts, rows: Iterable[SavedLeaf]
-) -> Iterator[tuple[SavedLeaf, str]]:
-    """Reads leaves chunk by chunk, and says how each is damaged; empty if it is as saved."""
+def find_damages(
+    path: epath.Path, table: LeafTable, rows: Iterable[SavedLeaf]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Reads all leaves, chunk by chunk. Returns how leaves are damaged, by path, and other files.
+
+    `rows` are those of the table. The other files belong to the checkpoint too, but no leaf is read
+    from them: the index of a single process, and what Orbax reads.
+    """
+    stored = [row for row in table.leaves if row.stored]
+    # What is in flight, each chunk once more as TensorStore decodes it, and the one before.
+    largest = max(map(chunk_bytes, stored), default=0)
+    needed = min(2 * sum(row.bytes for row in stored), max(IN_FLIGHT, 2 * largest) + largest)
+    needed += kept_by_allocator(((chunk_bytes(x), 2 * x.bytes) for x in stored), IN_FLIGHT)
+    check_memory(path, needed, THREADS, "Verify it where there is more.")
     store = ArrayStore(path)
-    changed = _keys_in_changed_files(path, files, store)
-    for batch in in_batches(rows, lambda row: row.bytes):
-        stored = [row for row in batch if row.stored]
-        # What is in flight, each chunk once more as TensorStore decodes it, and the one before.
-        largest = max(map(chunk_bytes, stored), default=0)
-        needed = min(2 * sum(row.bytes for row in stored), max(IN_FLIGHT, 2 * largest) + largest)
-        needed += kept_by_allocator(((chunk_bytes(x), 2 * x.bytes) for x in stored), IN_FLIGHT)
-        check_memory(path, needed, THREADS, "Verify it where there is more.")
-        errors: dict[str, str] = {}
-        chunks = ((row, chunk) for row in stored for chunk in chunks_of(row))
-        deque(store.read(chunks, errors), maxlen=0)  # TensorStore compares the checksums
-        for row in batch:
-            yield row, errors.get(row.path, "") or changed.get(store_key(row.path), "")
+    errors: dict[str, str] = {}
+    chunks = ((row, chunk) for row in rows if row.stored for chunk in chunks_of(row))
+    deque(store.read(chunks, errors), maxlen=0)  # TensorStore compares the checksums
+    changed = changed_files(path, table.files)
+    in_changed, needed_files = _leaves_in(changed, store)
+    for row in stored:
+        if why := in_changed.get(store_key(row.path)):
+            errors.setdefault(row.path, why)
+    others = {file: why for file, why in changed.items() if file not in needed_files}
+    return errors, others
