@@ -1,6 +1,5 @@
 """Saves trees and restores them on any mesh."""
 
-import asyncio
 import functools
 import re
 import shutil
@@ -96,16 +95,6 @@ def test_without_like_nested_dicts_of_numpy_arrays_are_restored(saved) -> None:
     assert [flat[f"texts/{i}"] for i in range(len(TEXTS))] == TEXTS
     assert flat["python/4"] == -(2**100)
     assert_same(flat["keys/0"], tree["keys"][0])
-
-
-def test_it_works_inside_a_running_event_loop_as_in_notebooks(tmp_path: Path) -> None:
-    tree = {"w": jnp.ones((4, 8)), "step": 7}
-
-    async def cell() -> Any:
-        save(tmp_path / "x", tree)
-        return restore(tmp_path / "x", tree)
-
-    assert_same(asyncio.run(cell()), tree)
 
 
 @pytest.fixture(autouse=True)
