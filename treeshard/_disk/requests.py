@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
-from jax.tree_util import tree_flatten, tree_leaves, tree_map
+from jax.tree_util import tree_flatten, tree_leaves
 
 from treeshard._core.arrays import array_text, has_shape
 from treeshard._core.facts import Facts
@@ -82,24 +82,18 @@ class Differences(NamedTuple):
         If `partial`, leaves may be missing or unexpected; a `ShardingWarning` lists the missing
         ones.
         """
-        facts: list[str] = []
         misfits = [f"{path}: {why}" for path, why in self.misfits.items()]
         missing = [f"{path}: not in {source}." for path in self.missing]
         unexpected = [f"{path}: in {source}, but not requested." for path in self.unexpected]
-        if misfits:
-            headline = f"{len(misfits)} leaves have another type than requested:"
-            facts.append(listed(headline, misfits))
+        sections = [("leaves have another type than requested", misfits)]
         if not partial:
             for i, path in enumerate(self.missing[:_SUGGESTIONS]):
                 missing[i] += did_you_mean(path, self.unexpected)
-            if missing:
-                headline = f"{len(missing)} requested leaves are not in {source}:"
-                facts.append(listed(headline, missing))
-            if unexpected:
-                headline = f"{len(unexpected)} leaves of {source} are not requested:"
-                facts.append(listed(headline, unexpected))
-            if missing or unexpected:
-                facts.append(_USE_PARTIAL)
+            sections.append((f"requested leaves are not in {source}", missing))
+            sections.append((f"leaves of {source} are not requested", unexpected))
+        facts = [listed(f"{len(rows)} {what}:", rows) for what, rows in sections if rows]
+        if not partial and (missing or unexpected):
+            facts.append(_USE_PARTIAL)
         if facts:
             raise MismatchError("\n".join(facts))
         if missing:
@@ -114,14 +108,11 @@ def compare(
 
     Floating-point arrays may be converted to the dtype `cast`; nothing else is converted.
     """
-    none = LeafType("none")  # holds no values, so it may be missing
-    missing = [path for path, x in requested.items() if path not in stored and x != none]
-    unexpected = [path for path, x in stored.items() if path not in requested and x != none]
-    misfits: dict[str, str] = {}
-    for path, x in requested.items():
-        why = _misfit(stored[path], x, cast) if path in stored else ""
-        if why:
-            misfits[path] = why
+    # A `None` holds no values, so that it may be missing on either side.
+    missing = [path for path, x in requested.items() if path not in stored and x.kind != "none"]
+    unexpected = [path for path, x in stored.items() if path not in requested and x.kind != "none"]
+    whys = {path: _misfit(stored[path], x, cast) for path, x in requested.items() if path in stored}
+    misfits = {path: why for path, why in whys.items() if why}
     return Differences(tuple(missing), tuple(unexpected), misfits)
 
 
@@ -265,8 +256,7 @@ def read_request(
     if placing.rules is not None:
         shardings = _decided(tree, placing.rules, placing, where)
     else:
-        _check_placements(tree, where)
-        shardings = [_own_sharding(leaf, where) for leaf in leaves]
+        shardings = _own_shardings(tree, where)
     requested: dict[int, RequestedLeaf] = {}
     for i, name in names(tree).items():
         type_ = leaf_type(leaves[i])
@@ -296,19 +286,26 @@ def _decided(tree: PyTree, rules: Rules, placing: Placing, where: str) -> list[A
     return tree_leaves(decided.shardings, is_leaf=is_none)
 
 
-def _check_placements(tree: PyTree, where: str) -> None:
-    """Raises `SpecError` for arrays that request a type which only traced values have."""
-    typed = tree_map(_typed_sharding, tree)
-    laid = resolve_specs(tree, typed)
-    misfits = {i: x for i, spec in enumerate(laid) if spec and (x := spec.misfit({"reduced-type"}))}
+def _own_shardings(tree: PyTree, where: str) -> list[Sharding | None]:
+    """The shardings of the like-tree's own arrays; `None` is a leaf, too.
+
+    Raises `SpecError` for arrays whose types only traced values have, and `NoMeshError` for meshes
+    without devices.
+    """
+    leaves = tree_leaves(tree)
+    shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
+    typed = [x if _has_reduced_type(x) else None for x in shardings]
+    misfits = {}
+    for i, spec in enumerate(resolve_specs(leaves, typed)):
+        if spec is not None and (why := spec.misfit({"reduced-type"})):
+            misfits[i] = why
     raise_misfits(tree, misfits, where)
+    return [_own_sharding(leaf, where) for leaf in tree_leaves(tree, is_leaf=is_none)]
 
 
-def _typed_sharding(leaf: Any) -> NamedSharding | None:
-    sharding = getattr(leaf, "sharding", None)
-    if not isinstance(sharding, NamedSharding):
-        return None
-    return sharding if sharding.spec.unreduced or sharding.spec.reduced else None
+def _has_reduced_type(sharding: Any) -> bool:
+    is_named = isinstance(sharding, NamedSharding)
+    return is_named and bool(sharding.spec.unreduced or sharding.spec.reduced)
 
 
 def _own_sharding(leaf: Any, where: str) -> Sharding | None:

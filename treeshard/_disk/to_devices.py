@@ -63,12 +63,6 @@ def default_sharding() -> Sharding:
     return jax.device_put(np.zeros((), bool)).sharding
 
 
-def items_here(sharding: Sharding | None, shape: Shape) -> int:
-    """The items that an array takes in host memory: on it, or on devices that use it."""
-    full = tuple((0, length) for length in shape)
-    return math.prod(shape) if sharding is None else items_on_host(sharding, shape, full)
-
-
 def add_part(meter: Meter, target: Target, region: Region, *, nbytes: int, converts: bool) -> None:
     """Adds what a region of `nbytes`, which has been read, takes on its way to `target`.
 
