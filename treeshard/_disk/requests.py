@@ -19,48 +19,63 @@ from treeshard._core.mesh import MeshLike
 from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import raise_misfits, resolve_specs
 from treeshard._core.text import dtype_name, parse_dtype
-from treeshard._disk.leaves import Shape, check_known, empty_value, in_class_of, is_none, kind_of
+from treeshard._disk.leaves import (
+    SavedLeaf,
+    Shape,
+    check_known,
+    empty_value,
+    in_class_of,
+    is_none,
+    kind_of,
+)
 from treeshard._planning.plan import Plan, plan
 from treeshard._planning.rules import Rules
 from treeshard.errors import FormatError, MismatchError, did_you_mean, listed, warn
 
 
-class LeafType(NamedTuple):
-    """The type of a leaf, whatever its values; `kind` and `dtype` are as in `SavedLeaf`.
+class RequestedLeaf(NamedTuple):
+    """A leaf as it is requested, and where its array goes; `kind` and `dtype` as in `SavedLeaf`."""
 
-    On devices it will be a `jax.Array`, which has 64-bit dtypes only in JAX's x64 mode.
-    """
-
+    name: str  # of what is stored for it
     kind: str
     shape: Shape = ()
     dtype: str = ""
+    # Otherwise it becomes a numpy array, which has 64-bit dtypes without JAX's x64 mode, too.
     on_devices: bool = False
-
-    def __str__(self) -> str:
-        if self.dtype:
-            return array_text(self)
-        return "None" if self.kind == "none" else f"a Python {self.kind}"
+    # `None` on devices is the default device, where JAX may move the array from.
+    sharding: Sharding | None = None
 
     @property
-    def is_floating(self) -> bool:
-        """Whether it is an array of floating-point numbers."""
-        return self.kind == "array" and jax.numpy.issubdtype(parse_dtype(self.dtype), np.floating)
+    def is_here(self) -> bool:
+        """Whether all its devices are in this process."""
+        return self.sharding is None or self.sharding.is_fully_addressable
 
-    def cast(self, to: str | None) -> "LeafType":
-        """The type after a cast to the dtype `to`, which changes floating-point arrays only."""
-        return self._replace(dtype=to) if to is not None and self.is_floating else self
+    @property
+    def itemsize(self) -> int:
+        """The bytes of an item of its array."""
+        return parse_dtype(self.dtype).itemsize
 
 
-def leaf_type(x: Any) -> LeafType | None:
-    """The type that a leaf has, or that it requests; `None` if it is static."""
+def request_leaf(name: str, x: Any) -> RequestedLeaf | None:
+    """What a leaf of a like-tree requests; `None` if it is static."""
     kind = kind_of(x)
     if kind is None or (kind == "array" and x.dtype == jax.dtypes.float0):
         return None
     if not has_shape(x):
-        return LeafType(kind)
+        return RequestedLeaf(name, kind)
     is_numpy = isinstance(x, np.ndarray | np.generic)
     dtype = x.dtype.newbyteorder("=") if is_numpy else x.dtype  # the byte order is not saved
-    return LeafType(kind, tuple(x.shape), dtype_name(dtype), on_devices=not is_numpy)
+    return RequestedLeaf(name, kind, tuple(x.shape), dtype_name(dtype), on_devices=not is_numpy)
+
+
+def _type_text(x: SavedLeaf | RequestedLeaf) -> str:
+    if x.dtype:
+        return array_text(x)
+    return "None" if x.kind == "none" else f"a Python {x.kind}"
+
+
+def _is_floating(dtype: str) -> bool:
+    return jax.numpy.issubdtype(parse_dtype(dtype), np.floating)
 
 
 # ------------------------------------------------------------------ differences
@@ -102,27 +117,33 @@ class Differences(NamedTuple):
 
 
 def compare(
-    stored: Mapping[str, LeafType], requested: Mapping[str, LeafType], cast: str | None = None
+    stored: Mapping[str, SavedLeaf], requested: Iterable[RequestedLeaf], cast: str | None = None
 ) -> Differences:
-    """Compares the requested leaves with the stored ones, by path.
+    """Compares the requested leaves with the stored ones, by name.
 
     Floating-point arrays may be converted to the dtype `cast`; nothing else is converted.
     """
-    # A `None` holds no values, so that it may be missing on either side.
-    missing = [path for path, x in requested.items() if path not in stored and x.kind != "none"]
-    unexpected = [path for path, x in stored.items() if path not in requested and x.kind != "none"]
-    whys = {path: _misfit(stored[path], x, cast) for path, x in requested.items() if path in stored}
-    misfits = {path: why for path, why in whys.items() if why}
-    return Differences(tuple(missing), tuple(unexpected), misfits)
+    missing: list[str] = []
+    misfits: dict[str, str] = {}
+    unexpected = dict(stored)
+    for x in requested:
+        saved = unexpected.pop(x.name, None)
+        if saved is not None:
+            if why := _misfit(saved, x, cast):
+                misfits[x.name] = why
+        elif x.kind != "none":  # which holds no values
+            missing.append(x.name)
+    left = [name for name, saved in unexpected.items() if saved.kind != "none"]
+    return Differences(tuple(missing), tuple(left), misfits)
 
 
-def _misfit(stored: LeafType, requested: LeafType, cast: str | None) -> str:
+def _misfit(stored: SavedLeaf, requested: RequestedLeaf, cast: str | None) -> str:
     """Why a leaf cannot be read as requested; empty if it can."""
-    fact = f"saved as {stored}, requested as {requested}."
+    fact = f"saved as {_type_text(stored)}, requested as {_type_text(requested)}."
     if (stored.kind, stored.shape) != (requested.kind, requested.shape):
         return fact
     if stored.dtype != requested.dtype:
-        if not (stored.is_floating and requested.is_floating):
+        if not (_is_floating(stored.dtype) and _is_floating(requested.dtype)):
             return f"{fact} Only floating-point dtypes are converted; request {stored.dtype}."
         if requested.dtype != cast:
             return f"{fact} `cast={requested.dtype!r}` converts it."
@@ -133,10 +154,12 @@ def _misfit(stored: LeafType, requested: LeafType, cast: str | None) -> str:
     if dtype == requested.dtype:
         return ""
     ways = "Turn on 64-bit numbers (`jax.config.update('jax_enable_x64', True)`)"
-    if requested.is_floating:
+    if _is_floating(requested.dtype):
         ways += f", convert it with `cast={dtype!r}`"
-    narrowed = requested._replace(dtype=dtype)
-    return f"{requested} would be {narrowed} on devices. {ways}, or request a numpy array."
+    narrowed = _type_text(requested._replace(dtype=dtype))
+    return (
+        f"{_type_text(requested)} would be {narrowed} on devices. {ways}, or request a numpy array."
+    )
 
 
 def cast_dtype(cast: Any) -> str | None:
@@ -147,7 +170,7 @@ def cast_dtype(cast: Any) -> str | None:
         name = str(jax.numpy.dtype(cast))
     except TypeError:
         name = str(cast)
-    if not LeafType("array", (), name).is_floating:
+    if not _is_floating(name):
         raise FormatError(
             f"cast={name!r} is not a floating-point dtype. Only floating-point arrays are"
             " converted, to a dtype such as 'float32'."
@@ -176,14 +199,6 @@ class Placing(NamedTuple):
         )
 
 
-class RequestedLeaf(NamedTuple):
-    """A requested leaf; `sharding` is `None` for the default device, and for numpy."""
-
-    name: str
-    type: LeafType
-    sharding: Sharding | None
-
-
 class Request(NamedTuple):
     """A read request: the leaves of a like-tree, those requested of them, by index, and those
     stored.
@@ -194,7 +209,7 @@ class Request(NamedTuple):
     leaves: list[Any]
     treedef: Any
     requested: dict[int, RequestedLeaf]
-    stored: Mapping[str, LeafType]
+    stored: Mapping[str, SavedLeaf]
     differences: Differences
 
     def to_read(self) -> dict[int, RequestedLeaf]:
@@ -206,7 +221,7 @@ class Request(NamedTuple):
         facts.describe(
             (leaf.name, self.leaves[i], [] if leaf.sharding is None else [leaf.sharding])
             for i, leaf in self.to_read().items()
-            if leaf.type.dtype
+            if leaf.dtype
         )
 
     def tree(self, values: Iterable[tuple[int, Any]]) -> PyTree:
@@ -229,7 +244,7 @@ def _like_leaf_of(value: Any, leaf: Any, name: str) -> Any:
 
 
 def read_request(
-    stored: Mapping[str, LeafType],
+    stored: Mapping[str, SavedLeaf],
     like: PyTree,
     placing: Placing,
     *,
@@ -247,7 +262,7 @@ def read_request(
     to = cast_dtype(cast)
     tree = like
     if like is None:
-        tree = {name: _like_leaf(x.cast(to)) for name, x in stored.items()}
+        tree = {name: _like_leaf(x, to) for name, x in stored.items()}
     elif isinstance(like, Plan):
         like.check_before_use()
         tree = like.structs
@@ -259,21 +274,21 @@ def read_request(
         shardings = _own_shardings(tree, where)
     requested: dict[int, RequestedLeaf] = {}
     for i, name in names(tree).items():
-        type_ = leaf_type(leaves[i])
-        if type_ is None:
-            continue
-        if type_.dtype and placing.rules is not None:
-            type_ = type_._replace(on_devices=True)
-        requested[i] = RequestedLeaf(name, type_, shardings[i] if type_.dtype else None)
-    types = {leaf.name: leaf.type for leaf in requested.values()}
-    return Request(leaves, treedef, requested, stored, compare(stored, types, to))
+        leaf = request_leaf(name, leaves[i])
+        if leaf is not None and leaf.dtype:
+            on_devices = leaf.on_devices or placing.rules is not None
+            leaf = leaf._replace(on_devices=on_devices, sharding=shardings[i])
+        if leaf is not None:
+            requested[i] = leaf
+    return Request(leaves, treedef, requested, stored, compare(stored, requested.values(), to))
 
 
-def _like_leaf(x: LeafType) -> Any:
-    """A leaf that requests this type, in host memory."""
+def _like_leaf(x: SavedLeaf, cast: str | None) -> Any:
+    """A leaf that requests a stored one in host memory, after a cast of floating-point arrays."""
     if x.kind == "array":
+        dtype = cast if cast is not None and _is_floating(x.dtype) else x.dtype
         # A view of one number, which takes no memory.
-        return np.broadcast_to(np.zeros((), parse_dtype(x.dtype)), x.shape)
+        return np.broadcast_to(np.zeros((), parse_dtype(dtype)), x.shape)
     if x.kind == "key":
         return jax.ShapeDtypeStruct(x.shape, parse_dtype(x.dtype))
     return empty_value(x.kind)

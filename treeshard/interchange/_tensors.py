@@ -31,11 +31,10 @@ from treeshard._core.paths import PyTree, leaf_paths, shared_names
 from treeshard._core.processes import all_or_none, show_progress
 from treeshard._core.spec_trees import Misfit
 from treeshard._core.text import parse_dtype
-from treeshard._disk.leaves import check_known, is_none
-from treeshard._disk.requests import LeafType, Placing, Request, read_request
+from treeshard._disk.leaves import SavedLeaf, check_known, is_none
+from treeshard._disk.requests import Placing, Request, RequestedLeaf, read_request
 from treeshard._disk.to_devices import (
     Part,
-    Target,
     add_part,
     default_sharding,
     to_devices,
@@ -173,7 +172,8 @@ def tensor_request(
 ) -> Request:
     """Compares the requested tensors with the stored ones. Without `like`, all are requested."""
     types = {
-        name: LeafType("array", x.tensor.shape, DTYPES[x.tensor.code]) for name, x in stored.items()
+        name: SavedLeaf(name, "array", x.tensor.shape, DTYPES[x.tensor.code])
+        for name, x in stored.items()
     }
     names = partial(tensor_names, rename=rename, where=where)
     request = read_request(types, like, placing, cast=cast, names=names, where=where)
@@ -194,9 +194,8 @@ class Reading(NamedTuple):
     """A tensor that is read for a leaf."""
 
     leaf_index: int  # in the like-tree
+    leaf: RequestedLeaf
     stored: Stored
-    target: Target  # with the dtype that is requested
-    on_devices: bool  # otherwise it becomes a numpy array
     regions: list[Region]  # that this process reads; of an array on devices, its own shards
 
 
@@ -204,14 +203,11 @@ def plan_readings(request: Request, stored: Mapping[str, Stored]) -> list[Readin
     """What this process reads for a request, ordered by file and offset."""
     readings = []
     for i, leaf in request.to_read().items():
-        target = Target(leaf.type.shape, parse_dtype(leaf.type.dtype), leaf.sharding)
-        regions = [full_region(target.shape)]
-        if target.sharding is not None:
-            # Without those that several devices hold, in the order of the devices.
-            held = regions_here(target.sharding, target.shape).values()
-            regions = list(dict.fromkeys(held))
-        row = Reading(i, stored[leaf.name], target, leaf.type.on_devices, regions)
-        readings.append(row)
+        regions = [full_region(leaf.shape)]
+        if leaf.sharding is not None:
+            # Each once, also if several devices hold it.
+            regions = list(dict.fromkeys(regions_here(leaf.sharding, leaf.shape).values()))
+        readings.append(Reading(i, leaf, stored[leaf.name], regions))
     # Disks and network file systems read ahead.
     return sorted(readings, key=lambda row: (row.stored.file.fileno(), row.stored.tensor.start))
 
@@ -224,17 +220,17 @@ def memory_to_load(readings: Iterable[Reading]) -> int:
     meter, sizes = Meter(), list[tuple[int, int]]()
     default = default_sharding()
     for row in readings:
-        target, stored = row.target, row.stored.tensor.dtype
-        if row.on_devices and target.sharding is None:
-            target = target._replace(sharding=default)
+        leaf, stored = row.leaf, row.stored.tensor.dtype
+        if leaf.on_devices and leaf.sharding is None:
+            leaf = leaf._replace(sharding=default)
         counts = {region: math.prod(region_shape(region)) for region in row.regions}
         # All regions of a tensor are read before the first is moved.
         meter.add(sum(counts.values()) * stored.itemsize)
+        converts = parse_dtype(leaf.dtype) != stored
         for region, count in counts.items():
-            nbytes = count * stored.itemsize
-            add_part(meter, target, region, nbytes=nbytes, converts=target.dtype != stored)
-            if row.on_devices:
-                size = count * target.dtype.itemsize
+            add_part(meter, leaf, region, nbytes=count * stored.itemsize, converts=converts)
+            if leaf.on_devices:
+                size = count * leaf.itemsize
                 sizes.append((size, size))
     return meter.peak + kept_by_allocator(sizes, _KEPT)
 
@@ -245,25 +241,23 @@ def read_tensors(request: Request, readings: Sequence[Reading], *, progress: boo
     on_host: dict[int, np.ndarray] = {}
 
     def read_parts() -> Iterator[Part[int]]:
-        for row in shown:
-            parts = _read_regions(row.stored, row.regions)
+        for i, leaf, stored, regions in shown:
+            parts = _read_regions(stored, regions)
             # One after another leaves `parts`, so that no variable keeps it.
-            while parts and row.on_devices:
-                yield (row.leaf_index, *_take(parts, row.target.dtype))
+            while parts and leaf.on_devices:
+                yield (i, *_take(parts, leaf.dtype))
             if parts:
-                _, on_host[row.leaf_index] = _take(parts, row.target.dtype)
+                _, on_host[i] = _take(parts, leaf.dtype)
 
-    targets = {row.leaf_index: row.target for row in readings if row.on_devices}
-    return request.tree((to_devices(targets, read_parts()) | on_host).items())
+    on_devices = {row.leaf_index: row.leaf for row in readings if row.leaf.on_devices}
+    return request.tree((to_devices(on_devices, read_parts()) | on_host).items())
 
 
-def _take(parts: dict[Region, np.ndarray], dtype: np.dtype) -> tuple[Region, np.ndarray]:
+def _take(parts: dict[Region, np.ndarray], dtype: str) -> tuple[Region, np.ndarray]:
     """Takes a region out of those that were read, with the dtype that is requested."""
     region, x = parts.popitem()
-    if x.dtype == dtype:
-        return region, x
     with np.errstate(all="ignore"):  # out of range becomes inf, as in `jnp.asarray`
-        return region, x.astype(dtype)
+        return region, x.astype(parse_dtype(dtype), copy=False)
 
 
 def read_full(stored: Stored) -> np.ndarray:
