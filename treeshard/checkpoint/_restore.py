@@ -36,8 +36,8 @@ from treeshard._core.processes import (
 from treeshard._core.text import parse_dtype
 from treeshard._disk.files import FileFacts, PathLike
 from treeshard._disk.leaves import ReadLeaf, SavedLeaf, raise_damages
-from treeshard._disk.requests import LeafType, Placing, RequestedLeaf, read_request
-from treeshard._disk.to_devices import Part, Target, add_part, default_sharding, to_devices
+from treeshard._disk.requests import Placing, RequestedLeaf, read_request
+from treeshard._disk.to_devices import Part, add_part, default_sharding, to_devices
 from treeshard._disk.untrusted import check_memory, no_memory_to_read
 from treeshard._planning.rules import Rules
 from treeshard.checkpoint._array_store import (
@@ -156,9 +156,8 @@ def restore(
             text = table_text(checkpoint)
             table = _table_of(checkpoint, text)
             rows = {row.path: row for row in table.leaves}
-            types = {row.path: LeafType(row.kind, row.shape, row.dtype) for row in rows.values()}
             placing = Placing(rules, mesh, min_size)
-            request = read_request(types, like, placing, cast=cast, names=_paths, where=WHERE)
+            request = read_request(rows, like, placing, cast=cast, names=_paths, where=WHERE)
             request.differences.check(str(checkpoint), partial=partial)
             facts["the path"] = str(checkpoint)
             facts["the table of leaves"] = f"CRC-32 {crc32(text.encode())}"
@@ -200,12 +199,11 @@ def _values(leaves: Leaves, arrays: dict[str, Any]) -> Iterator[Any]:
 
 def _empty(row: SavedLeaf, requested: RequestedLeaf) -> Any:
     """An array without elements, which is not stored."""
-    dtype = parse_dtype("uint32" if row.kind == "key" else requested.type.dtype)
-    empty = np.zeros(row.stored_shape, dtype)
-    if not requested.type.on_devices:
+    target = _data_of(row, requested)
+    empty = np.zeros(target.shape, parse_dtype(target.dtype))
+    if target.sharding is None:
         return empty
-    sharding = requested.sharding or default_sharding()
-    return jax.make_array_from_callback(empty.shape, sharding, empty.__getitem__)
+    return jax.make_array_from_callback(empty.shape, target.sharding, empty.__getitem__)
 
 
 # ------------------------------------------------------------------ reading the array store
@@ -225,7 +223,7 @@ def _read_together(
     `check` raises if the writer has removed or replaced the checkpoint meanwhile.
     """
     rows = [row for row, _ in leaves if row.stored]
-    targets = _targets(leaves)
+    targets = {row.path: _data_of(row, requested) for row, requested in leaves if row.stored}
     check_memory_of_hosts(
         WHERE,
         _memory_to_read(_reads(rows, targets), targets),
@@ -255,20 +253,14 @@ def _read_together(
     return arrays
 
 
-def _targets(leaves: Leaves) -> dict[str, Target]:
-    """Where stored arrays go, by path: the dtype is as requested, and keys are their data."""
-    default = default_sharding()
-    targets: dict[str, Target] = {}
-    for row, requested in leaves:
-        if row.stored is None:
-            continue
-        dtype = parse_dtype("uint32" if row.kind == "key" else requested.type.dtype)
-        sharding = (requested.sharding or default) if requested.type.on_devices else None
-        targets[row.path] = Target(row.stored_shape, dtype, sharding)
-    return targets
+def _data_of(row: SavedLeaf, requested: RequestedLeaf) -> RequestedLeaf:
+    """The array that is read for a leaf, which on devices has a sharding; of keys, their data."""
+    dtype = "uint32" if row.kind == "key" else requested.dtype
+    sharding = (requested.sharding or default_sharding()) if requested.on_devices else None
+    return requested._replace(shape=row.stored_shape, dtype=dtype, sharding=sharding)
 
 
-def _reads(rows: Iterable[SavedLeaf], targets: Mapping[str, Target]) -> Iterator[Read]:
+def _reads(rows: Iterable[SavedLeaf], targets: Mapping[str, RequestedLeaf]) -> Iterator[Read]:
     """The distinct regions that this process reads of each array."""
     for row in rows:
         target = targets[row.path]
@@ -283,7 +275,7 @@ def _reads(rows: Iterable[SavedLeaf], targets: Mapping[str, Target]) -> Iterator
 def _read_arrays(
     store: ArrayStore,
     reads: Iterable[Read],
-    targets: Mapping[str, Target],
+    targets: Mapping[str, RequestedLeaf],
     errors: dict[str, str],
 ) -> dict[str, Any]:
     """Arrays in their places. `errors` gets why others cannot be read."""
@@ -292,7 +284,7 @@ def _read_arrays(
     def read_parts() -> Iterator[Part[str]]:
         for row, region, stored in store.read(reads, errors):
             target = targets[row.path]
-            values = [_converted(row, stored, target.dtype)]
+            values = [_converted(row, stored, parse_dtype(target.dtype))]
             del stored  # no variable keeps it
             if target.sharding is None:
                 on_host[row.path] = values.pop()
@@ -309,7 +301,7 @@ def _converted(row: SavedLeaf, values: np.ndarray, dtype: np.dtype) -> np.ndarra
         return values.astype(dtype, copy=False)
 
 
-def _memory_to_read(reads: Iterable[Read], targets: Mapping[str, Target]) -> int:
+def _memory_to_read(reads: Iterable[Read], targets: Mapping[str, RequestedLeaf]) -> int:
     """The host memory that `_read_arrays` takes at most, by a run that reads nothing."""
     meter, buffers = Meter(), list[tuple[int, int]]()
 
@@ -323,7 +315,7 @@ def _memory_to_read(reads: Iterable[Read], targets: Mapping[str, Target]) -> int
         buffers += (stored, stored), (chunk_bytes(row), taken - stored)
         meter.add(stored - taken)
         # What the store has as `uint8` is viewed in its own dtype, which copies nothing.
-        converts = row.kind == "array" and parse_dtype(row.dtype) != target.dtype
+        converts = row.kind == "array" and row.dtype != target.dtype
         add_part(meter, target, region, nbytes=stored, converts=converts)
     return meter.peak + kept_by_allocator(buffers, IN_FLIGHT)
 
@@ -364,14 +356,13 @@ def read_each(path: epath.Path, files: FileFacts, rows: Iterable[SavedLeaf]) -> 
             yield _read_leaf(row, arrays.pop(row.path, None), damage)
 
 
-def _on_host(row: SavedLeaf) -> Target:
-    dtype = "uint32" if row.kind == "key" else row.dtype
-    return Target(row.stored_shape, parse_dtype(dtype), None)
+def _on_host(row: SavedLeaf) -> RequestedLeaf:
+    return _data_of(row, RequestedLeaf(row.path, row.kind, row.shape, row.dtype))
 
 
 def _read_leaf(row: SavedLeaf, x: np.ndarray | None, damage: str) -> ReadLeaf:
     if row.dtype and not row.stored:  # it has no elements
-        x = np.zeros(row.stored_shape, _on_host(row).dtype)
+        x = _empty(row, _on_host(row))
     return ReadLeaf(row, None if damage else x, damage)
 
 
