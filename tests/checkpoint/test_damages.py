@@ -87,7 +87,6 @@ def swap_with_other(draw: random.Random, path: Path, other: Path) -> None:
 
 
 OUTCOMES = {"the table of leaves", "leaves that cannot be read", "leaves in other files"}
-OUTCOMES |= {"other files"}
 KINDS = [flip, zero, cut, delete_folder, swap_with_other]
 
 
@@ -166,6 +165,6 @@ def test_no_damage_is_silent(saved, mesh, tmp_path: Path, capfd, caplog, record_
         counts[verified] += 1
         shutil.rmtree(path)
     record_property("damages", ", ".join(f"{n} {name}" for name, n in counts.items()))
-    assert {*counts} >= OUTCOMES  # every outcome occurred
+    assert {*counts} >= OUTCOMES
     assert not caplog.records
     assert capfd.readouterr() == ("", "")
