@@ -90,7 +90,7 @@ def _use_checkpoint(path: str, step: int | None, use: Callable[[StoredTree], R])
             with _paths.reading(directory, listed=chosen in steps) as check:
                 table = _restore.table_at(directory)
                 contents = Contents(str(directory), table.leaves, table.meshes)
-                read = partial(_restore.read_each, directory, table.files)
+                read = partial(_restore.read_each, directory, table)
                 damages = partial(_restore.find_damages, directory, table)
                 return use(StoredTree("checkpoint", contents, read, damages, steps, check))
         except RemovedError:

@@ -13,6 +13,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, TypedDict
 from zlib import crc32
 
@@ -153,14 +154,13 @@ def restore(
     checkpoint = checkpoint_path(path)
     with reading(checkpoint) as check:
         with require_agreement(WHERE, among=among, timeout=timeout) as facts, explaining(check):
-            text = table_text(checkpoint)
-            table = _table_of(checkpoint, text)
+            table = table_at(checkpoint)
             rows = {row.path: row for row in table.leaves}
             placing = Placing(rules, mesh, min_size)
             request = read_request(rows, like, placing, cast=cast, names=_paths, where=WHERE)
             request.differences.check(str(checkpoint), partial=partial)
             facts["the path"] = str(checkpoint)
-            facts["the table of leaves"] = f"CRC-32 {crc32(text.encode())}"
+            facts["the table of leaves"] = f"CRC-32 {seal(checkpoint)}"
             request.add_to(facts)
         requested = request.to_read()
         leaves = [(rows[x.name], x) for x in requested.values()]
@@ -171,10 +171,7 @@ def restore(
 
 def table_at(path: epath.Path) -> LeafTable:
     """The table of the checkpoint at `path`. Raises as `checkpoint.inspect` does."""
-    return _table_of(path, table_text(path))
-
-
-def _table_of(path: epath.Path, text: str) -> LeafTable:
+    text = table_text(path)
     try:
         table = from_text(text)
     except (DamagedError, FormatError) as error:
@@ -241,9 +238,8 @@ def _read_together(
         # One process compares the files for all, which share them: each of N processes has written
         # some, and N times N would be opened.
         if among is not None or jax.process_index() == 0:
-            changed, _ = _leaves_in(changed_files(path, files), store)
-            keys = {row.path: store_key(row.path) for row in rows}
-            errors = {leaf: changed[key] for leaf, key in keys.items() if key in changed} | errors
+            # An error of its own says more about a leaf than that its file has changed.
+            errors = _leaves_in(changed_files(path, files), rows, store) | errors
         check()
         messages.append(json.dumps(errors).encode())
     errors_anywhere: dict[str, str] = {}
@@ -323,27 +319,30 @@ def _memory_to_read(reads: Iterable[Read], targets: Mapping[str, RequestedLeaf])
 # ------------------------------------------------------------------ damage
 
 
-def _leaves_in(changed: Mapping[str, str], store: ArrayStore) -> tuple[dict[str, str], set[str]]:
-    """The keys of leaves whose values, or the index of them, are in changed files, each with the
-    reason; and the files of these.
+def _leaves_in(
+    changed: Mapping[str, str], rows: Iterable[SavedLeaf], store: ArrayStore
+) -> dict[str, str]:
+    """The leaves whose values, or the index of them, are in changed files, each with the reason.
 
     Each chunk there may be intact, and still be from another step, so these leaves count as
     damaged.
     """
+    if not changed:  # the index need not be read
+        return {}
     found: dict[str, str] = {}
-    needed: set[str] = set()
-    for key, holders in store.files_by_key.items() if changed else ():
+    for key, holders in store.files_by_key.items():
         for file in holders:
             if file in changed:
+                # The key of a chunk begins with that of its array, which has no `/`.
                 found[key.partition("/")[0]] = f"its file {file} {changed[file]}."
-                needed.add(file)
-    return found, needed
+    keys = {row.path: store_key(row.path) for row in rows}
+    return {leaf: found[key] for leaf, key in keys.items() if key in found}
 
 
-def read_each(path: epath.Path, files: FileFacts, rows: Iterable[SavedLeaf]) -> Iterator[ReadLeaf]:
-    """Reads leaves to host memory, a few at a time."""
+def read_each(path: epath.Path, table: LeafTable, rows: Iterable[SavedLeaf]) -> Iterator[ReadLeaf]:
+    """Reads leaves of the table to host memory, a few at a time."""
     store = ArrayStore(path)
-    changed, _ = _leaves_in(changed_files(path, files), store)
+    in_changed = _leaves_in(changed_files(path, table.files), table.leaves, store)
     for batch in in_batches(rows, lambda row: row.bytes):
         reads = [(row, full_region(row.stored_shape)) for row in batch if row.stored]
         targets = {row.path: _on_host(row) for row, _ in reads}
@@ -351,7 +350,7 @@ def read_each(path: epath.Path, files: FileFacts, rows: Iterable[SavedLeaf]) -> 
         errors: dict[str, str] = {}
         arrays = _read_arrays(store, reads, targets, errors)
         for row in batch:
-            damage = errors.get(row.path, "") or changed.get(store_key(row.path), "")
+            damage = errors.get(row.path, "") or in_changed.get(row.path, "")
             # No variable keeps what was yielded while the next batch is read.
             yield _read_leaf(row, arrays.pop(row.path, None), damage)
 
@@ -385,9 +384,7 @@ def find_damages(
     chunks = ((row, chunk) for row in rows if row.stored for chunk in chunks_of(row))
     deque(store.read(chunks, errors), maxlen=0)  # TensorStore compares the checksums
     changed = changed_files(path, table.files)
-    in_changed, needed_files = _leaves_in(changed, store)
-    for row in stored:
-        if why := in_changed.get(store_key(row.path)):
-            errors.setdefault(row.path, why)
-    others = {file: why for file, why in changed.items() if file not in needed_files}
-    return errors, others
+    damages = _leaves_in(changed, stored, store) | errors
+    holders = set(chain.from_iterable(store.files_by_key.values())) if changed else set()
+    others = {file: why for file, why in changed.items() if file not in holders}
+    return damages, others
