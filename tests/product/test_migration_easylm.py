@@ -1,6 +1,7 @@
 """docs/migrate.md: EasyLM's and eformer's lines, and ours. eformer is 0.0.101."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,8 @@ PARAMS = {
     "h": [{"attn": {"wq": {"kernel": struct(16, 16)}}, "norm": {"kernel": struct(16)}}] * 2,
     "temperature": struct(),
 }
+CONSTANTS = {"BATCH": "__BATCH__", "LENGTH": "__LENGTH__", "HEAD": "__HEAD__", "EMBED": "__EMBED__"}
+CONSTANTS["MODE_TRAIN"] = "__train__"
 RULES = [("wte/embedding", P("mp", "fsdp")), ("attn/wq", P("fsdp", "mp")), ("norm", P(None))]
 
 
@@ -143,12 +146,32 @@ def test_named_tree_map(ours) -> None:
 @row("PartitionManager(paxis).resolve([BATCH, LENGTH, HEAD, EMBED], MODE_TRAIN)")
 def test_partition_axis(ours) -> None:
     """There `tp` is given to two dims, which JAX refuses."""
-    assert ours() == P(("fsdp", "dp"), "sp", "tp", None)
+    assert ours(**CONSTANTS) == P(("fsdp", "dp"), "sp", "tp", None)
     axes = ts.PartitionAxis()
     assert axes.generation_batch_axis is None
     assert axes.resolve("query_sequence", "head", mode="generation") == P(None, "tp")
     with pytest.raises(ts.SpecError, match="'kv_head' is not a logical name"):
         axes.resolve("kv_head")
+
+
+@row("apply_logical_sharding(x, dynamic_axes=HiddenStateSharding, partition_manager=manager)")
+def test_constraint_by_names(ours) -> None:
+    hidden = SimpleNamespace(axes=["__BATCH__", "__QUERY_LENGTH__", "__EMBED__"], mode=1)
+    manager = ts.compat.PartitionManager(ts.PartitionAxis())
+    with jax.set_mesh(ts.make_mesh("fsdp=4,tp=2")):
+        x = ours(x=jnp.ones((8, 1, 4)), HiddenStateSharding=hidden, manager=manager)
+    assert x.sharding.spec == P("fsdp", None, "tp")
+
+
+@row("@auto_pytree")
+def test_classes_that_are_trees(ours) -> None:
+    class Cache:
+        keys: jax.Array
+        layout: str | None = None
+
+    cache = ours()(Cache)(jnp.ones(4), "bhd")
+    assert len(jax.tree.leaves(cache)) == 1
+    assert cache.replace(layout="bld").layout == "bld"
 
 
 @row('paxis.resolve_axis([BATCH, "_", (LENGTH, HEAD)], MODE_TRAIN)')

@@ -13,7 +13,8 @@ people arrive with is translated here, so that the rest has one form of each thi
 | `analyze_sharding_strategy` | EasyDeL | `print(plan)`, `step.communication` |
 | `extract_sharding_structure` | EasyDeL | `extract_shardings` |
 | `get_shardings_with_structure` | EasyDeL | `extract_shardings` |
-| `apply_logical_sharding`, `PartitionManager` | EasyDeL | `PartitionAxis.constrain` |
+| `apply_logical_sharding` | EasyDeL | names instead of a spec, under `logical_axis_rules` |
+| `PartitionManager` | EasyDeL | `PartitionAxis` |
 | `auto_pytree` | EasyDeL | `equinox.Module`, or `jax.tree_util.register_dataclass` |
 """
 
