@@ -1,5 +1,6 @@
 """Messages between real processes, and the launcher that starts these processes and ends them."""
 
+import os
 import subprocess
 import sys
 import time
@@ -160,7 +161,8 @@ sys.stderr = open(2, "w")  # which is not flushed at the end of a line
 def test_a_process_that_is_out_of_step_ends_with_status_1(end: str) -> None:
     """However its program ends, and after what it has registered itself."""
     command = [sys.executable, "-c", ENDS.format(end)]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    env = os.environ | {"PYTHONUNBUFFERED": ""}
+    process = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert process.returncode == 1
     assert process.stdout == "unflushed the user's own function\n"
     assert process.stderr.endswith(
