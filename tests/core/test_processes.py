@@ -13,19 +13,18 @@ import pytest
 
 import treeshard as ts
 from tests.helpers import runs, wait_until
-from tests.multiprocess import exchange_checks, interrupted_checks, launcher
+from tests.multiprocess import exchange_checks, launcher
 from treeshard._core import meetings
 from treeshard._core.meetings import _absent, exchange
 
-WORKERS = (interrupted_checks, exchange_checks)
-*CHECKS, FAILING = launcher.checks_of(*WORKERS)
+*CHECKS, FAILING = launcher.checks_of(exchange_checks)
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> launcher.Verdicts:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launcher, "GRACE", 0.5)  # since one of them fails
-        return launcher.launch(WORKERS, tmp_path_factory.mktemp("exchange"), devices=1)
+        return launcher.launch(exchange_checks, tmp_path_factory.mktemp("exchange"), devices=1)
 
 
 @pytest.mark.parametrize("check", CHECKS)
