@@ -139,6 +139,7 @@ def test_complex_parameters() -> None:
         return value, grads | {"w": factor * grads["w"]}
 
     options = {"layouts": ["unchecked"], "batch_specs": SPREAD}
+    report = ""
     for factor, said in {1: "Nothing is wrong.", 4: "1 result is wrong."}.items():
         options["by_hand"] = partial(body, factor=factor)
         report = report_of(testing.check_gradients, wave, params, X, plan, **options)

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from treeshard._core.jaxprs import equations
-from treeshard.testing._computations import Computation, Shards, attempt
+from treeshard.testing._computations import Computation, attempt
 from treeshard.testing._layouts import Layout
+from treeshard.testing._values import Shards
 from treeshard.testing._widening import Widening
 
 # A result is wrong if it is further from that of one device than this many times the noise.

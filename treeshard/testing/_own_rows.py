@@ -11,9 +11,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from treeshard._core.spec_trees import get_names_from_partition_spec
-from treeshard.testing._computations import Axes, Computation, Shards, attempt, subsets
+from treeshard.testing._computations import Axes, Computation, attempt, subsets
 from treeshard.testing._layouts import Layout
 from treeshard.testing._noise import LIMIT, Results, Tolerance, distance
+from treeshard.testing._values import Shards
 
 
 class OwnRows:
