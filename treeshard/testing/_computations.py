@@ -38,6 +38,7 @@ from treeshard.errors import SpecError, StateError
 from treeshard.testing._layouts import Layout
 from treeshard.testing._report import Finding
 from treeshard.testing._values import (
+    Results,
     Shards,
     apply_change,
     change_of,
@@ -120,13 +121,8 @@ class Computation:
         raise NotImplementedError
 
     def run_as_device(
-        self,
-        layout: Layout,
-        batch: list[Any],
-        position: Position,
-        order: Axes,
-        start: list[Any] | None = None,
-    ) -> list[np.ndarray]:
+        self, layout: Layout, start: list[Any] | None, batch: list[Any], folded: Position
+    ) -> Results:
         """What a device gets from its rows, with keys folded by its index along some axes."""
         raise NotImplementedError
 
@@ -152,7 +148,7 @@ class Computation:
 
     def alone(
         self, layout: Layout, start: list[Any] | None = None, batch: list[Any] | None = None
-    ) -> list[np.ndarray]:
+    ) -> Results:
         """The results in a layout of one device."""
         return values_of(self.run(layout, start, batch))
 
@@ -198,7 +194,7 @@ class Computation:
         with self._enter(layout):
             return run(*tree_leaves((position, arrays, data)))
 
-    def after(self, results: Sequence[np.ndarray]) -> list[Any]:
+    def after(self, results: Results) -> list[Any]:
         """What its leaves are after the first of two steps."""
         start = list(self.start)
         for output, result in zip(self.outputs[: self.first], results, strict=False):
@@ -301,15 +297,10 @@ class Gradients(Computation):
         return [order for some in subsets(layout.split_axes) for order in permutations(some)]
 
     def run_as_device(
-        self,
-        layout: Layout,
-        batch: list[Any],
-        position: Position,
-        order: Axes,
-        start: list[Any] | None = None,
-    ) -> list[np.ndarray]:
-        if order:
-            number = _axis_index(position, order)
+        self, layout: Layout, start: list[Any] | None, batch: list[Any], folded: Position
+    ) -> Results:
+        if folded:
+            number = _axis_index(folded, tuple(folded))
             batch = [jax.random.fold_in(x, number) if is_raw_key(x) else x for x in batch]
         return self.alone(layout.alone(), start, batch)
 
@@ -399,20 +390,15 @@ class Steps(Computation):
         return subsets(layout.split_axes) if self.step.is_by_hand else [()]
 
     def run_as_device(
-        self,
-        layout: Layout,
-        batch: list[Any],
-        position: Position,
-        order: Axes,
-        start: list[Any] | None = None,
-    ) -> list[np.ndarray]:
+        self, layout: Layout, start: list[Any] | None, batch: list[Any], folded: Position
+    ) -> Results:
         alone = layout.alone()
-        if not order:
+        if not folded:
             return self.alone(alone, start, batch)
         # The key may be in the state, and folded after it was split: the step itself folds it.
-        folded = {axis: (at * (axis in order), size) for axis, (at, size) in position.items()}
+        position = {axis: folded.get(axis, (0, size)) for axis, size in layout.mesh.shape.items()}
         # A step of its own: `jit` would reuse what it traced for the indices of one device.
-        return values_of(self.run(replace(alone, name="one of several"), start, batch, folded))
+        return values_of(self.run(replace(alone, name="one of several"), start, batch, position))
 
     def _results(
         self, layout: Layout, arrays: list[Any], data: list[Any], position: Position

@@ -17,12 +17,14 @@ from treeshard._placement.gather import gather
 
 # The values of a result: of each device, the index of its shard, and the shard itself.
 Shards = dict[Any, tuple[tuple[slice, ...], np.ndarray]]
+# The results of one device, in full.
+Results = list[np.ndarray]
 
 # Parameters are moved off their values once, by this part of their scale.
 _MOVED = 1e-2
 
 
-def values_of(result: Sequence[Shards]) -> list[np.ndarray]:
+def values_of(result: Sequence[Shards]) -> Results:
     """The results of one device."""
     return [x for shards in result for _, x in shards.values()]
 
@@ -37,7 +39,7 @@ def apply_change(old: Any, result: np.ndarray) -> Any:
     return np.asarray(result).astype(old.dtype)
 
 
-def count_finite(arrays: Sequence[np.ndarray]) -> int:
+def count_finite(arrays: Results) -> int:
     return sum(int(np.isfinite(x).sum()) for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact))
 
 
