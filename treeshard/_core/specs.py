@@ -34,7 +34,8 @@ class Adjustment(NamedTuple):
     Attributes:
         kind: `"axis-not-in-mesh"`, `"axis-already-used"`, `"axis-is-manual"`,
             `"already-sharded"`, `"indivisible"`, `"rank"`, `"reduced-type"`, `"too-small"`,
-            `"explicit-spec-too-small"`, `"no-dim"`, `"no-logical-rule"` or `"unmatched"`.
+            `"explicit-spec-too-small"`, `"no-dim"`, `"no-logical-rule"`,
+            `"logical-axis-not-in-mesh"` or `"unmatched"`.
         why: The reason in words, and the fix.
         axes: The mesh axes that were dropped, if any.
         dim: The dim from which they were dropped, if it is one dim.
