@@ -177,7 +177,7 @@ def table_at(path: epath.Path) -> LeafTable:
         table = from_text(text)
     except (DamagedError, FormatError) as error:
         raise type(error)(f"{path}: {error}") from None
-    # The table is whole. It may still be that of another checkpoint.
+    # The table is whole, and may still be from another checkpoint. The seal is beside the arrays.
     if seal(path) != str(crc32(text.encode())):
         raise DamagedError(f"{path}: the table of leaves does not belong to the arrays beside it.")
     return table
