@@ -19,7 +19,6 @@ from treeshard._core.arrays import array_text, data_of, has_shape, is_key, map_s
 from treeshard._core.facts import Facts
 from treeshard._core.mesh import axis_sizes
 from treeshard._core.paths import PyTree, leaf_paths, shared_names
-from treeshard._core.spec_trees import Misfit
 from treeshard._core.text import dtype_name, parse_dtype, parse_json
 from treeshard._disk.files import FileFacts
 from treeshard._disk.leaves import (
@@ -37,7 +36,14 @@ from treeshard.checkpoint._array_store import (
     chunk_shape,
     stored_dtype,
 )
-from treeshard.errors import CheckpointError, DamagedError, FormatError, LeafError, listed
+from treeshard.errors import (
+    CheckpointError,
+    DamagedError,
+    FormatError,
+    LeafError,
+    TreeShardError,
+    listed,
+)
 
 WHERE = "save"
 
@@ -121,22 +127,20 @@ def in_its_dtype(row: SavedLeaf, stored: np.ndarray) -> np.ndarray:
     return stored if stored.dtype == dtype else stored.view(dtype)
 
 
-def _unstorable(x: Any) -> Misfit | None:
+def _unstorable(x: Any) -> TreeShardError | None:
     if has_shape(x):
         if misfit := unreadable(x):
             return misfit
         if x.dtype == jax.dtypes.float0:
             why = "float0 has no values: it is the gradient of an integer. Put `None` in its place."
-            return Misfit(LeafError, why)
+            return LeafError(why)
         if is_key(x) and not isinstance(jax.random.key_impl(x), str):
             why = "its PRNG implementation has no name, so no other program could restore it."
-            return Misfit(LeafError, f"{why} Save `jax.random.key_data` of it.")
+            return LeafError(f"{why} Save `jax.random.key_data` of it.")
         return None
     # numpy's strings are Python's too.
     if isinstance(x, np.ndarray | np.generic) and not isinstance(x, str | bytes):
-        return Misfit(
-            LeafError, "JAX does not support this dtype. Use `.astype`, or `.tolist()`, first."
-        )
+        return LeafError("JAX does not support this dtype. Use `.astype`, or `.tolist()`, first.")
     return None
 
 
