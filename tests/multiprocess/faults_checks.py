@@ -38,6 +38,21 @@ def check_a_directory_that_is_not_shared(context: Context) -> None:
     assert left_in(own) == []
 
 
+def check_a_copy_of_one_process_has_arrays_of_another_step(context: Context) -> None:
+    if not context.args[-1]:
+        return
+    copy = Path(context.args[-1]) / "copy"
+    for step in (1, 2):
+        save(context.directory / "copied" / str(step), state_at(step))
+    one, two = (context.directory / "copied" / step for step in "12")
+    shutil.copytree(one, copy)
+    if context.index == 1:  # as if the copy of the second step had been interrupted
+        shutil.copytree(two / "state", copy / "state", dirs_exist_ok=True)
+        shutil.copy(one / "state" / "table.crc32", copy / "state")
+    with pytest.raises(ts.DamagedError, match=r"w: its file state/manifest\.ocdbt has"):
+        restore(copy, like(), rules=RULES, mesh=AXES)
+
+
 def check_no_step_is_removed_for_one_that_is_not_shared(context: Context) -> None:
     """Process 1 loses the directory between two saves."""
     if not context.args[-1]:
