@@ -75,8 +75,10 @@ class Comparison:
         matrices: What `training.by_matrix` moves: gradients of matrices to the devices that update
             them, and the updates back. Likewise.
         by_compiler: What only the platform's compiler decides, a phrase each: on CPUs, full
-            gradients are all-reduced, and 16-bit floats are widened; elsewhere, gathers may be in
+            gradients are all-reduced, and 16-bit weights are widened; elsewhere, gathers may be in
             a narrower dtype, or become all-reduces.
+        other_dtypes: The gradients and updates that are communicated in another dtype than planned,
+            a phrase for each pair of dtypes. The step may cast them, or the compiler.
         platform: The platform of the program, such as `"cpu"`.
         leaves: For each of `compiled`, the leaf that it moves or whose gradient it reduces, by its
             path in the plan; `None` for other values. Gradients of one size have one of the leaves
@@ -96,6 +98,7 @@ class Comparison:
     batch_sums: tuple[Collective, ...] = ()
     matrices: tuple[Collective, ...] = ()
     by_compiler: tuple[str, ...] = ()
+    other_dtypes: tuple[str, ...] = ()
     platform: str | None = None
     leaves: tuple[str | None, ...] = ()
 
@@ -145,6 +148,8 @@ class Comparison:
             name = f"{self.platform.upper()} compiler" if self.platform else "compiler"
             others = " Compilers for TPUs and GPUs need not." if self.platform == "cpu" else ""
             notes.append(f"The {name} {' and '.join(self.by_compiler)}.{others}")
+        if self.other_dtypes:
+            notes.append(f"Gradients and updates: {' and '.join(self.other_dtypes)}.")
         return notes
 
 
@@ -225,6 +230,7 @@ def compare_step(plan: Plan, batch: SpecTree, roles: Roles, read: ReadProgram) -
         tuple(matcher.sums),
         tuple(matcher.matrices),
         tuple(matcher.list_compiler_choices()),
+        tuple(matcher.list_other_dtypes()),
         read.platform,
         tuple(matcher.leaves),
     )
