@@ -506,14 +506,3 @@ def test_an_op_that_cannot_be_read_breaks_every_budget() -> None:
     assert str(error.value).startswith(
         "these ops look like collectives, but cannot be read: AllGatherOfTheFuture.\n"
     )
-
-
-def test_collectives_of_a_line_and_of_a_leaf() -> None:
-    program = GATHERED.replace("OWN", 'metadata={op_name="w"}').replace('"w"', "\"state['w']\"")
-
-    def found(**filters: str) -> int:
-        return len(ts.collectives(program, "fsdp=8", **filters))
-
-    assert found(line="model.py:3") == found(line="model.py") == 1
-    assert found(leaf="w") == found(leaf="state") == 1
-    assert found(line="del.py:3") == found(line="model.py:3", leaf="v") == 0
