@@ -18,6 +18,7 @@ AXES = {"data": 2, "fsdp": 4}
         ("[4,2]<=[2,4]T(1,0)", Groups(2, ("data",))),
         ("mesh['axis_0'=8,'axis_1'=1] {'axis_0'}", Groups(8, ("data", "fsdp"))),
         ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}", Groups(4, ("fsdp",))),
+        ("mesh['a'=4,'b'=2], device_ids=(0,4,1,5,2,6,3,7) {'a'}", Groups(4, ("fsdp",))),
         ("mesh['a'=8] {'a':(2)4}", Groups(4, ("fsdp",))),
         ("{{0,4},{1,6},{2,5},{3,7}}", Groups(2, None, ("data", "fsdp"))),
         # Unknown notations, and groups that do not contain every device once.

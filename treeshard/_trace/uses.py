@@ -481,8 +481,7 @@ def is_last_step(groups: Sequence[Sequence[int]] | None) -> bool:
 
 
 def _is_key(variable: Any) -> bool:
-    dtype = getattr(variable.aval, "dtype", None)  # tokens have none
-    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(variable.aval.dtype, jax.dtypes.prng_key)
 
 
 def _literal(literal: Any) -> Value:

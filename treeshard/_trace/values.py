@@ -131,7 +131,7 @@ def elementwise_result(name: str, operands: Sequence[Value], whole: Sequence[Val
     if (name == "mul" and any(zeros)) or (name == "div" and zeros[0]):
         return Value(is_zero=True)
     if not whole:
-        return Value(is_zero=all(zeros) and name in ("add", "sub"))
+        return Value()
     adds_zero = (name in ("add", "sub") and zeros[-1]) or (name == "add" and zeros[0])
     keeps = name in KEEP_ELEMENTS or adds_zero
     new = merge_values(whole)
