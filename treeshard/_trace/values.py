@@ -50,6 +50,10 @@ class Value(NamedTuple):
         dims = tuple(tuple(axis for axis in dim if axis not in axes) for dim in self.dims)
         return self._replace(dims=dims)
 
+    def dims_of_rank(self, rank: int) -> Dims:
+        """The axes of each dim; those that are unknown, as of constants, are taken for none."""
+        return self.dims or ((),) * rank
+
     @property
     def axes(self) -> set[str]:
         """All axes that split it."""
@@ -155,8 +159,7 @@ LAY_OUT = frozenset(
 def layout_result(eqn: Any, value: Value) -> Value:
     """The result of an op of `LAY_OUT`."""
     shape, result, params = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, eqn.params
-    # Dims may be unknown, as those of constants: they are taken for not split.
-    dims = value.dims or ((),) * len(shape)
+    dims = value.dims_of_rank(len(shape))
     if eqn.primitive.name == "reshape":
         dims = _reshape_dims(dims, shape, result)
     elif eqn.primitive.name == "transpose":
