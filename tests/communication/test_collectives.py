@@ -327,6 +327,12 @@ GATHER = (
             "x",
         ),
         ("%y = f32[8]{0} copy(%nowhere)", None),
+        # A Pallas kernel with metadata of its own, on lines of their own
+        (
+            '%k = f32[8]{0} custom-call(%x), frontend_attributes={kernel_metadata={\n"block":"8"\n}}'
+            "\n  %y = f32[8]{0} copy(%x)",
+            "x",
+        ),
     ],
 )
 def test_the_path_of_moved_data(ops: str, path: str | None) -> None:

@@ -12,6 +12,7 @@ AXES = {"data": 2, "fsdp": 4}
     [
         ("{{0,1,2,3},{4,5,6,7}}", Groups(4, ("fsdp",))),
         ("{{0,4},{1,5},{2,6},{3,7}}", Groups(2, ("data",))),
+        ("[8,1]<=[8]", Groups(1, ())),
         ("{}", Groups(8, ("data", "fsdp"))),
         ("{{0,1},{2,3},{4,5},{6,7}}", Groups(2, None, ("fsdp",), 1)),  # half of fsdp
         ("[2,4]<=[8]", Groups(4, ("fsdp",))),
@@ -23,6 +24,9 @@ AXES = {"data": 2, "fsdp": 4}
         ("{{0,4},{1,6},{2,5},{3,7}}", Groups(2, None, ("data", "fsdp"))),
         # Unknown notations, and groups that do not contain every device once.
         ("{{0,1,2},{3,4,5,6,7}}", Groups(None, None)),
+        ("{{0,1},{2,3}}", Groups(None, None)),
+        ("{{0,0,1,2},{4,5,6,7}}", Groups(None, None)),
+        ("mesh['a'=8] {'a':(2)3}", Groups(None, None)),
         ("[2,4]<=[4,2]T(0)", Groups(None, None)),
         ("mesh['a'=8] {'b'}", Groups(None, None)),
     ],

@@ -125,11 +125,12 @@ def test_what_is_used_and_how_it_changes() -> None:
             "moment": moment,
             "average": 0.9 * state["average"] + 0.1 * w,
             "lagging": state["w"],
+            "copy": w,
             "unused": state["unused"],
             "steps": state["steps"] + 1,
         }, value
 
-    names = ("w", "frozen", "moment", "average", "lagging", "unused")
+    names = ("w", "frozen", "moment", "average", "lagging", "copy", "unused")
     state = {name: SQUARE for name in names} | {"scale": struct(), "steps": struct()}
     assert roles_of(state, step) == {
         "w": "trained, gathered",
@@ -138,6 +139,7 @@ def test_what_is_used_and_how_it_changes() -> None:
         "moment": "updated only",
         "average": "updated only",
         "lagging": "updated only",
+        "copy": "updated only",
         "unused": "passed through",
         "steps": "used, updated",
     }

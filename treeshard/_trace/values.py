@@ -94,13 +94,12 @@ def join_branches(first: Value, second: Value) -> Value:
     if first.is_zero or second.is_zero:
         known = second if first.is_zero else first
         return known._replace(**common)
-    changed = first.is_changed or second.is_changed
-    leaves = first.leaves & second.leaves
-    # Where one branch has fewer leaves in it, the values of the branches differ.
-    if first.leaves != second.leaves and leaves:
-        changed = True
-    dims = first.dims if first.dims == second.dims else ()
-    return first._replace(leaves=leaves, dims=dims, is_changed=changed, **common)
+    return first._replace(
+        leaves=first.leaves & second.leaves,
+        dims=first.dims if first.dims == second.dims else (),
+        is_changed=first.is_changed or second.is_changed,
+        **common,
+    )
 
 
 # ------------------------------------------------------------------ ops
