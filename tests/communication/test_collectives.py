@@ -329,8 +329,8 @@ GATHER = (
         ("%y = f32[8]{0} copy(%nowhere)", None),
         # A Pallas kernel with metadata of its own, on lines of their own
         (
-            '%k = f32[8]{0} custom-call(%x), frontend_attributes={kernel_metadata={\n"block":"8"\n}}'
-            "\n  %y = f32[8]{0} copy(%x)",
+            '%k = f32[8] custom-call(%x), frontend_attributes={kernel_metadata={\n"block":"8"\n}}\n'
+            "  %y = f32[8]{0} copy(%x)",
             "x",
         ),
     ],
