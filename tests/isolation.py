@@ -35,6 +35,10 @@ OF_LIBRARIES = {
 # One LLVM module for a program takes a fifth less time than many, which would be compiled beside
 # each other.
 ONE_MODULE = "--xla_cpu_parallel_codegen_split_count=1"
+# OpenBLAS starts a thread for each core, and each of them waits busily for the others, which share
+# their core with another worker: a norm takes four times as long. Numpy reads it once, so it holds
+# for the workers and processes that a run starts.
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 # XLA's older code generator for the CPU compiles the same HLO in half the time; 0.11 lacks it.
 QUICK_CODE = "--xla_cpu_use_fusion_emitters=false"
 # matplotlib asks fontconfig for fonts, which keeps what it reads and has no variable to say where.
@@ -57,6 +61,7 @@ def start() -> Path:
     directory.chmod(0o755)  # tests of permissions enter it as another user
     of_libraries = {variable: str(temporary / name) for variable, name in OF_LIBRARIES.items()}
     os.environ |= {STARTED: str(directory), "HOME": str(home), "TMPDIR": str(temporary)}
+    os.environ |= ONE_THREAD
     older = [QUICK_CODE] if version("jaxlib") < "0.11" else []
     os.environ["XLA_FLAGS"] = " ".join([ONE_MODULE, *older])
     # In the virtual environment, so that the next run need not download again.

@@ -99,6 +99,121 @@ class Table:
         untested = self.rows.keys() - self.tested
         assert not untested, f"{self.page}: rows without a test: {sorted(untested)}"
 
+    # Tests of what several projects have a row for: `test_mesh = row.makes_mesh("theirs", data=8)`.
+
+    def makes_mesh(self, theirs: str, given: Any = None, **sizes: int) -> Callable[..., None]:
+        """A mesh of these axes in this order; `given` are the names of the code."""
+
+        def test(ours: Ours) -> None:
+            assert [*ours(**given or {}).shape.items()] == [*sizes.items()]
+
+        return self(theirs)(test)
+
+    def makes_state(self, theirs: str, rules: Any, spec: P) -> Callable[..., None]:
+        """A matrix and its momentum are made in their shards, with the numbers of one device."""
+
+        def init(key: jax.Array, given: Any = None) -> Any:
+            params = {"b": jnp.zeros(8), "w": jax.random.normal(key, (1024, 1032))} | (given or {})
+            return {"opt": optax.sgd(0.1, momentum=0.9).init(params), "params": params}
+
+        def test(ours: Ours) -> None:
+            key, given = jax.random.key(0), {"b": arange(8)}
+            names = dict.fromkeys(["init", "init_fn"], init) | dict.fromkeys(["key", "rng"], key)
+            made = ours(rules=rules, init_rng=key, partial_params=given, **names)
+            expected = init(key, given if "partial_params" in self.rows[theirs] else None)
+            check_init(made, expected, 2 * [{"b": P(), "w": spec}])
+
+        return self(theirs)(test)
+
+    def steps(self, theirs: str, spec: P) -> Callable[..., None]:
+        """Two steps give the numbers of one device; the key of their noise is in the state."""
+
+        def train(state: Any, batch: jax.Array) -> Any:
+            key, noise = jax.random.split(state["key"])
+            x = batch + jax.random.normal(noise, batch.shape)
+            loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(state["w"])
+            return {"w": state["w"] - grad, "key": key, "step": state["step"] + 1}, {"loss": loss}
+
+        def test(ours: Ours) -> None:
+            keys = jax.random.split(jax.random.PRNGKey(0))
+            made = {"w": jax.random.normal(keys[0], (16, 8)), "key": keys[1], "step": jnp.int32(0)}
+            state = jax.tree.map(np.array, made)  # on the host, where nothing is donated
+            plan = ts.plan(state, [("w", spec), (".*", None)], self.mesh, min_size=0)
+            names = dict.fromkeys(["step", "train_step", "update_fn"], train)
+            step, batch = ours(plan=plan, **names), np.ones((8, 16), np.float32)
+            check_step(step, plan, train, state, batch)
+            with pytest.raises(ts.SpecError, match="v: the plan has no such array"):
+                step(ts.shard(state, plan) | {"v": jnp.ones(4)}, batch)
+
+        return self(theirs)(test)
+
+    def splits_rows(self, theirs: str, spec: P) -> Callable[..., None]:
+        """The rows of each process become a global array; an error names what does not divide."""
+
+        def test(ours: Ours) -> None:
+            x = arange(16, 2)
+            placed = ours(batch={"image": x, "step": 3})
+            assert placed["image"].sharding == NamedSharding(self.mesh, spec)
+            np.testing.assert_array_equal(placed["image"], x)
+            assert (placed["step"], type(placed["step"])) == (3, int)
+            with pytest.raises(ts.SpecError, match="image: .* 15 is not divisible"):
+                ours(batch={"image": x[:15]})
+
+        return self(theirs)(test)
+
+    def saves(self, theirs: str, spec: P) -> Callable[..., None]:
+        """A sharded state is saved, and restored to the bit on another mesh."""
+
+        def test(ours: Ours, tmp_path: Path) -> None:
+            state, path = {"w": arange(8, 4), "act": jax.nn.relu}, tmp_path / "state"
+            placed = ts.shard(state, spec, self.mesh)
+            ours(path=path, state=placed, train_state=placed)
+            plan = ts.plan(state, [("w", P("all"))], ts.make_mesh("all=8"), min_size=0)
+            restored = ts.checkpoint.restore(path, plan)
+            assert not ts.diff_shardings(restored, plan)
+            assert_same(ts.gather(restored), state)
+
+        return self(theirs)(test)
+
+    def restores(self, theirs: str, spec: P) -> Callable[..., None]:
+        """An array is restored to the bit as the plan says; another shape or dtype is an error."""
+
+        def plan_of(leaf: Any) -> ts.Plan:
+            return ts.plan({"w": leaf}, [("w", spec)], self.mesh, min_size=0)
+
+        def test(ours: Ours, tmp_path: Path) -> None:
+            x, path = arange(8, 4), tmp_path / "state"
+            ts.checkpoint.save(path, ts.shard({"w": x}, P("all"), ts.make_mesh("all=8")))
+            found = ours(path=path, plan=plan_of(x))["w"]
+            assert found.sharding == NamedSharding(self.mesh, spec)
+            np.testing.assert_array_equal(found, x)
+            with pytest.raises(ts.MismatchError, match=r"w: saved as float32\[8,4\]"):
+                ours(path=path, plan=plan_of(struct(8, 8)))
+            with pytest.raises(ts.MismatchError, match="saved as float32.*, requested as bfloat16"):
+                ours(path=path, plan=plan_of(struct(8, 4, dtype="bfloat16")))
+
+        return self(theirs)(test)
+
+    def keeps_checkpoints(
+        self, theirs: str, saved: dict[int, bool], kept: tuple[int, ...]
+    ) -> Callable[..., None]:
+        """A run saves in these of its steps, keeps some of them, and resumes from the last."""
+
+        def test(ours: Ours, tmp_path: Path) -> None:
+            x = arange(8)
+            spec = P(self.mesh.axis_names[-1])
+            plan = ts.plan({"w": x}, [("w", spec)], self.mesh, min_size=0)
+            with ours(directory=tmp_path / "run") as checkpoints:
+                assert {step: checkpoints.save(step, {"w": x + step}) for step in saved} == saved
+                checkpoints.wait()
+                assert checkpoints.steps() == kept
+                step, state = checkpoints.restore_latest(plan)
+            assert step == kept[-1]
+            assert not ts.diff_shardings(state, plan)
+            np.testing.assert_array_equal(state["w"], x + step)
+
+        return self(theirs)(test)
+
 
 def table(section: str, axes: str, devices: int = 8) -> Table:
     return Table(PAGE, section, axes, devices)
@@ -193,57 +308,3 @@ def check_step(step: Any, plan: ts.Plan, train: Any, state: Any, batch: Any) -> 
         assert_close(ts.gather((placed, aux)), (state, expected))
     assert all(x.is_deleted() for x in jax.tree.leaves(first))
     assert not ts.diff_shardings(placed, plan)
-
-
-def check_batch(ours: Ours, mesh: Mesh, spec: P) -> None:
-    """The rows of each process become a global array; an error names what does not divide."""
-    x = arange(16, 2)
-    placed = ours(batch={"image": x})["image"]
-    assert placed.sharding == NamedSharding(mesh, spec)
-    np.testing.assert_array_equal(placed, x)
-    with pytest.raises(ts.SpecError, match="image: .* 15 is not divisible"):
-        ours(batch={"image": x[:15]})
-
-
-def check_save(ours: Ours, mesh: Mesh, spec: P, path: Path) -> None:
-    """A sharded state is saved, and restored to the bit on another mesh."""
-    state = {"w": arange(8, 4), "act": jax.nn.relu}
-    placed = ts.shard(state, spec, mesh)
-    ours(path=path, state=placed, train_state=placed)
-    plan = ts.plan(state, [("w", P("all"))], ts.make_mesh("all=8"), min_size=0)
-    restored = ts.checkpoint.restore(path, plan)
-    assert not ts.diff_shardings(restored, plan)
-    assert_same(ts.gather(restored), state)
-
-
-def check_restore(ours: Ours, mesh: Mesh, spec: P, path: Path) -> None:
-    """An array is restored to the bit as the plan says; another shape or dtype is an error."""
-
-    def plan_of(leaf: Any) -> ts.Plan:
-        return ts.plan({"w": leaf}, [("w", spec)], mesh, min_size=0)
-
-    x = arange(8, 4)
-    ts.checkpoint.save(path, ts.shard({"w": x}, P("all"), ts.make_mesh("all=8")))
-    found = ours(path=path, plan=plan_of(x))["w"]
-    assert found.sharding == NamedSharding(mesh, spec)
-    np.testing.assert_array_equal(found, x)
-    with pytest.raises(ts.MismatchError, match=r"w: saved as float32\[8,4\]"):
-        ours(path=path, plan=plan_of(struct(8, 8)))
-    with pytest.raises(ts.MismatchError, match="saved as float32.*, requested as bfloat16"):
-        ours(path=path, plan=plan_of(struct(8, 4, dtype="bfloat16")))
-
-
-def check_checkpoints(
-    ours: Ours, mesh: Mesh, saved: dict[int, bool], kept: tuple[int, ...], directory: Path
-) -> None:
-    """A run saves in these of its steps, keeps some of them, and resumes from the last."""
-    x = arange(8)
-    plan = ts.plan({"w": x}, [("w", P(mesh.axis_names[-1]))], mesh, min_size=0)
-    with ours(directory=directory) as checkpoints:
-        assert {step: checkpoints.save(step, {"w": x + step}) for step in saved} == saved
-        checkpoints.wait()
-        assert checkpoints.steps() == kept
-        step, state = checkpoints.restore_latest(plan)
-    assert step == kept[-1]
-    assert not ts.diff_shardings(state, plan)
-    np.testing.assert_array_equal(state["w"], x + step)

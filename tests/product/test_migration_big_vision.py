@@ -5,14 +5,13 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from helpers import struct
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from migration import check_init, check_restore, check_step, longest_dim, mebibytes, short, table
+from migration import longest_dim, mebibytes, short, table
 
 import treeshard as ts
 from treeshard.compat._big_vision import _ops
@@ -20,9 +19,23 @@ from treeshard.compat._big_vision import _ops
 row = table("From big_vision", "data=8")
 
 
-@row("mesh = jax.sharding.Mesh(mesh_utils.create_device_mesh(mesh_size), mesh_axes)")
-def test_mesh(ours) -> None:
-    assert dict(ours(config_mesh=[("data", 2), ("model", -1)]).shape) == {"data": 2, "model": 4}
+test_mesh = row.makes_mesh(
+    "mesh = jax.sharding.Mesh(mesh_utils.create_device_mesh(mesh_size), mesh_axes)",
+    {"config_mesh": [("data", 2), ("model", -1)]},
+    data=2,
+    model=4,
+)
+test_init = row.makes_state(
+    "jax.jit(init, out_shardings=train_state_sharding)(rng)", None, P(None, "data")
+)
+test_step = row.steps(
+    "jax.jit(update_fn, donate_argnums=(0,), out_shardings=(train_state_sharding, repl_sharding))",
+    P(None, "data"),
+)
+test_restore = row.restores(
+    "u.load_checkpoint_ts(path, tree=train_state_sharding, shardings=train_state_sharding)",
+    P("data"),
+)
 
 
 def old_fsdp(leaf: Any) -> P:
@@ -174,32 +187,3 @@ def test_reshard(ours) -> None:
     np.testing.assert_array_equal(placed["a"], x)
     with pytest.raises(ts.SpecError, match=r"(?s)a: .*b: "):
         ours(tree={"a": x[:7], "b": x[:6], "c": x}, shardings=sharding)
-
-
-@row("u.load_checkpoint_ts(path, tree=train_state_sharding, shardings=train_state_sharding)")
-def test_restore(ours, tmp_path) -> None:
-    check_restore(ours, row.mesh, P("data"), tmp_path / "state")
-
-
-@row("jax.jit(init, out_shardings=train_state_sharding)(rng)")
-def test_init(ours) -> None:
-    def init(rng: jax.Array) -> dict[str, Any]:
-        params = {"kernel": jax.random.normal(rng, (16, 8)), "wide": jnp.zeros((1024, 1032))}
-        return {"params": params, "opt": optax.sgd(0.1, momentum=0.9).init(params)}
-
-    rng = jax.random.key(0)
-    old = old_infer(jax.eval_shape(init, rng), [(".*", old_fsdp)])
-    assert old["opt"][0].trace == {"kernel": P(), "wide": P(None, "data")}
-    check_init(ours(init=init, rng=rng), jax.jit(init)(rng), old)
-
-
-@row("jax.jit(update_fn, donate_argnums=(0,), out_shardings=(train_state_sharding, repl_sharding))")
-def test_step(ours) -> None:
-    def update_fn(state: Any, batch: jax.Array) -> Any:
-        loss, grad = jax.value_and_grad(lambda w: jnp.mean((batch @ w) ** 2))(state["w"])
-        return {"w": state["w"] - grad}, {"training_loss": loss}
-
-    state = {"w": jax.random.normal(jax.random.key(0), (8, 16))}
-    plan = ts.plan(state, [("w", P(None, "data"))], row.mesh, min_size=0)
-    batch = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
-    check_step(ours(update_fn=update_fn, plan=plan), plan, update_fn, state, batch)

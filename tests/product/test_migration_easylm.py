@@ -1,7 +1,6 @@
 """docs/migrate.md: EasyLM's and eformer's lines, and ours. eformer is 0.0.101."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ import pytest
 from helpers import legacy, struct
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from migration import check_init, check_restore, check_save, check_step, first_match, table
+from migration import first_match, table
 
 import treeshard as ts
 
@@ -25,9 +24,22 @@ PARAMS = {
 RULES = [("wte/embedding", P("mp", "fsdp")), ("attn/wq", P("fsdp", "mp")), ("norm", P(None))]
 
 
-@row('get_jax_mesh("1,-1,2", ("dp", "fsdp", "mp"))')
-def test_mesh(ours) -> None:
-    assert list(ours().shape.items()) == [("dp", 1), ("fsdp", 4), ("mp", 2)]
+test_mesh = row.makes_mesh('get_jax_mesh("1,-1,2", ("dp", "fsdp", "mp"))', dp=1, fsdp=4, mp=2)
+test_init = row.makes_state(
+    "pjit(init_fn, in_shardings=PS(), out_shardings=partition)(rng)",
+    [("w", P("fsdp", "mp")), (".*", None)],
+    P("fsdp", "mp"),
+)
+test_step = row.steps(
+    "pjit(train_step, in_shardings=(partition, PS(), PS()),"
+    " out_shardings=(partition, PS(), PS()), donate_argnums=(0, 1))",
+    P("fsdp", "mp"),
+)
+test_save = row.saves("checkpointer.save_all(train_state, gather_fns)", P("fsdp"))
+test_restore = row.restores(
+    'checkpointer.load_trainstate_checkpoint(f"trainstate::{path}", train_state_shapes, shard_fns)',
+    P("fsdp", "mp"),
+)
 
 
 @row("match_partition_rules(rules, params)")
@@ -160,48 +172,3 @@ def test_pattern_string(ours) -> None:
     by_name = ts.create_pattern_based_partition_spec("a->None.fsdp, b->dp+fsdp")
     assert by_name("a", struct(8, 8)) == P(None, "fsdp")
     assert by_name("b", struct(8, 8)) == P(("dp", "fsdp"))
-
-
-@row("checkpointer.save_all(train_state, gather_fns)")
-def test_save(ours, tmp_path) -> None:
-    check_save(ours, row.mesh, P("fsdp"), tmp_path / "state")
-
-
-@row(
-    'checkpointer.load_trainstate_checkpoint(f"trainstate::{path}", train_state_shapes, shard_fns)'
-)
-def test_restore(ours, tmp_path) -> None:
-    check_restore(ours, row.mesh, P("fsdp", "mp"), tmp_path / "state")
-
-
-TRAIN_RULES = [("w", P("fsdp", "mp")), ("key|step", None)]
-SPECS = {"w": P("fsdp", "mp"), "key": P(), "step": P()}
-
-
-def init_fn(rng: jax.Array) -> dict[str, jax.Array]:
-    return {"w": jax.random.normal(rng, (8, 4)), "key": rng, "step": jnp.int32(0)}
-
-
-def train_step(state: dict[str, jax.Array], batch: jax.Array) -> Any:
-    key, noise = jax.random.split(state["key"])
-    x = batch + jax.random.normal(noise, batch.shape)
-    loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(state["w"])
-    return {"w": state["w"] - grad, "key": key, "step": state["step"] + 1}, loss
-
-
-@row("pjit(init_fn, in_shardings=PS(), out_shardings=partition)(rng)")
-def test_init(ours) -> None:
-    key = jax.random.key(0)
-    made = ours(init_fn=init_fn, rng=key, rules=TRAIN_RULES)
-    check_init(made, jax.jit(init_fn)(key), SPECS)
-
-
-@row(
-    "pjit(train_step, in_shardings=(partition, PS(), PS()),"
-    " out_shardings=(partition, PS(), PS()), donate_argnums=(0, 1))"
-)
-def test_step(ours) -> None:
-    state = init_fn(jax.random.PRNGKey(0))
-    plan = ts.plan(state, TRAIN_RULES, row.mesh, min_size=0)
-    step = ours(train_step=train_step, plan=plan)
-    check_step(step, plan, train_step, state, np.ones((8, 8), np.float32))

@@ -4,16 +4,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from helpers import struct
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from migration import (
-    check_batch,
-    check_checkpoints,
-    check_init,
-    check_step,
     longest_dim,
     mebibytes,
     short,
@@ -25,9 +20,19 @@ import treeshard as ts
 row = table("From kauldron", "devices=8")
 
 
-@row("kd.sharding.DEVICES_MESH")
-def test_mesh(ours) -> None:
-    assert ours() == Mesh(np.asarray(jax.devices()), ("devices",))
+test_mesh = row.makes_mesh("kd.sharding.DEVICES_MESH", devices=8)
+test_init = row.makes_state(
+    "kd.sharding.with_sharding_constraint(state, sharding.state)",
+    [(".*", ts.fsdp("devices"))],
+    P(None, "devices"),
+)
+test_step = row.steps('jax.jit(step, donate_argnames=("state",))', P("devices"))
+test_batch = row.splits_rows("kd.sharding.device_put(batch, kd.sharding.FIRST_DIM)", P("devices"))
+test_checkpoints = row.keeps_checkpoints(
+    "kd.ckpts.Checkpointer(save_interval_steps=100, max_to_keep=3)",
+    {0: True, 50: False, 100: True, 200: True, 300: True},
+    (100, 200, 300),
+)
 
 
 def old_fsdp(leaf: Any) -> P:
@@ -77,41 +82,3 @@ def test_constraint(ours) -> None:
     assert ts.get_partition_spec(out["b"]) == {"c": P("devices"), "d": P("devices")}
     plan = ts.plan(tree, [("a|c", P("devices")), ("d", None)], row.mesh, min_size=0)
     assert ts.get_partition_spec(ours(tree=tree, shardings=plan)) == plan.specs
-
-
-@row("kd.sharding.device_put(batch, kd.sharding.FIRST_DIM)")
-def test_batch(ours) -> None:
-    check_batch(ours, row.mesh, P("devices"))
-    step = ours(batch={"step": 3})["step"]
-    assert (step, type(step)) == (3, int)
-
-
-@row("kd.ckpts.Checkpointer(save_interval_steps=100, max_to_keep=3)")
-def test_checkpoints(ours, tmp_path) -> None:
-    saved = {0: True, 50: False, 100: True, 200: True, 300: True}
-    check_checkpoints(ours, row.mesh, saved, (100, 200, 300), tmp_path / "run")
-
-
-RULES = [("step", None), (".*", ts.fsdp("devices", min_size=0))]
-
-
-@row("kd.sharding.with_sharding_constraint(state, sharding.state)")
-def test_init(ours) -> None:
-    def init(rng: jax.Array) -> dict[str, Any]:
-        params = {"w": jax.random.normal(rng, (16, 8))}
-        opt_state = optax.sgd(0.1, momentum=0.9).init(params)
-        return {"step": jnp.asarray(0), "params": params, "opt_state": opt_state}
-
-    rng = jax.random.key(0)
-    specs = [P("devices"), P("devices"), P()]  # of the trace, the parameter, the step
-    check_init(ours(init=init, rng=rng, rules=RULES), jax.jit(init)(rng), specs)
-
-
-@row('jax.jit(step, donate_argnames=("state",))')
-def test_step(ours) -> None:
-    def step(state: Any, batch: jax.Array) -> Any:
-        return {"w": state["w"] + batch.mean(), "step": state["step"] + 1}, batch.sum()
-
-    state = {"w": jnp.ones((16, 8)), "step": jnp.asarray(0)}
-    plan = ts.plan(state, RULES, row.mesh)
-    check_step(ours(step=step, plan=plan), plan, step, state, np.ones((8, 2), np.float32))

@@ -11,7 +11,7 @@ import pytest
 from helpers import struct
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from migration import check_init, check_restore, short, table
+from migration import check_init, short, table
 
 import treeshard as ts
 
@@ -211,6 +211,6 @@ def test_findings(ours) -> None:
     assert "not split over the idle 'tensor' (2): 256.0 KiB per device" in str(in_part)
 
 
-@row("checkpoint_manager.restore(step, args=restore_args)")
-def test_restore(ours, tmp_path) -> None:
-    check_restore(ours, row.mesh, P("fsdp", "tensor"), tmp_path / "state")
+test_restore = row.restores(
+    "checkpoint_manager.restore(step, args=restore_args)", P("fsdp", "tensor")
+)

@@ -5,15 +5,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from helpers import struct
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from migration import (
-    check_batch,
-    check_checkpoints,
-    check_init,
     check_step,
     longest_dim,
     mebibytes,
@@ -87,31 +83,21 @@ def test_activations(ours) -> None:
             assert short(ours(x=jnp.ones((6, 4))).sharding) == P("batch")
 
 
-@row("jax.make_array_from_process_local_data(data_sharding, x)")
-def test_batch(ours) -> None:
-    check_batch(ours, row.mesh, P(("batch", "fsdp")))
-
-
-@row("checkpoint_manager.save(step, items)")
-def test_checkpoints(ours, tmp_path) -> None:
-    check_checkpoints(ours, row.mesh, {1: True, 2: True}, (2,), tmp_path / "run")
+test_init = row.makes_state(
+    "jax.jit(init, donate_argnums=(1,), in_shardings=replicated_sharding,"
+    " out_shardings=state_sharding)(init_rng, partial_params)",
+    [(".*", ts.fsdp("fsdp"))],
+    P(None, "fsdp"),
+)
+test_batch = row.splits_rows(
+    "jax.make_array_from_process_local_data(data_sharding, x)", P(("batch", "fsdp"))
+)
+test_checkpoints = row.keeps_checkpoints(
+    "checkpoint_manager.save(step, items)", {1: True, 2: True}, (2,)
+)
 
 
 RULES = [(".*", ts.fsdp("fsdp", min_size=64))]
-
-
-@row(
-    "jax.jit(init, donate_argnums=(1,), in_shardings=replicated_sharding,"
-    " out_shardings=state_sharding)(init_rng, partial_params)"
-)
-def test_init(ours) -> None:
-    def init(rng: jax.Array, partial_params: Any) -> dict[str, Any]:
-        params = {"w": jax.random.normal(rng, (16, 8)), "b": jnp.zeros(8)} | partial_params
-        return {"step": 0, "params": params, "opt_state": optax.sgd(0.1, momentum=0.9).init(params)}
-
-    args = jax.random.key(0), {"b": np.arange(8, dtype=np.float32)}
-    made = ours(init=init, init_rng=args[0], partial_params=args[1], rules=RULES)
-    check_init(made, init(*args), 2 * [{"b": P(), "w": P("fsdp")}])
 
 
 @row(

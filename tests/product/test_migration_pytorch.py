@@ -15,7 +15,7 @@ import pytest
 from helpers import arange, assert_close, struct
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from migration import check_init, check_save, table
+from migration import check_init, table
 from safetensors.numpy import save_file
 
 import treeshard as ts
@@ -51,9 +51,12 @@ def test_partial(ours) -> None:
     assert f(jnp.asarray([1.0, 2.0, 3.0, 4.0])) == 10.0  # as ones * (rank + 1) there
 
 
-@row('init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))')
-def test_mesh(ours) -> None:
-    assert dict(ours().shape) == {"dp": 2, "tp": 4}
+test_mesh = row.makes_mesh(
+    'init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))', dp=2, tp=4
+)
+test_checkpoint = row.saves(
+    'dcp.save({"model": model.state_dict()}, checkpoint_id=path)', P("fsdp")
+)
 
 
 @row(
@@ -219,11 +222,6 @@ def test_clip(ours) -> None:
     assert_close(jax.jit(clipped)(grads), expected)
     inside = jax.shard_map(clipped, mesh=row.mesh, in_specs=P("fsdp"), out_specs=P("fsdp"))
     assert np.abs(inside(grads) - expected).max() > 0.01
-
-
-@row('dcp.save({"model": model.state_dict()}, checkpoint_id=path)')
-def test_checkpoint(ours, tmp_path) -> None:
-    check_save(ours, row.mesh, P("fsdp"), tmp_path / "state")
 
 
 @row("model.load_state_dict(load_file(path))")

@@ -9,16 +9,23 @@ import pytest
 from helpers import struct
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from migration import check_batch, check_init, check_step, first_match, longest_dim, short, table
+from migration import first_match, longest_dim, short, table
 
 import treeshard as ts
 
 row = table("From scalax", "dp=2,fsdp=4")
 
 
-@row('mesh = MeshShardingHelper([2, -1], ["dp", "fsdp"])')
-def test_mesh(ours) -> None:
-    assert dict(ours().shape) == {"dp": 2, "fsdp": 4}
+test_mesh = row.makes_mesh('mesh = MeshShardingHelper([2, -1], ["dp", "fsdp"])', dp=2, fsdp=4)
+test_init = row.makes_state(
+    "mesh.sjit(init, out_shardings=rule)(key)", [("w", P("fsdp")), (".*", None)], P("fsdp")
+)
+test_step = row.steps(
+    "mesh.sjit(step, in_shardings=(rule, PS()), out_shardings=(rule, PS()),"
+    ' args_sharding_constraint=(rule, PS("dp")), donate_argnums=(0,))',
+    P("fsdp"),
+)
+test_batch = row.splits_rows("mesh.local_data_to_global_array(batch)", P(("dp", "fsdp")))
 
 
 @row('FSDPShardingRule(fsdp_axis_name="fsdp", fsdp_axis_size=4, min_fsdp_size=2**20)')
@@ -77,40 +84,7 @@ def test_a_tree_of_rules(ours) -> None:
     assert short(found) == {"a": {"w": P(None, "fsdp")}, "b": [P("dp"), P("dp")]}
 
 
-@row("mesh.local_data_to_global_array(batch)")
-def test_batch(ours) -> None:
-    check_batch(ours, row.mesh, P(("dp", "fsdp")))
-
-
 RULES = [("w", P("fsdp")), ("b", None)]
-
-
-def init(key: jax.Array) -> dict[str, jax.Array]:
-    return {"w": jax.random.normal(key, (8, 4)), "b": jnp.zeros(4)}
-
-
-@row("mesh.sjit(init, out_shardings=rule)(key)")
-def test_init(ours) -> None:
-    key = jax.random.key(0)
-    made = ours(init=init, key=key, rules=RULES)
-    check_init(made, jax.jit(init)(key), {"w": P("fsdp"), "b": P()})
-
-
-@row(
-    "mesh.sjit(step, in_shardings=(rule, PS()), out_shardings=(rule, PS()),"
-    ' args_sharding_constraint=(rule, PS("dp")), donate_argnums=(0,))'
-)
-def test_step(ours) -> None:
-    def train(state: dict[str, jax.Array], batch: jax.Array) -> Any:
-        return jax.tree.map(lambda x: x + batch.mean(), state), batch.sum()
-
-    state = init(jax.random.key(0))
-    plan = ts.plan(state, RULES, row.mesh, min_size=0)
-    batch = np.arange(8, dtype=np.float32)
-    step = ours(step=train, plan=plan)
-    check_step(step, plan, train, state, batch)
-    with pytest.raises(ts.SpecError, match="v: the plan has no such array"):
-        step(ts.shard(init(jax.random.key(0)), plan) | {"v": jnp.ones(4)}, batch)
 
 
 @row('with_sharding_constraint(x, PS("dp"))')

@@ -53,11 +53,18 @@ def loss_of(params: Any, x: Any) -> Any:
     return jnp.mean((mean @ params["out"] - 1) ** 2)
 
 
+def of_matrices(params: Any) -> Any:
+    return jax.tree.map(lambda x: x.ndim > 1, params)
+
+
 contrib = optax.contrib
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "prodigy": contrib.prodigy,  # copies of the parameters, and scalars
     "muon": lambda: contrib.muon(0.1),  # another for matrices than for vectors
     "lbfgs": lambda: optax.lbfgs(memory_size=8),  # stacks of updates, which the axes divide
+    "clipped, masked and accumulated": lambda: optax.MultiSteps(
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1, mask=of_matrices)), 2
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""What `import treeshard` costs: nothing heavy, no backend, no device."""
+"""What `import treeshard` costs: nothing heavy, no backend, no device; and what a loop loads."""
 
 import ast
 import json
@@ -13,21 +13,23 @@ from surface import SUBMODULES
 import treeshard as ts
 
 HEAVY = ["chex", "equinox", "flax", "matplotlib", "optax", "rich", "tensorstore", "tqdm"]
-# A new process imports ever more, and writes down what that has loaded.
+# A new process imports ever more, trains, and writes down what that has loaded.
 IMPORTS = f"""
-import json, sys
+import json, sys, tempfile
 loaded = lambda: [name for name in {HEAVY} if name in sys.modules]
+ours = lambda: [name for name in sys.modules if name.startswith("treeshard.")]
 facts = {{}}
 import treeshard as ts
 facts["an unknown name"] = hasattr(ts, "_repr_html_")
-facts["modules of treeshard"] = [name for name in sys.modules if name.startswith("treeshard.")]
+facts["modules of treeshard"] = ours()
 facts["treeshard"] = loaded()
 ts.training.init_sharded
 facts["a name of training"] = loaded()
-facts["modules"] = [name for name in sys.modules if name.startswith("treeshard")]
-import jax, treeshard.interchange
+facts["modules"] = ["treeshard", *ours()]
+import jax, numpy as np, treeshard.interchange
 from jax._src import xla_bridge
 facts["backends"] = [xla_bridge.backends_are_initialized()]
+ts.simulate_devices(8)
 jax.devices()
 facts["backends"].append(xla_bridge.backends_are_initialized())
 sys.modules["tensorstore"] = None
@@ -35,6 +37,34 @@ try:
     import treeshard.checkpoint
 except ImportError as error:
     facts["without tensorstore"] = str(error)
+del sys.modules["tensorstore"]
+
+def init(key):
+    return {{"w": jax.random.normal(key, (8, 8))}}
+
+def train_step(state, x):
+    value, grads = jax.value_and_grad(lambda state: ((x @ state["w"]) ** 2).mean())(state)
+    return jax.tree.map(lambda a, g: a - 0.1 * g, state, grads), value
+
+def reports():
+    packages = ("_trace", "communication", "programs", "testing")
+    return [name for name in ours() if name.split(".")[1] in packages]
+
+import treeshard.manual, treeshard.checkpoint, treeshard.compat, treeshard._inspection.draw
+rules, x = [("w", jax.P("fsdp"))], np.ones((8, 8), "float32")
+state, plan = ts.init_sharded(init, jax.random.key(0), rules=rules, mesh="fsdp=8", min_size=0)
+step = ts.jit_step(train_step, plan)
+state, _ = step(state, x)
+with tempfile.TemporaryDirectory() as folder:
+    ts.checkpoint.save(folder + "/1", state)
+    state = ts.checkpoint.restore(folder + "/1", plan)
+ts.shard(ts.gather(state), plan)
+try:
+    ts.shard(state, jax.P("fdsp"), plan.mesh)
+except ts.UnknownAxisError:
+    facts["reports in a loop"] = reports()
+step.communication(state, x)
+facts["reports"] = reports()
 print(json.dumps(facts))
 """
 
@@ -66,6 +96,11 @@ def test_importing_training_loads_no_reader_of_programs_and_few_modules(facts) -
     unneeded = ("treeshard.communication", "treeshard.m")
     assert not [name for name in modules if name.startswith(unneeded)]
     assert len(modules) <= 52, sorted(modules)
+
+
+def test_a_training_loop_loads_no_report_until_one_is_asked_for(facts) -> None:
+    assert facts["reports in a loop"] == []
+    assert "treeshard.communication._comparison" in facts["reports"]
 
 
 def test_without_tensorstore_checkpoints_say_how_to_get_it(facts) -> None:
