@@ -195,11 +195,15 @@ def test_what_fills_up_a_stack_is_as_finite_as_its_matrices() -> None:
     mesh = ts.make_mesh("fsdp=8")
     grads = {"w": np.full((3, 16, 8), 2, "float32")}
     plan = ts.plan(grads, [("w", P(None, "fsdp"))], mesh, min_size=0)
-    by_norm = lambda g, state, _: (jax.tree.map(lambda x: x / jnp.linalg.norm(x), g), state)  # noqa: E731
-    optimizer = by_matrix(optax.GradientTransformation(lambda _: (), by_norm), plan)
-    update = jax.jit(lambda g: optimizer.update(g, optimizer.init(g))[0])
-    with jax.debug_nans(True):  # zeros would be divided by zero
-        updates = update(ts.shard(grads, plan))
+
+    def by_norm(g: Any, _state: Any, _params: Any) -> Any:
+        unit = jax.tree.map(lambda x: x / jnp.linalg.norm(x), g)
+        return unit, unit
+
+    optimizer = by_matrix(optax.GradientTransformation(lambda p: p, by_norm), plan)
+    update = jax.jit(lambda g: optimizer.update(g, optimizer.init(g)))
+    with jax.debug_nans(True):  # zeros would be divided by zero, and kept in the state
+        updates, _ = update(ts.shard(grads, plan))
     assert_close(updates, {"w": grads["w"] / np.sqrt(16 * 8 * 4)})
 
 
