@@ -110,8 +110,7 @@ PLANTED = {
         {"w": nn.LogicallyPartitioned(struct(512, 512), ("embed", "mlp"))},
         [(".*", ts.logical_partitioning([("mlp", ()), ("embed", ("data", "fdsp"))]))],
         "warning logical-axis-not-in-mesh: w: the logical rule for 'embed': the mesh has no axis"
-        " 'fdsp'. It has data=2, fsdp=4. Did you mean 'fsdp'? Correct the logical rule. If it is"
-        " for meshes that have this axis, ignore this.",
+        " 'fdsp'. It has data=2, fsdp=4. Did you mean 'fsdp'? Correct the logical rule.",
     ),
     "state, another dim": (
         PAIR,
@@ -152,6 +151,18 @@ SOUND = {
     "a shared array": (
         eqx.nn.Shared({"a": ARRAY, "b": ARRAY}, itemgetter("b"), itemgetter("a")),
         [("", ROWS)],
+        "fsdp=4",
+    ),
+    "rules for several meshes": (
+        {"w": nn.LogicallyPartitioned(struct(512, 512), ("embed", "mlp"))},
+        [
+            (
+                ".*",
+                ts.logical_partitioning(
+                    [("embed", ("fsdp", "fsdp_transpose")), ("mlp", ("tensor", "expert"))]
+                ),
+            )
+        ],
         "fsdp=4",
     ),
     "text": ({"a": NAMES, "b": NAMES, "w": ARRAY}, [("w", ROWS)], "fsdp=4"),
