@@ -1,5 +1,6 @@
 """The host memory that is free, in any cgroup; and what reads, saves and gathers raise without."""
 
+import inspect
 import json
 import resource
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from treeshard._core.hosts import host_id
 from treeshard._core.memory import available_memory
 
 GIB = 2**30
@@ -108,7 +110,9 @@ def test_without_memory_each_call_says_what_it_needs_and_does_nothing(tmp_path: 
 
 def test_containers_of_one_host_are_not_added_up() -> None:
     """Each sees its own cgroup as `/`, with a limit of its own."""
-    code = "from treeshard._core.hosts import host_id; print(repr(host_id()), flush=True); input()"
+    # Without the package around it, whose import takes seconds.
+    imports = "import os\nfrom contextlib import suppress\nfrom pathlib import Path\n"
+    code = imports + inspect.getsource(host_id) + "print(repr(host_id()), flush=True); input()"
     plain = [sys.executable, "-c", code]
     in_container = ["unshare", "--cgroup", "--fork", *plain]
     # They run at one time: the number of a namespace that has ended is used again.

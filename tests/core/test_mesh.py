@@ -11,19 +11,16 @@ from jax.sharding import PartitionSpec as P
 import treeshard as ts
 
 
-@pytest.mark.parametrize(
-    ("axes", "shape"),
-    [
-        ("fsdp=8", {"fsdp": 8}),
-        ("data=2,fsdp=-1", {"data": 2, "fsdp": 4}),
-    ],
-    ids=str,
-)
-def test_make_mesh_has_the_sizes_and_all_devices(axes, shape) -> None:
-    mesh = ts.make_mesh(axes)
-    assert dict(mesh.shape) == shape
-    assert mesh.axis_types == (AxisType.Auto,) * len(shape)
+def test_make_mesh_takes_text_or_sizes_and_names_as_jax_does() -> None:
+    mesh = ts.make_mesh("data=2,fsdp=-1")
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 4}
+    assert mesh.axis_types == (AxisType.Auto,) * 2
     assert set(mesh.devices.flat) == set(jax.devices())
+    assert ts.make_mesh((2, 4), ("data", "fsdp")) == mesh
+    assert ts.make_mesh((-1,), ("fsdp",)) == ts.make_mesh("fsdp=8")
+    for wrong in [((2, 4),), ((2, 4), ("data",)), ("data=8", ("data",))]:
+        with pytest.raises(ts.MeshError, match=r"give a name for each size, `make_mesh\(\(2, 4\)"):
+            ts.make_mesh(*wrong)  # pyright: ignore[reportArgumentType]
 
 
 def test_make_mesh_sets_axis_types() -> None:
@@ -180,22 +177,3 @@ TAKE_TEXT = {
 @pytest.mark.parametrize("use", TAKE_TEXT.values(), ids=TAKE_TEXT.keys())
 def test_text_means_the_mesh_that_it_describes(use, mesh) -> None:
     assert use("data=2,fsdp=4") == use(mesh)
-
-
-def test_devices_are_needed_where_arrays_are_placed(mesh) -> None:
-    says = r"shard: the mesh \(data=2, fsdp=4\) is an AbstractMesh"
-    with pytest.raises(ts.MeshError, match=says):
-        ts.shard(X, P("fsdp"), mesh.abstract_mesh)
-    with pytest.raises(
-        ts.MeshError, match="fsdp=4: the sizes must multiply to the number of devices, 8"
-    ):
-        ts.shard(X, P("fsdp"), "fsdp=4")
-
-
-def test_sizes_and_names_as_in_jax() -> None:
-    mesh = ts.make_mesh((2, 4), ("data", "fsdp"))
-    assert mesh == ts.make_mesh("data=2,fsdp=4")
-    assert ts.make_mesh((-1,), ("fsdp",)) == ts.make_mesh("fsdp=8")
-    for wrong in [((2, 4),), ((2, 4), ("data",)), ("data=8", ("data",))]:
-        with pytest.raises(ts.MeshError, match=r"give a name for each size, `make_mesh\(\(2, 4\)"):
-            ts.make_mesh(*wrong)  # pyright: ignore[reportArgumentType]

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import treeshard as ts
 from treeshard import checkpoint, compat, interchange, manual, testing, training
 
+Call = Callable[[Any, Path], Any]
 MESH = ts.make_mesh("fsdp=8")
 ARRAYS = {"b": np.ones(8, "float32"), "w": np.ones((8, 8), "float32")}
 PLAN = ts.plan(ARRAYS, [(".*", P("fsdp"))], MESH, min_size=0)
@@ -54,90 +55,75 @@ def total(tree: Any) -> Any:
     return jnp.sum(tree["b"])
 
 
-# Each with the function that the message names, and the path of the reference.
-CALLS: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
-    "shard": (lambda tree, _: ts.shard(tree, P("fsdp"), MESH), "w"),
-    "shard by a plan": (lambda tree, _: ts.shard(tree, PLAN), "w"),
-    "reshard": (lambda tree, _: ts.reshard(tree, P("fsdp"), MESH), "w"),
-    "gather": (lambda tree, _: ts.gather(tree), "w"),
-    "iter_gather": (lambda tree, _: ts.iter_gather(tree), "w"),
-    "make_shard_and_gather_fns": (
-        lambda tree, _: ts.make_shard_and_gather_fns(PLAN)[0]["w"](tree["w"]),
-        "w",
+def hand(use: Callable[..., Any], *args: Any) -> Call:
+    return lambda *_: by_hand(lambda tree: use(tree, *args))
+
+
+BATCH = np.ones((8, 2), "float32")
+REPLICATED = [(".*", None)]
+# Calls with a tree and a folder.
+CALLS: dict[str, Call] = {
+    "shard": lambda tree, _: ts.shard(tree, P("fsdp"), MESH),
+    "shard by a plan": lambda tree, _: ts.shard(tree, PLAN),
+    "reshard": lambda tree, _: ts.reshard(tree, P("fsdp"), MESH),
+    "gather": lambda tree, _: ts.gather(tree),
+    "iter_gather": lambda tree, _: ts.iter_gather(tree),
+    "shard_fns": lambda tree, _: ts.make_shard_and_gather_fns(PLAN)[0]["w"](tree["w"]),
+    "gather_fns": lambda tree, _: ts.make_shard_and_gather_fns(PLAN)[1]["w"](tree["w"]),
+    "from_process_local": lambda tree, _: ts.from_process_local(tree, P("fsdp"), MESH),
+    "constraint": lambda tree, _: ts.with_sharding_constraint(tree, P("fsdp"), MESH),
+    "constraint in jit": lambda *_: in_jit(
+        lambda tree: ts.with_sharding_constraint(tree, P("fsdp"), MESH)
     ),
-    "gather_fns": (lambda tree, _: ts.make_shard_and_gather_fns(PLAN)[1]["w"](tree["w"]), "w"),
-    "from_process_local": (lambda tree, _: ts.from_process_local(tree, P("fsdp"), MESH), "w"),
-    "with_sharding_constraint": (
-        lambda tree, _: ts.with_sharding_constraint(tree, P("fsdp"), MESH),
-        "w",
+    "unshard": lambda tree, _: ts.unshard(tree, PLAN),
+    "unshard in jit": lambda *_: in_jit(lambda tree: ts.unshard(tree, PLAN)),
+    "extract_shardings": lambda tree, _: ts.extract_shardings(tree),
+    "get_partition_spec": lambda tree, _: ts.get_partition_spec(tree),
+    "plan": lambda tree, _: ts.plan(tree, REPLICATED, MESH),
+    "Plan.follow": lambda tree, _: PLAN.follow({"ema": tree}),
+    "match_partition_rules": lambda tree, _: ts.match_partition_rules(REPLICATED, tree),
+    "init_sharded": lambda *_: ts.init_sharded(with_ref, rules=REPLICATED, mesh=MESH),
+    "init_sharded of arguments": lambda tree, _: ts.init_sharded(
+        lambda tree: tree["w"][...], tree, rules=REPLICATED, mesh=MESH
     ),
-    "with_sharding_constraint in jit": (
-        lambda *_: in_jit(lambda tree: ts.with_sharding_constraint(tree, P("fsdp"), MESH)),
-        "w",
+    "jit_step": lambda tree, _: step()(tree, BATCH),
+    "jit_step of a batch": lambda tree, _: step()(ts.shard(ARRAYS, PLAN), tree),
+    "jit_step, lowered": lambda tree, _: step().lower(PLAN.structs, tree),
+    "shard_map_step": lambda tree, _: ts.shard_map_step(keep, PLAN, batch=P("fsdp"))(tree, BATCH),
+    "training.value_and_grad": lambda tree, _: training.value_and_grad(total, PLAN)(tree),
+    "accumulate_gradients": lambda tree, _: training.accumulate_gradients(
+        lambda x, _: (x, 0), tree, 2
     ),
-    "unshard": (lambda tree, _: ts.unshard(tree, PLAN), "w"),
-    "unshard in jit": (lambda *_: in_jit(lambda tree: ts.unshard(tree, PLAN)), "w"),
-    "extract_shardings": (lambda tree, _: ts.extract_shardings(tree), "w"),
-    "get_partition_spec": (lambda tree, _: ts.get_partition_spec(tree), "w"),
-    "plan": (lambda tree, _: ts.plan(tree, [(".*", None)], MESH), "w"),
-    "Plan.follow": (lambda tree, _: PLAN.follow({"ema": tree}), "ema/w"),
-    "match_partition_rules": (lambda tree, _: ts.match_partition_rules([(".*", None)], tree), "w"),
-    "init_sharded": (lambda *_: ts.init_sharded(with_ref, rules=[(".*", None)], mesh=MESH), "w"),
-    "init_sharded of arguments": (
-        lambda tree, _: ts.init_sharded(
-            lambda tree: tree["w"][...], tree, rules=[(".*", None)], mesh=MESH
-        ),
-        "argument/0/w",
+    "by_matrix": lambda tree, _: training.by_matrix(optax.sgd(0.1), PLAN).init(tree),
+    "gather_params": hand(manual.gather_params, "fsdp", P()),
+    "sync_gradients": hand(manual.sync_gradients, "fsdp", P()),
+    "shard_params": hand(manual.shard_params, "fsdp", P()),
+    "vary": hand(manual.vary, "fsdp"),
+    "manual.value_and_grad": hand(lambda t: manual.value_and_grad(total, "fsdp", P())(t)),
+    "partition_specs": lambda tree, _: manual.partition_specs(tree),
+    "save": lambda tree, folder: checkpoint.save(folder / "c", tree),
+    "save_safetensors": lambda tree, folder: interchange.save_safetensors(folder / "t", tree),
+    "restore": lambda tree, folder: checkpoint.restore(folder / "of arrays", tree),
+    "load_safetensors": lambda tree, folder: interchange.load_safetensors(folder / "arrays", tree),
+    "draw": lambda tree, _: ts.draw(tree),
+    "diff_shardings": lambda tree, _: testing.diff_shardings(tree, PLAN),
+    "assert_stable_step": lambda tree, _: testing.assert_stable_step(lambda s: s, tree),
+    "assert_trees_sharded_as": lambda tree, _: testing.assert_trees_sharded_as(tree, P()),
+    "check_step": lambda tree, _: testing.check_step(step(), tree, BATCH),
+    "check_gradients": lambda tree, _: testing.check_gradients(
+        lambda p, x: total(p), tree, BATCH, PLAN
     ),
-    "jit_step": (lambda tree, _: step()(tree, np.ones((8, 2), "float32")), "w"),
-    "jit_step of a batch": (lambda tree, _: step()(ts.shard(ARRAYS, PLAN), tree), "batch/w"),
-    "jit_step, lowered": (lambda tree, _: step().lower(PLAN.structs, tree), "batch/w"),
-    "shard_map_step": (
-        lambda tree, _: ts.shard_map_step(keep, PLAN, batch=P("fsdp"))(tree, np.ones(8)),
-        "w",
-    ),
-    "training.value_and_grad": (lambda tree, _: training.value_and_grad(total, PLAN)(tree), "w"),
-    "accumulate_gradients": (
-        lambda tree, _: training.accumulate_gradients(lambda x, _: (x, 0), tree, 2),
-        "batch/w",
-    ),
-    "by_matrix": (lambda tree, _: training.by_matrix(optax.sgd(0.1), PLAN).init(tree), "w"),
-    "gather_params": (lambda *_: by_hand(lambda t: manual.gather_params(t, "fsdp", P())), "w"),
-    "sync_gradients": (lambda *_: by_hand(lambda t: manual.sync_gradients(t, "fsdp", P())), "w"),
-    "shard_params": (lambda *_: by_hand(lambda t: manual.shard_params(t, "fsdp", P())), "w"),
-    "vary": (lambda *_: by_hand(lambda t: manual.vary(t, "fsdp")), "w"),
-    "manual.value_and_grad": (
-        lambda *_: by_hand(lambda t: manual.value_and_grad(total, "fsdp", P())(t)),
-        "w",
-    ),
-    "partition_specs": (lambda tree, _: manual.partition_specs(tree), "w"),
-    "save": (lambda tree, folder: checkpoint.save(folder / "c", tree), "w"),
-    "save_safetensors": (
-        lambda tree, folder: interchange.save_safetensors(folder / "t", tree),
-        "w",
-    ),
-    "restore": (lambda tree, folder: checkpoint.restore(folder / "of arrays", tree), "w"),
-    "load_safetensors": (
-        lambda tree, folder: interchange.load_safetensors(folder / "arrays", like=tree),
-        "w",
-    ),
-    "draw": (lambda tree, _: ts.draw(tree), "w"),
-    "diff_shardings": (lambda tree, _: testing.diff_shardings(tree, PLAN), "0/w"),
-    "assert_stable_step": (lambda tree, _: testing.assert_stable_step(lambda s: s, tree), "w"),
-    "assert_trees_sharded_as": (lambda tree, _: testing.assert_trees_sharded_as(tree, P()), "w"),
-    "check_step": (
-        lambda tree, _: testing.check_step(step(), tree, np.ones((8, 2), "float32")),
-        "w",
-    ),
-    "check_gradients": (
-        lambda tree, _: testing.check_gradients(lambda p, x: total(p), tree, np.ones((8, 2)), PLAN),
-        "w",
-    ),
-    "analyze_sharding_strategy": (
-        lambda tree, _: compat.analyze_sharding_strategy(tree, P(), MESH),
-        "w",
-    ),
-    "infer_sharding": (lambda tree, _: ts.infer_sharding(tree, [(".*", "replicate")], MESH), "w"),
+    "analyze_sharding_strategy": lambda t, _: compat.analyze_sharding_strategy(t, P(), MESH),
+    "infer_sharding": lambda tree, _: ts.infer_sharding(tree, [(".*", "replicate")], MESH),
+}
+# The path of the reference in messages, where it is not `w`.
+PATHS = {
+    "Plan.follow": "ema/w",
+    "init_sharded of arguments": "argument/0/w",
+    "jit_step of a batch": "batch/w",
+    "jit_step, lowered": "batch/w",
+    "accumulate_gradients": "batch/w",
+    "diff_shardings": "0/w",
 }
 
 
@@ -145,12 +131,11 @@ CALLS: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
 def test_a_mutable_reference_is_an_error(name: str, tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "of arrays", ARRAYS)
     interchange.save_safetensors(tmp_path / "arrays", ARRAYS)
-    call, path = CALLS[name]
     with pytest.raises(ts.LeafError) as error:
-        call(with_ref(), tmp_path)
+        CALLS[name](with_ref(), tmp_path)
     lines = str(error.value).split("\n")
     assert lines[0].endswith(": leaves are mutable references, not arrays:")
-    assert lines[1] == f"  {path}: a mutable reference (`jax.Ref`)."
+    assert lines[1] == f"  {PATHS.get(name, 'w')}: a mutable reference (`jax.Ref`)."
     assert "x[...] if isinstance(x, jax.Ref)" in lines[2]
     assert not (tmp_path / "c").exists()
     assert not (tmp_path / "t").exists()

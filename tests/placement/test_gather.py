@@ -116,7 +116,7 @@ def test_to_must_be_a_process(tree: dict[str, Any], to: Any) -> None:
 
 
 @pytest.mark.parametrize("read", [ts.gather, ts.iter_gather])
-def test_one_error_names_all_deleted_leaves(mesh: Mesh, read: Any) -> None:
+def test_one_error_names_all_leaves_that_cannot_be_read(mesh: Mesh, read: Any) -> None:
     tree = {"a": arange(8), "b": [arange(8), arange(4)], "c": arange(8)}
     placed = ts.shard(tree, P("fsdp"), mesh)
     placed["a"].delete()
@@ -128,9 +128,6 @@ def test_one_error_names_all_deleted_leaves(mesh: Mesh, read: Any) -> None:
     assert lines[1].startswith("  a: float32[8]: its memory is gone: it was deleted, or donated")
     assert lines[2].startswith("  b/1: float32[4]: its memory is gone")
 
-
-@pytest.mark.parametrize("read", [ts.gather, ts.iter_gather])
-def test_tracers_and_structs_are_errors(read: Any) -> None:
     with pytest.raises(LeafError, match=re.escape("w: float32[8]: it is being traced")):
         jax.jit(lambda x: read({"w": x}))(arange(8))
     with pytest.raises(LeafError, match=re.escape("w: int32[8]: it is a ShapeDtypeStruct")):

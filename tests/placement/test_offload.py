@@ -15,7 +15,7 @@ import treeshard as ts
 from treeshard.checkpoint import restore, save
 from treeshard.training import jit_step, shard_map_step
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = pytest.mark.usefixtures("quick_compiles", "standard_promotion")
 
 WIDTH = 64
 OPTIMIZER = optax.adamw(1e-2)

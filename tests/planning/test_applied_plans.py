@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +99,10 @@ APPLY: dict[str, Callable[[ts.Plan, Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", RULES)
-@pytest.mark.parametrize("name", APPLY)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*product(APPLY, ["axis of a spec"]), *product(["shard", "follow, then shard"], RULES)],
+)
 def test_errors_of_a_plan_are_raised_by_what_applies_it(name: str, kind: str, files: Path) -> None:
     plan = plan_of(RULES[kind])  # which says nothing by itself
     with pytest.raises(ts.ShardingRuleError) as of_check:
@@ -177,30 +180,14 @@ def test_a_rule_that_matches_nothing_warns_once_for_each_plan() -> None:
         ts.init_sharded(lambda: jax.tree.map(jnp.asarray, STATE), rules=DEAD, mesh=MESH, min_size=0)
 
 
-def test_several_rules_that_match_nothing_are_one_warning() -> None:
-    with pytest.warns(
-        ts.ShardingWarning, match=r"2 rules match no leaf:\n  the plan's rule 0 'a\$'"
-    ):
-        ts.shard(TREE, plan_of([("a$", None), ("b", None), (".*", None)]))
-
-
-def test_a_tree_without_arrays_has_no_rules_that_match_nothing() -> None:
+def test_all_rules_that_match_nothing_are_one_warning() -> None:
+    message = r"2 rules match no leaf:\n  the plan's rule 0 'a\$'"
+    plan = plan_of([("a$", None), ("b", None), (".*", None)])
+    for _ in range(2):  # warnings are errors here: it is raised each time
+        with pytest.raises(ts.ShardingWarning, match=message):
+            ts.shard(TREE, plan)
+    # A tree without arrays needs no rule.
     ts.shard({"name": "mlp", "count": np.int32(0)}, plan_of(GOOD, {"name": "mlp", "count": 0}))
-
-
-def test_a_spec_that_min_size_leaves_out_warns_once_where_the_plan_is_applied() -> None:
-    plan = ts.plan(TREE, GOOD, MESH)
-    with pytest.warns(ts.ShardingWarning, match=r"model/w: (.|\n)* pass `min_size=0`"):
-        placed = ts.shard(TREE, plan)
-    assert placed["model"]["w"].sharding.spec == P()
-    ts.reshard(placed, plan)
-
-
-def test_a_warning_that_is_an_error_is_raised_each_time() -> None:
-    plan = plan_of(DEAD, STATE)
-    for _ in range(2):  # warnings are errors here
-        with pytest.raises(ts.ShardingWarning, match="'kernel'"):
-            ts.shard(STATE, plan)
 
 
 def test_nothing_is_said_of_a_plan_that_is_looked_at() -> None:

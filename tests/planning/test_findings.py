@@ -79,14 +79,14 @@ PLANTED = {
     "left whole by a rule": (
         W,
         [(".*", None)],
-        "warning left-whole: w: shape (8, 16) is replicated, 384 B more per device than an even"
-        " split over 'fsdp' (4): rule 0 '.*' says so. Give it a spec or `fsdp`; if this is"
-        " intended, a rule that names it, with None.",
+        "warning left-whole: w: not split over the idle 'fsdp' (4): 512 B per device, 4x an even"
+        " split, 384 B more: rule 0 '.*', P(). Give it a spec or `fsdp`; if this is intended, a"
+        " rule that names it, with None.",
     ),
     "left whole, no dim": (
         {"w": struct(7, 9)},
         [("w", ts.fsdp("fsdp"))],
-        "(4): rule 0 'w', no free dim of shape (7, 9) is divisible by 4. Free a dim, use another"
+        " more: rule 0 'w', no free dim of shape (7, 9) is divisible by 4. Free a dim, use another"
         " axis, or pad a dim in the model.",
     ),
     "left whole, skipped dims": (
@@ -110,6 +110,13 @@ PLANTED = {
         {"w": nn.LogicallyPartitioned(struct(512, 512), ("embd", "mlp"))},
         [(".*", ts.logical_partitioning([("mlp", None), ("embed", "fsdp")]))],
         "rule 0 '.*', 'embd' has no logical rule. Did you mean 'embed'? Add a logical rule for it.",
+    ),
+    "an axis of a logical rule": (
+        {"w": nn.LogicallyPartitioned(struct(512, 512), ("embed", "mlp"))},
+        [(".*", ts.logical_partitioning([("mlp", ()), ("embed", ("data", "fdsp"))]))],
+        "warning logical-axis-not-in-mesh: w: the logical rule for 'embed': the mesh has no axis"
+        " 'fdsp'. It has data=2, fsdp=4. Did you mean 'fsdp'? Correct the logical rule. If it is"
+        " for meshes that have this axis, ignore this.",
     ),
     "state, another dim": (
         PAIR,
@@ -223,7 +230,8 @@ def test_fsdp_that_splits_nothing_is_told_once() -> None:
 
 def test_replicated_leaves_are_ordered_by_what_they_waste() -> None:
     tree = {"a": struct(8, 8), "b": struct(64, 8), "w": struct(512, 8)}
-    found = ts.plan(tree, [("w", ROWS), ("", None)], "fsdp=4", min_size=0).findings
+    rules = [("w", ROWS), ("^(?!b)", None), ("", None)]
+    found = ts.plan(tree, rules, "fsdp=4", min_size=0).findings
     assert [(x.paths, x.wasted) for x in found] == [(("b",), 2048 * 3 // 4), (("a",), 256 * 3 // 4)]
 
 
@@ -260,7 +268,11 @@ def test_names_that_are_not_sharded_by_their_rules_are_meant() -> None:
     with ts.logical_axis_rules([("embed", None), ("mlp", ()), ("heads", "fsdp")]):
         assert told({"up": BLOCK["up"]}, [("up", ("embed", "mlp"))], "fsdp=4") == []
         (finding,) = told({"up": BLOCK["up"]}, [("up", ("embed", "head"))], "fsdp=4")
+        (absent, _) = told({"up": BLOCK["up"]}, [("up", ("embed", "heads"))], "tensor=4")
     assert "'head' has no logical rule. Did you mean 'heads'?" in finding
+    assert "up: the logical rule for 'heads': the mesh has no axis 'fsdp'. It has tens" in absent
+    with ts.logical_axis_rules(ts.PartitionAxis()):  # whose defaults name axes that few meshes have
+        assert told({"up": BLOCK["up"]}, [("up", ("head", "batch"))], "fsdp=4,tp=1") == []
 
 
 def test_what_devices_narrow_is_planned_as_they_hold_it() -> None:

@@ -94,6 +94,10 @@ def test_boxes_stay_in_the_tree_and_not_in_paths() -> None:
     assert specs["layers"][0]["w"] == linen.Partitioned(P("fsdp"), names=("embed", None))
     assert specs["layers"][1]["w"].value == P("data")
     assert jax.tree.leaves(match([("^w$", P("data"))], {"w": variable})) == [P("data")]
+    by_rank = ("a", lambda path, leaf: P(*["data"] * leaf.ndim))
+    rules = [by_rank, ("b", ts.logical_partitioning([("embed", "fsdp")]))]
+    specs = match(rules, {"a": linen.Partitioned(np.zeros(8), names=("x",)), "b": box}, MESH)
+    assert jax.tree.leaves(specs) == [P("data"), P("fsdp")]
 
 
 # ------------------------------------------------------------------ the resulting spec
@@ -127,17 +131,11 @@ def test_layers_share_a_decision_unless_they_differ_in_a_shape() -> None:
 
 
 def test_one_threshold_for_every_dtype_and_tactic(monkeypatch) -> None:
-    tree = {
-        "below": struct(2**14 - 8),
-        "at": struct(2**14),
-        "half": struct(2**14, dtype="bfloat16"),
-    }
-    rules = [(".*", fsdp("fsdp"))]
+    tree = {"below": struct(2**14 - 8), "at": struct(2**14), "half": struct(2**14, dtype="int16")}
     specs = {"below": P(), "at": P("fsdp"), "half": P("fsdp")}
-    assert match_partition_rules(rules, tree, MESH) == specs == ts.plan(tree, rules, MESH).specs
+    for rules in ([(".*", fsdp("fsdp"))], [(".*", parse_strategy("fsdp('fsdp')"))]):
+        assert match_partition_rules(rules, tree, MESH) == specs == ts.plan(tree, rules, MESH).specs
     assert {path: fsdp("fsdp")(P(), MESH, path, x) for path, x in tree.items()} == specs
-    text = [(".*", parse_strategy("fsdp('fsdp')"))]
-    assert ts.plan(tree, text, MESH).specs == specs
     monkeypatch.setenv("MIN_SHARDING_SIZE", str(2**14 - 8))
     assert match_partition_rules(rules, tree, MESH)["below"] == P("fsdp")
 
@@ -152,7 +150,8 @@ def test_logical_names_as_actions() -> None:
         found = ts.plan(tree, rules, MESH, min_size=0)
     assert found.specs == {"fits": P("data", "fsdp"), "long": P("data"), "odd": P()}
     kinds = [[note.kind for note in leaf.adjustments] for leaf in found.leaves]
-    assert kinds == [[], ["rank"], ["indivisible"]]
+    absent = "logical-axis-not-in-mesh"
+    assert kinds == [[absent], [absent, "rank"], ["indivisible"]]
 
 
 def test_names_that_do_not_resolve() -> None:
@@ -217,29 +216,22 @@ def test_not_strict_replicates_leaves_drops_entries_and_warns_of_those_beyond_th
 
 
 def test_all_malformed_rules_are_listed(unchecked) -> None:
-    rules = [
-        "attn",
-        ("a(b", None),
-        (3, None),
-        (re.compile(b"a"), None),
-        (("(q|k)", "kernel"), None),
-        ("a", "fsdp('x')"),
-        ("b", (None,)),
-        ("right", None),
-    ]
+    patterns = [(x, None) for x in ("a(b", 3, re.compile(b"a"), ("(q|k)", "kernel"))]
+    rules = ["attn", *patterns, ("a", "fsdp('x')"), ("b", (None,)), ("right", None)]
     starts = [
-        "7 rules are malformed:",
-        "  rule 0 is not a pair: 'attn'. A rule is a pair (pattern, action), such as",
-        "  rule 1: the pattern 'a(b' does not compile: missing ), unterminated subpattern at",
-        "  rule 2: the pattern 3 does not compile: first argument must be string",
-        "  rule 3: the pattern re.compile(b'a') is bytes.",
-        "  rule 4: ('(q|k)', 'kernel') has a pattern for each key, as rules of t5x have."
-        ' Join them to one that matches the path: "(^|/)(q|k)/kernel(/|$)".',
-        "  rule 5, 'a': the action is \"fsdp('x')\" (str). An action is a PartitionSpec, a",
-        "  rule 6, 'b': the action is (None,) (tuple).",
+        " is not a pair: 'attn'. A rule is a pair (pattern, action), such as",
+        ": the pattern 'a(b' does not compile: missing ), unterminated subpattern at",
+        ": the pattern 3 does not compile: first argument must be string",
+        ": the pattern re.compile(b'a') is bytes.",
+        ": ('(q|k)', 'kernel') has a pattern for each key, as rules of t5x have. Join them to one"
+        ' that matches the path: "(^|/)(q|k)/kernel(/|$)".',
+        ", 'a': the action is \"fsdp('x')\" (str). An action is a PartitionSpec, a",
+        ", 'b': the action is (None,) (tuple).",
     ]
-    for line, start in zip(message_of(rules, {}).splitlines(), starts, strict=True):
-        assert line.startswith(start)
+    head, *lines = message_of(rules, {}).splitlines()
+    assert head == "7 rules are malformed:"
+    for i, (line, start) in enumerate(zip(lines, starts, strict=True)):
+        assert line.startswith(f"  rule {i}{start}")
     message = 'rules are dict. Give a list of (pattern, action) pairs, such as [("norm|bias", None)'
     assert message in message_of({"attn": None}, {})
 
@@ -278,23 +270,25 @@ def test_a_spec_that_min_size_leaves_unused_warns_once() -> None:
     rules = [(".*", P("fsdp"))]
     plan = ts.plan(tree, rules, MESH, min_size=9)
     assert "2 leaves are replicated.\n2 of them have a spec that `min_size` leaves un" in str(plan)
+    placed_by = ts.plan(tree, rules, ts.make_mesh("data=2,fsdp=4"), min_size=9)
+    fact = "shape (8,), P('fsdp',) by rule 0, '.*': 8 elements, fewer than min_size=9."
+    lines = [
+        "2 leaves are not sharded as their rules say:",
+        f"  layers/0/b: {fact}",
+        f"  layers/1/b: {fact}",
+        "To shard small leaves by such a spec, pass `min_size=0`. To replicate them, give them a"
+        " rule with None.",
+    ]
     for check in (
         lambda: match(rules, tree, MESH, min_size=9),
         plan.check,
         lambda: ts.init_sharded(lambda: tree, rules=rules, mesh="data=2,fsdp=4", min_size=9),
+        lambda: ts.shard(tree, placed_by),
     ):
         with pytest.warns(ts.ShardingWarning) as warned:
             check()
-        fact = "shape (8,), P('fsdp',) by rule 0, '.*': 8 elements, fewer than min_size=9."
-        assert [str(one.message).splitlines() for one in warned] == [
-            [
-                "2 leaves are not sharded as their rules say:",
-                f"  layers/0/b: {fact}",
-                f"  layers/1/b: {fact}",
-                "To shard small leaves by such a spec, pass `min_size=0`. To replicate them, give"
-                " them a rule with None.",
-            ]
-        ]
+        assert [str(one.message).splitlines() for one in warned] == [lines]
+    ts.shard(tree, placed_by)  # says nothing again
 
 
 def test_small_leaves_are_replicated_silently_where_no_spec_would_split_them() -> None:

@@ -58,7 +58,7 @@ def _to_json(decided: Plan, memory: int | None) -> str:
     needed = decided.bytes_per_device()
     report: dict[str, Any] = {
         "plan": json.loads(decided.to_json()),
-        "findings": [finding._asdict() for finding in decided.findings],
+        "findings": [{"severity": x.severity, **x._asdict()} for x in decided.findings],
         "bytes_per_device": needed,
     }
     if memory is not None:

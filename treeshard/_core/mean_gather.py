@@ -67,7 +67,7 @@ class GatheredFrom(NamedTuple):
 
 def gather_by(x: Any, how: Gathering) -> Any:
     """All-gathers an array; its gradient is reduce-scattered, and a mean over the devices."""
-    if not jnp.issubdtype(how.dtype, jnp.inexact):
+    if not jnp.issubdtype(how.dtype, jnp.inexact):  # numbers without a gradient
         return _gather(lax.stop_gradient(x), how)
     return mean_gather(x, how)
 
@@ -90,6 +90,7 @@ def mean_scatter(g: Any, how: Gathering) -> Any:
 
 
 def _scattered(how: Gathering, _: None, g: Any) -> tuple[Any]:
+    # What sums gradients later must not average this one over the same axes again.
     scattered = tuple(axis for _, axes in how.dims for axis in axes)
     return (note_origin(mean_scatter(g, how), Reduced(scattered, how.replicated)),)
 
@@ -102,8 +103,10 @@ mean_scatter.defvjp(
 
 def _gather(x: Any, how: Gathering) -> Any:
     with jax.named_scope("gather_params"):
+        # Before the gather, so that fewer bytes are sent.
         if how.wire_dtype != how.dtype:
             x = x.astype(how.wire_dtype)
+        # Typed as varying, so that its gradient arrives unsummed: `mean_scatter` takes the mean.
         x = vary_array(x, how.replicated)
         for dim, axes in how.dims:
             x = gather_along(x, axes, dim, how.mesh)

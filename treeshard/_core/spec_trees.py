@@ -7,7 +7,7 @@ here and containers there, and where the trees differ it names neither a path no
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten, tree_leaves, tree_structure
@@ -204,31 +204,41 @@ def _text(x: Any) -> str:
 
 
 def _first_difference(specs: SpecTree, tree: PyTree, path: str, name: str) -> str | None:
-    """Describes the first node at which `specs` is not a prefix of `tree`; else `None`."""
-    if is_spec_entry(specs):
+    """Describes the first node at which `specs` is not a prefix of `tree`; else `None`.
+
+    1. A spec serves any subtree.
+    2. One side has a leaf, or the two have containers of different types.
+    3. The containers have different keys.
+    4. Their children differ.
+    5. Only the static fields differ, which are neither keys nor children.
+    """
+    if is_spec_entry(specs):  # 1
         return None
     spec_children, tree_children = _one_level(specs), _one_level(tree)
     here = path or "the root"
+    # 2
     if spec_children is None or tree_children is None or type(specs) is not type(tree):
         return f"at {here}: the {name} have {_describe(specs)}, the tree has {_describe(tree)}."
+    # 3
     if list(spec_children) != list(tree_children):
         missing = [key for key in tree_children if key not in spec_children]
         extra = [key for key in spec_children if key not in tree_children]
         parts = []
         if missing:
-            parts.append(f"the {name} lack {_quoted(missing)}")
+            parts.append(f"the {name} lack {_quote_keys(missing)}")
         if extra:
-            parts.append(f"the tree has no {_quoted(extra)}")
+            parts.append(f"the tree has no {_quote_keys(extra)}")
         return (
             f"at {here}: {' and '.join(parts)}. The {name} must have the tree's structure, or be"
             " a prefix of it, where one spec serves a whole subtree."
         )
+    # 4
     for key in spec_children:
         child_path = f"{path}/{key}".lstrip("/")
         deeper = _first_difference(spec_children[key], tree_children[key], child_path, name)
         if deeper is not None:
             return deeper
-    # The same type and keys, and still other structures: a module's static fields.
+    # 5
     if tree_structure(specs, is_leaf=is_spec_entry) != tree_structure(tree):
         return (
             f"at {here}: both are {type(tree).__name__}, but their static fields differ. Make"
@@ -246,7 +256,7 @@ def _one_level(x: Any) -> dict[str, Any] | None:
     return dict(children_with_keys(x))
 
 
-def _quoted(keys: Sequence[str]) -> str:
+def _quote_keys(keys: Sequence[str]) -> str:
     shown = ", ".join(repr(key) for key in keys[:5])
     return shown + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
 
@@ -260,21 +270,10 @@ def _describe(x: Any) -> str:
     kind = type(x).__name__
     if children is None:
         return f"a leaf ({kind})"
-    return f"a {kind} of {_quoted(list(children))}" if children else f"an empty {kind}"
+    return f"a {kind} of {_quote_keys(list(children))}" if children else f"an empty {kind}"
 
 
 # ------------------------------------------------------------------ specs on a mesh
-
-
-class Misfit(NamedTuple):
-    """Why a leaf cannot be placed as requested, or not at all."""
-
-    # The error to raise if no other leaf has a more specific one.
-    error: type[TreeShardError]
-    # The reason, and what to do.
-    why: str
-    # The spec and its mesh, as messages show them, if these are the reason.
-    requested: str = ""
 
 
 @dataclass(frozen=True)
@@ -305,8 +304,10 @@ class ResolvedSpec:
         """`spec` on `mesh`, which must not be `None`."""
         return NamedSharding(cast(AnyMesh, self.mesh), self.spec, memory_kind=self.memory_kind)
 
-    def misfit(self, kinds: Container[str] = MISFITS) -> Misfit | None:
+    def misfit(self, kinds: Container[str] = MISFITS) -> SpecError | None:
         """Returns why the leaf cannot have what was requested; `None` if it can.
+
+        The arguments of the error are the spec on its mesh, and the reasons: see `raise_misfits`.
 
         These kinds of adjustments count; `"unconstrained"` is a dim that is `UNCONSTRAINED`.
         """
@@ -322,7 +323,7 @@ class ResolvedSpec:
         if not reasons:
             return None
         error = misfit_error({note.kind for note in notes}, SpecError)
-        return Misfit(error, " ".join(reasons), self.requested_text())
+        return error(self.requested_text(), " ".join(reasons))
 
     def requested_text(self) -> str:
         """`P('fsdp',) on the mesh (fsdp=8)`, as messages show it."""
@@ -339,6 +340,7 @@ def resolve_specs(
     manual: frozenset[str] = frozenset(),
     name: str = "specs",
     resolve: Callable[[Any], Any] | None = None,
+    keep_uneven: bool = False,
     typed: bool = False,
 ) -> list[ResolvedSpec | None]:
     """Lays specs beside a tree: each leaf's spec, projected on its mesh and shape.
@@ -356,6 +358,7 @@ def resolve_specs(
         manual: As in `project`.
         name: See `specs`.
         resolve: See `specs`.
+        keep_uneven: As in `project`.
         typed: As in `project`.
     """
     if mesh is None and isinstance(specs, SpecCarrier):
@@ -381,7 +384,9 @@ def resolve_specs(
         # one object, which JAX compares by identity first.
         key = (spec, own_mesh, memory_kind, shape)
         if key not in cache:
-            given, adjustments = project(spec, own_mesh, shape, manual=manual, typed=typed)
+            given, adjustments = project(
+                spec, own_mesh, shape, manual=manual, keep_uneven=keep_uneven, typed=typed
+            )
             cache[key] = ResolvedSpec(spec, given, own_mesh, memory_kind, adjustments)
         laid.append(cache[key])
     return laid
@@ -389,27 +394,36 @@ def resolve_specs(
 
 def raise_misfits(
     tree: PyTree,
-    misfits: Mapping[int, Misfit],
+    misfits: Mapping[int, TreeShardError | None],
     where: str,
     what: str = "leaves do not fit their specs:",
     *,
     prefix: str = "",
     advice: str = "",
 ) -> None:
-    """Raises one error that names every misfit, by leaf index, with its leaf; or does nothing.
+    """Raises one error for all leaves that do not fit, each with its path; or does nothing.
 
-    The headline has `where` and `what`; `advice` is a last line. The tree is at the path `prefix`.
+    Args:
+        tree: The tree of the leaves.
+        misfits: What is wrong with a leaf, by its index; `None` if nothing is. The last argument of
+            such an error is the reason; one before it is the spec that was requested.
+        where: The function, for the message.
+        what: Goes on with the headline after a count.
+        prefix: The path of the tree in a larger one.
+        advice: A last line.
     """
-    if not misfits:
+    found = {i: misfit for i, misfit in misfits.items() if misfit is not None}
+    if not found:
         return
     paths, leaves = leaf_paths(tree), tree_leaves(tree)
-    facts = []
-    for i, (_, why, requested) in misfits.items():
+    facts: list[str] = []
+    for i, misfit in found.items():
+        *requested, why = misfit.args
         path = path_under(prefix, paths[i]) or "the array"
-        facts.append(f"{path}: {array_text(leaves[i])}{requested and f' as {requested}'}: {why}")
-    errors = [misfit.error for misfit in misfits.values()]
+        facts.append(f"{path}: {' as '.join([array_text(leaves[i]), *requested])}: {why}")
+    kinds = [*map(type, found.values())]
     # One class has to stand for all: callers most likely catch an unknown axis.
-    error = next((kind for kind in errors if issubclass(kind, UnknownAxisError)), errors[0])
+    error = next((kind for kind in kinds if issubclass(kind, UnknownAxisError)), kinds[0])
     headline = f"{where}: {len(facts)} {what}"
     message = listed(headline, facts) if len(facts) > 1 else f"{where}: {facts[0]}"
     raise error(f"{message}\n{advice}" if advice else message)

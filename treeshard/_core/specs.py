@@ -34,7 +34,8 @@ class Adjustment(NamedTuple):
     Attributes:
         kind: `"axis-not-in-mesh"`, `"axis-already-used"`, `"axis-is-manual"`,
             `"already-sharded"`, `"indivisible"`, `"rank"`, `"reduced-type"`, `"too-small"`,
-            `"explicit-spec-too-small"`, `"no-dim"`, `"no-logical-rule"` or `"unmatched"`.
+            `"explicit-spec-too-small"`, `"no-dim"`, `"no-logical-rule"`,
+            `"logical-axis-not-in-mesh"` or `"unmatched"`.
         why: The reason in words, and the fix.
         axes: The mesh axes that were dropped, if any.
         dim: The dim from which they were dropped, if it is one dim.
@@ -178,7 +179,7 @@ def project(
     shape: tuple[int, ...] | None,
     *,
     manual: frozenset[str] = frozenset(),
-    divisible: bool = True,
+    keep_uneven: bool = False,
     typed: bool = False,
 ) -> tuple[PartitionSpec, tuple[Adjustment, ...]]:
     """Projects a spec on a mesh and a shape: returns the part that is possible there, and what is
@@ -198,13 +199,14 @@ def project(
         shape: The shape of the array; without one, neither the rank nor divisibility is checked.
         manual: Axes along which the code already runs once per device, so that specs must not
             name them.
-        divisible: Whether axes must divide their dim. If not, the spec may be uneven.
+        keep_uneven: Whether Auto axes need not divide their dim: the partitioner pads it.
         typed: Whether the spec is of a value that is traced, which may be `unreduced` or `reduced`
             over Explicit axes. Arrays are placed by specs that name no such axes.
     """
     requested = entries(spec)
     rank = len(requested) if shape is None else len(shape)
     sizes = None if mesh is None else axis_sizes(mesh)
+    padded = {*axes_of_type(as_mesh(mesh), AxisType.Auto)} if mesh and keep_uneven else set[str]()
     given: list[Entry] = []
     adjustments: list[Adjustment] = []
     used: set[str] = set()
@@ -217,11 +219,11 @@ def project(
         free, notes = _free_axes(spec, dim, axes, sizes, manual, used)
         adjustments += notes
         used.update(free)
-        kept = free
-        if divisible and shape is not None:
-            kept = _dividing_axes(free, sizes, shape[dim])
-            if kept != free:
-                adjustments.append(_indivisible(spec, dim, shape, free, kept, sizes))
+        kept = free if shape is None else _dividing_axes(free, sizes, shape[dim])
+        if padded.issuperset(free[len(kept) :]):
+            kept = free
+        elif shape is not None:
+            adjustments.append(_indivisible(spec, dim, shape, free, kept, sizes))
         given.append(entry if len(kept) == len(axes) else entry_of(kept))
     if (beyond := _beyond_rank(spec, shape)) is not None:
         adjustments.append(beyond)

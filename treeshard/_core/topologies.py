@@ -3,7 +3,6 @@
 import math
 import os
 import re
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -159,21 +158,13 @@ def _no_such_slice(text: str, chip: Chip, chips: int) -> MeshError:
     # Of as many chips, the slice nearest to a cube, which comes last.
     longest_first = sorted(_shapes(chip), key=sum, reverse=True)
     by_chips = {math.prod(shape): shape for shape in longest_first}
-    counts = sorted(by_chips)
-    above = bisect_left(counts, chips)
-    nearest = [chips] if chips in by_chips else counts[max(0, above - 1) : above + 1]
-    names = " and ".join(str(Topology(chip, by_chips[count])) for count in nearest)
-    verb = "is" if len(nearest) == 1 else "are"
-    message = (
-        f"topology {text!r}: no slice of {chip.name} has this shape. The nearest {verb} {names}."
+    nearest = sorted(by_chips, key=lambda count: abs(count - chips))[:2]
+    first, second = (by_chips[count] for count in sorted(nearest))
+    return MeshError(
+        f"topology {text!r}: no slice of {chip.name} has this shape. The nearest are"
+        f" {Topology(chip, first)} and {Topology(chip, second)}; several slices are written as"
+        f' "{Topology(chip, second, 2)}".'
     )
-    largest = counts[-1]
-    if chips > largest:
-        message += (
-            f" The largest slice has {largest:,} chips: for more, take several slices, as in"
-            f' "{Topology(chip, by_chips[largest], 2)}".'
-        )
-    return MeshError(message)
 
 
 # ------------------------------------------------------------------ devices

@@ -300,7 +300,7 @@ def _check_placements(tree: PyTree, where: str) -> None:
     """Raises `SpecError` for arrays that request a type which only traced values have."""
     typed = tree_map(_typed_sharding, tree)
     laid = resolve_specs(tree, typed)
-    misfits = {i: x for i, spec in enumerate(laid) if spec and (x := spec.misfit({"reduced-type"}))}
+    misfits = {i: spec and spec.misfit({"reduced-type"}) for i, spec in enumerate(laid)}
     raise_misfits(tree, misfits, where)
 
 

@@ -36,7 +36,6 @@ from treeshard._core.mesh import (
 )
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.spec_trees import (
-    Misfit,
     ResolvedSpec,
     SpecCarrier,
     SpecTree,
@@ -206,9 +205,10 @@ def unshard(
         mesh = specs.mesh if mesh is None else mesh
     step = current_plan()
     # 1. How the tree is sharded now, and the axes to gather over.
-    specs, axes = _specs_and_axes(tree, specs, axis, step)
-    if specs is None:
+    found = _find_specs(tree, specs, axis, step)
+    if found is None:
         return tree
+    specs, axes = found
     leaf_specs = specs_of_leaves(specs, tree, resolve=resolve_names)
     if axis is not None:
         _warn_of_misspelled(axes, leaf_specs)
@@ -238,41 +238,41 @@ _NO_PLAN = (
 )
 
 
-def _specs_and_axes(
+def _find_specs(
     tree: PyTree, specs: SpecTree, axis: str | Sequence[str] | None, step: PlanInForce | None
-) -> tuple[SpecTree, tuple[str, ...]]:
-    """The specs of a tree, and the axes to gather over; `None` and none if nothing is gathered."""
+) -> tuple[SpecTree, tuple[str, ...]] | None:
+    """The specs of a tree, and the axes to gather over; `None` if nothing is gathered.
+
+    1. The specs that are passed; of a plan, those of its subtree that has the form of the tree.
+    2. The types of its arrays. They name Explicit axes only, a plan names Auto axes too.
+    3. The plan in force.
+    """
+    over = None if axis is None else axis_tuple(axis, "unshard")
     source = step
-    if isinstance(specs, Plan):
+    if isinstance(specs, Plan):  # 1
         source = PlanInForce(specs, row_axes(default_batch(specs)))
         specs = source.specs_of(tree, *_CALL)
     elif specs is None:
-        specs = _specs_here(tree, step, axis)
-        if specs is None:
-            return None, ()
-    if axis is not None:
-        return specs, axis_tuple(axis, "unshard")
+        if plan_in_force.value is INITIALISING:
+            return None
+        mesh = context_mesh()
+        explicit = () if mesh is None else axes_of_type(mesh, AxisType.Explicit)
+        if is_all_explicit(mesh) or (step is None and over and {*over} <= {*explicit}):  # 2
+            specs = tree_map(_spec_of_type, tree)
+        elif step is not None:  # 3
+            specs = step.specs_of(tree, *_CALL)
+        else:
+            is_missing = _misses_a_mesh(tree) if mesh is None else mesh.size > 1
+            if is_missing:
+                warn(
+                    f"unshard: nothing is gathered: no plan is in force here. Pass it, {_NO_PLAN}."
+                )
+            return None
+    if over is not None:
+        return specs, over
     if source is None:
         raise SpecError(f"unshard: pass the axis to gather over, {_NO_PLAN}.")
     return specs, tuple(source.gathered_axes)
-
-
-def _specs_here(tree: PyTree, step: PlanInForce | None, axis: Any) -> SpecTree | None:
-    """The specs of a tree by its types or by the plan in force; `None` if nothing has them."""
-    if plan_in_force.value is INITIALISING:
-        return None
-    mesh = context_mesh()
-    asked = () if axis is None else axis_tuple(axis, "unshard")
-    explicit = () if mesh is None else axes_of_type(mesh, AxisType.Explicit)
-    # Types name Explicit axes only. A plan names Auto axes too.
-    if is_all_explicit(mesh) or (step is None and asked and {*asked} <= {*explicit}):
-        return tree_map(_spec_of_type, tree)
-    if step is not None:
-        return step.specs_of(tree, *_CALL)
-    is_missing = _misses_a_mesh(tree) if mesh is None else mesh.size > 1
-    if is_missing:
-        warn(f"unshard: nothing is gathered: no plan is in force here. Pass it, {_NO_PLAN}.")
-    return None
 
 
 def _warn_of_misspelled(axes: Sequence[str], specs: Sequence[Any]) -> None:
@@ -301,20 +301,17 @@ def _gather_manual_axes(
         for i, (x, spec) in enumerate(zip(leaves, specs, strict=True))
         if spec is not None and is_array(x)
     }
-    misfits = {
-        i: Misfit(SpecError, why)
-        for i, spec in shards.items()
-        if (why := _explain_not_gathered(leaves[i], spec, by_hand))
-    }
+    misfits = {i: _why_not_gathered(leaves[i], spec, by_hand) for i, spec in shards.items()}
     raise_misfits(tree, misfits, "unshard", "leaves cannot be gathered:")
     for i, spec in shards.items():
         leaves[i] = gather_shard(leaves[i], spec, by_hand, mesh_in_force())
     return treedef.unflatten(leaves)
 
 
-def _explain_not_gathered(x: Any, spec: PartitionSpec, axes: Sequence[str]) -> str:
+def _why_not_gathered(x: Any, spec: PartitionSpec, axes: Sequence[str]) -> SpecError | None:
     _, notes = project(spec, None, x.shape)
-    return " ".join(note.why for note in notes) or why_not_innermost(spec, axes)
+    why = " ".join(note.why for note in notes) or why_not_innermost(spec, axes)
+    return SpecError(why) if why else None
 
 
 def _spec_of_type(x: Any) -> PartitionSpec | None:
@@ -376,7 +373,7 @@ def _targets(
     tree: PyTree, shardings: SpecTree, mesh: AnyMesh | None, keep_uneven: bool
 ) -> list[ResolvedSpec | None]:
     """Returns the spec that each leaf gets; `None` for leaves that are returned unchanged."""
-    tracing, manual = is_tracing(), manual_axes() | vmapped_axes()
+    tracing = is_tracing()
 
     def choose_mesh(mesh: AnyMesh | None, leaf: Any) -> AnyMesh | None:
         is_struct = isinstance(leaf, jax.ShapeDtypeStruct)
@@ -389,9 +386,10 @@ def _targets(
         shardings,
         mesh,
         choose_mesh=choose_mesh,
-        manual=manual,
+        manual=manual_axes() | vmapped_axes(),
         name="shardings",
         resolve=resolve_names,
+        keep_uneven=keep_uneven and tracing,
         typed=tracing,
     )
     leaves = tree_leaves(tree)
@@ -402,22 +400,7 @@ def _targets(
         elif not tracing or isinstance(leaves[i], jax.ShapeDtypeStruct):
             spec = fill_unconstrained(target.spec, _current_spec(target.mesh, leaves[i]))
             targets[i] = replace(target, spec=spec)
-        elif keep_uneven:
-            targets[i] = _with_uneven_dims(target, leaves[i].shape, manual)
     return targets
-
-
-def _with_uneven_dims(
-    target: ResolvedSpec, shape: tuple[int, ...], manual: frozenset[str]
-) -> ResolvedSpec:
-    """A target with the axes that do not divide a dim, if all of these are Auto: XLA pads there."""
-    mesh = cast(AnyMesh, target.mesh)
-    notes = [note for note in target.adjustments if note.kind == "indivisible"]
-    uneven = {axis for note in notes for axis in note.axes}
-    if not uneven or not uneven <= {*axes_of_type(mesh, AxisType.Auto)}:
-        return target
-    spec, others = project(target.requested, mesh, shape, manual=manual, divisible=False)
-    return replace(target, spec=spec, adjustments=others)
 
 
 def _mesh_for(requested: AnyMesh | None, value: Any) -> AnyMesh | None:
@@ -482,9 +465,8 @@ def _report(
     kinds = {"rank", "reduced-type"}  # which no other spec stands in for
     if uneven in ("error", "keep"):
         kinds.add("indivisible")
-    misfits = {i: misfit for i, target in adjusted.items() if (misfit := target.misfit(kinds))}
-    notes = [note for target in adjusted.values() for note in target.adjustments]
-    is_uneven = any(note.kind == "indivisible" for note in notes)
+    misfits = {i: target.misfit(kinds) for i, target in adjusted.items()}
+    is_uneven = any(target.misfit({"indivisible"}) for target in adjusted.values())
     advice = _KEEP if uneven == "keep" and is_uneven else ""
     raise_misfits(tree, misfits, where, "constraints do not fit:", advice=advice)
     paths = leaf_paths(tree)

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.tree_util import tree_flatten
 
 from treeshard._core.arguments import check_no_refs
@@ -336,10 +336,7 @@ def make_shard_and_gather_fns(
         else:
             own = spec.mesh if isinstance(spec, NamedSharding) else None
             spec_mesh = with_devices(own if mesh is None else mesh, "make_shard_and_gather_fns")
-            shard_fns.append(partial(_shard_at, path, spec, spec_mesh))
+            call = Call("shard", through_host, prefix=path)
+            shard_fns.append(partial(place, specs=spec, mesh=spec_mesh, call=call))
             gather_fns.append(partial(gather_at, path))
     return treedef.unflatten(shard_fns), treedef.unflatten(gather_fns)
-
-
-def _shard_at(path: str, spec: Any, mesh: Mesh, x: Any) -> Any:
-    return place(x, spec, mesh, Call("shard", through_host, prefix=path))

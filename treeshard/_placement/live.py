@@ -53,7 +53,7 @@ def extract_shardings(tree: PyTree, mesh: MeshLike | None = None) -> SpecTree:
     if mesh is None:
         return shardings
     resolved = resolve_specs(tree, shardings, as_mesh(mesh, make_mesh))
-    misfits = {i: misfit for i, spec in enumerate(resolved) if spec and (misfit := spec.misfit())}
+    misfits = {i: spec and spec.misfit() for i, spec in enumerate(resolved)}
     raise_misfits(tree, misfits, "extract_shardings")
     return treedef.unflatten([spec and spec.sharding for spec in resolved])
 

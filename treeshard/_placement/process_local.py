@@ -33,7 +33,7 @@ from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.processes import TIMEOUT, participating_processes, require_agreement
 from treeshard._core.replicas import checksum_text, shared_parts
-from treeshard._core.spec_trees import Misfit, ResolvedSpec, SpecTree
+from treeshard._core.spec_trees import ResolvedSpec, SpecTree
 from treeshard._core.specs import project
 from treeshard._placement.moves import as_keys, host_copy, through_host
 from treeshard._placement.shard import Call, place
@@ -44,7 +44,7 @@ from treeshard._placement.targets import (
     resolve_on_devices,
     unmovable,
 )
-from treeshard.errors import LeafError, SpecError
+from treeshard.errors import LeafError, SpecError, TreeShardError
 
 WHERE = "from_process_local"
 
@@ -210,11 +210,11 @@ def _joint_structs(
     """The structs of the joint arrays; raises one error for all leaves that cannot be joined."""
     check_no_refs(tree, WHERE)
     joints: dict[int, jax.ShapeDtypeStruct] = {}
-    misfits: dict[int, Misfit | None] = {}
+    misfits: dict[int, TreeShardError] = {}
     for i, resolved in resolve_on_devices(tree, specs, mesh, WHERE).items():
         lacking = None if may_lack_values else unmovable(leaves[i])
         joint = lacking or _joint_struct(leaves[i], resolved)
-        if isinstance(joint, Misfit):
+        if isinstance(joint, TreeShardError):
             misfits[i] = joint
         else:
             joints[i] = joint
@@ -222,12 +222,12 @@ def _joint_structs(
     return joints
 
 
-def _joint_struct(part: Any, resolved: ResolvedSpec) -> jax.ShapeDtypeStruct | Misfit:
+def _joint_struct(part: Any, resolved: ResolvedSpec) -> jax.ShapeDtypeStruct | TreeShardError:
     """The struct of the joint array of parts like this one, or why there cannot be one."""
     # The others would pass shards of the same array, and not parts of a larger one.
     if is_spread(part):
         why = "it is already on devices of several processes. `reshard` moves it."
-        return Misfit(LeafError, why)
+        return LeafError(why)
     # Whether axes divide a dim, the length of the joint array decides.
     if misfit := resolved.misfit(UNPLACEABLE - {"indivisible"}):
         return misfit
@@ -238,15 +238,16 @@ def _joint_struct(part: Any, resolved: ResolvedSpec) -> jax.ShapeDtypeStruct | M
             " which part each of them passes. Order the devices of the mesh so that each process"
             " has parts of its own, or pass the full array on each, to `shard`."
         )
-        return Misfit(SpecError, why, resolved.requested_text())
+        return SpecError(resolved.requested_text(), why)
     spec, adjustments = project(resolved.requested, resolved.mesh, shape)
     joint = replace(resolved, spec=spec, adjustments=adjustments)
     misfit = joint.misfit()
     if misfit is None:
         return jax.ShapeDtypeStruct(shape, device_dtype(part.dtype), sharding=joint.sharding)
-    if shape != tuple(part.shape):
-        misfit = misfit._replace(why=f"joined, the parts have shape {shape}. {misfit.why}")
-    return misfit
+    if shape == tuple(part.shape):
+        return misfit
+    requested, why = misfit.args
+    return type(misfit)(requested, f"joined, the parts have shape {shape}. {why}")
 
 
 @lru_cache(maxsize=1024)

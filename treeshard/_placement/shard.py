@@ -13,6 +13,7 @@ and cannot tell that processes differ before it hangs. `place` does it in stages
 import math
 import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -28,7 +29,7 @@ from treeshard._core.arrays import (
     region_shape,
     regions_here,
 )
-from treeshard._core.facts import SMALL_BYTES
+from treeshard._core.facts import SMALL_BYTES, Facts
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.meetings import breaking_if_left, exclusive, last_meeting, set_origin
 from treeshard._core.memory import Meter, lacking_memory
@@ -215,46 +216,39 @@ def place(tree: PyTree, specs: SpecTree, mesh: MeshLike | None, call: Call) -> P
     """Checks every leaf, on all processes, and only then moves the first."""
     mesh = as_mesh(mesh, make_mesh)
     leaves, treedef = tree_flatten(tree)
-    if jax.process_count() == 1:
-        shardings = _resolve(tree, leaves, specs, mesh, call)
-        if call.read is not None:
-            _fill_structs(leaves, leaf_paths(tree), shardings, _ALONE, call, call.read)
-        move_leaves(leaves, shardings, call.name, call.from_single_device, progress=call.progress)
-        return treedef.unflatten(leaves)
-    group = _group_of(leaves, meshes_of(specs, mesh), call)
-    paths = leaf_paths(tree)
+    group = _ALONE
+    if jax.process_count() > 1:
+        group = _group_of(leaves, meshes_of(specs, mesh), call)
+    # Only messages between processes and `read` need them, and they take longer than small moves.
+    paths = leaf_paths(tree) if group.processes or call.read else []
     # From the first meeting to the last byte: what leaves it in the middle leaves others waiting.
     with breaking_if_left(), exclusive(group.processes if group.moves else ()):
-        sent = _sent_by_one(leaves, group, call)
-        with require_agreement(
+        sent = _sent_by_one(leaves, group, call) if group.has_local else set[int]()
+        agreement = require_agreement(
             call.name, among=group.processes, timeout=call.timeout, moves=group.moves
-        ) as facts:
-            shardings = _resolve(tree, leaves, specs, mesh, call)
+        )
+        # Alone there is nobody to agree with, and to say so takes as long as the rest of the call.
+        with agreement if group.processes else nullcontext(Facts()) as facts:
+            # 1 and 2. An error of one process is an error on all.
+            if call.check not in _COMPARED_BYTES:
+                words = ", ".join(map(repr, _COMPARED_BYTES))
+                raise ValueError(f"{call.name}(check={call.check!r}): one of {words}.")
+            reads = call.read is not None
+            shardings = targets(tree, specs, mesh, call.name, call.prefix, accept_structs=reads)
+            if reads:
+                _check_memory(call.name, leaves, shardings)
             if group.processes:
                 rows = _rows(leaves, paths, shardings, sent, call.prefix)
                 facts.describe(rows, group.processes, _COMPARED_BYTES[call.check])
-        if call.read is not None:
+        if call.read is not None:  # 3
             _fill_structs(leaves, paths, shardings, group, call, call.read)
-        move_leaves(
+        move_leaves(  # 4
             leaves, shardings, call.name, call.from_single_device, sent, progress=call.progress
         )
         if group.processes:
             made, names = [leaves[i] for i in shardings], [paths[i] for i in shardings]
             set_origin(made, group.processes, last_meeting(), names)
     return treedef.unflatten(leaves)
-
-
-def _resolve(
-    tree: PyTree, leaves: Sequence[Any], specs: SpecTree, mesh: AnyMesh | None, call: Call
-) -> dict[int, NamedSharding]:
-    """The target of each leaf that is to be placed, by index. Raises if the call cannot be made."""
-    if call.check not in _COMPARED_BYTES:
-        raise ValueError(f"{call.name}(check={call.check!r}): one of 'form', 'small', 'values'.")
-    reads = call.read is not None
-    shardings = targets(tree, specs, mesh, call.name, call.prefix, accept_structs=reads)
-    if reads:
-        _check_memory(call.name, leaves, shardings)
-    return shardings
 
 
 _ALONE = _Group([], has_local=False, moves=False)
@@ -266,6 +260,8 @@ def _group_of(leaves: Sequence[Any], meshes: Sequence[AnyMesh], call: Call) -> _
     has_part = any(isinstance(x.sharding, NamedSharding) and not is_spread(x) for x in local)
     senders = [jax.process_index()] if has_part else []
     processes = participating_processes(leaves, meshes, senders)
+    if not processes:
+        return _ALONE
     moves = bool(local) or any(map(is_spread, leaves))
     return _Group(processes, has_local=bool(local), moves=moves)
 
@@ -383,8 +379,6 @@ def _sent_by_one(leaves: Sequence[Any], group: _Group, call: Call) -> set[int]:
 
     A leaf that is local to every process belongs to each, and is not sent.
     """
-    if not (group.processes and group.has_local):
-        return set()
     with all_or_none(
         call.name, phase="local leaves", among=group.processes, timeout=call.timeout
     ) as messages:

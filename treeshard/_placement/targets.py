@@ -1,6 +1,9 @@
 """Resolves the target sharding of each leaf, and checks that every leaf can be placed there.
 
 JAX finds out leaf by leaf, as it places them, and its errors name neither the leaf nor a way out.
+
+Specs come from four places: a plan; shardings with a mesh of their own; plain specs, for the mesh
+of the call or the one in force; and logical names, for which the rules in force have specs.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +21,6 @@ from treeshard._core.make_mesh import with_devices
 from treeshard._core.mesh import AnyMesh, get_incontext_mesh
 from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import (
-    Misfit,
     ResolvedSpec,
     SpecCarrier,
     SpecTree,
@@ -28,7 +30,7 @@ from treeshard._core.spec_trees import (
 )
 from treeshard._core.specs import MISFITS, is_logical, with_types
 from treeshard._planning.logical import resolve_names
-from treeshard.errors import DeletedLeafError, LeafError, SpecError
+from treeshard.errors import DeletedLeafError, LeafError, SpecError, TreeShardError
 
 # Kinds of adjustments because of which arrays cannot be placed.
 UNPLACEABLE = MISFITS | {"unconstrained"}
@@ -51,7 +53,7 @@ def targets(
     check_no_refs(tree, where, prefix)
     leaves = tree_leaves(tree)
     resolved = resolve_on_devices(tree, specs, mesh, where, compile_only=accept_structs)
-    misfits: dict[int, Misfit | None] = {}
+    misfits: dict[int, TreeShardError | None] = {}
     for i, spec in resolved.items():
         is_read_later = accept_structs and isinstance(leaves[i], jax.ShapeDtypeStruct)
         # Why the values of a leaf cannot be had says more than why its spec does not fit.
@@ -77,6 +79,7 @@ def resolve_on_devices(
         specs.check_before_use()
         specs, mesh = specs.placements, mesh or specs.mesh  # the placements name memories, too
     else:
+        # Such a sharding has no spec and no mesh, which all that follows works with.
         specs = _name_single_devices(specs, mesh, where)
 
     def choose_mesh(mesh: AnyMesh | None, leaf: Any) -> Mesh:
@@ -115,7 +118,7 @@ def meshes_of(specs: SpecTree, mesh: AnyMesh | None) -> list[AnyMesh]:
         return [mesh]
     if isinstance(specs, SpecCarrier):
         return [specs.mesh]
-    meshes: dict[AnyMesh, None] = {}
+    meshes: dict[AnyMesh, None] = {}  # a set that keeps its order: it is the same on all processes
     current = get_incontext_mesh(raise_error=False)
     for spec in tree_leaves(specs, is_leaf=is_spec_entry):
         if isinstance(spec, NamedSharding):
@@ -128,15 +131,15 @@ def meshes_of(specs: SpecTree, mesh: AnyMesh | None) -> list[AnyMesh]:
 
 
 def raise_unmovable(
-    tree: PyTree, misfits: Mapping[int, Misfit | None], where: str, prefix: str = ""
+    tree: PyTree, misfits: Mapping[int, TreeShardError | None], where: str, prefix: str = ""
 ) -> None:
-    """Raises one error for all leaves that cannot be moved; `None` stands for one that can."""
-    unmoved = {i: misfit for i, misfit in misfits.items() if misfit is not None}
-    raise_misfits(tree, unmoved, where, "leaves cannot be moved, and none was:", prefix=prefix)
+    """Raises one error for all leaves that cannot be moved; see `raise_misfits`."""
+    raise_misfits(tree, misfits, where, "leaves cannot be moved, and none was:", prefix=prefix)
 
 
 def resolver(mesh: AnyMesh | None) -> Callable[[Any], PartitionSpec]:
     """Returns a function that resolves logical names to a spec on `mesh`, or the current mesh."""
+    # Looked up now: functions per leaf are called later, outside of the mesh.
     resolving_mesh = get_incontext_mesh(raise_error=False) if mesh is None else mesh
     return lambda names: resolve_names(names, resolving_mesh)
 
@@ -147,55 +150,51 @@ def without_names(specs: SpecTree, mesh: AnyMesh | None) -> Any:
     return tree_map(lambda x: resolve(x) if is_logical(x) else x, specs, is_leaf=is_logical)
 
 
-def unmovable(leaf: Any) -> Misfit | None:
-    """Returns a misfit if the values of a leaf cannot be read; else `None`."""
-    if isinstance(leaf, Tracer):
-        return Misfit(
-            LeafError,
+def unmovable(leaf: Any) -> TreeShardError | None:
+    """Returns why the values of a leaf cannot be moved at all; `None` if they can."""
+    if isinstance(leaf, Tracer):  # which is a `jax.Array` too
+        return LeafError(
             "it is being traced and has no values yet. Inside jit, use"
             " `treeshard.with_sharding_constraint`; or move the arguments and results of the"
-            " jitted function.",
+            " jitted function."
         )
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        return Misfit(
-            LeafError,
+        return LeafError(
             "it is a ShapeDtypeStruct, which describes an array but holds no values. Make the"
-            " array first. (`Plan.structs` describes how arrays would be sharded.)",
+            " array first. (`Plan.structs` describes how arrays would be sharded.)"
         )
     if isinstance(leaf, jax.Array):  # of any dtype
         if not leaf.is_deleted():
             return None
-        return Misfit(
-            DeletedLeafError,
+        return DeletedLeafError(
             "its memory is gone: it was deleted, or donated to a compiled function. A step that"
             " donates its state also deletes the arrays from which `shard` made it without a copy."
-            " Use the result of that function, or do not donate the array.",
+            " Use the result of that function, or do not donate the array."
         )
+    # `np.asarray`, which reads the sources of shards, drops the mask without a word.
     if np.ma.isMaskedArray(leaf):
-        return Misfit(
-            LeafError, "it is a masked array, which JAX does not support. Call `.filled()` first."
+        return LeafError(
+            "it is a masked array, which JAX does not support. Call `.filled()` first."
         )
     if not _is_jax_dtype(leaf.dtype):
-        return Misfit(
-            LeafError, "JAX does not support this dtype. Convert it with `.astype` first."
-        )
+        return LeafError("JAX does not support this dtype. Convert it with `.astype` first.")
     return None
 
 
-def unreadable(leaf: Any) -> Misfit | None:
+def unreadable(leaf: Any) -> TreeShardError | None:
     """As `unmovable`, for what copies shards to the host: those of a waiting sum are no parts."""
     misfit = unmovable(leaf)
     if misfit is not None or not isinstance(leaf, jax.Array):
         return misfit
     sharding = leaf.sharding
+    # Its shards can be read one by one, and nothing about them says that they are summands.
     if not isinstance(sharding, NamedSharding) or not sharding.spec.unreduced:
         return None
     axes = ", ".join(map(repr, sorted(sharding.spec.unreduced)))
     plain = with_types(sharding.spec, (), ())
-    return Misfit(
-        LeafError,
+    return LeafError(
         f"it is unreduced along {axes}: each device holds a summand, not a shard. Return it from"
-        f" the jitted function as `jax.sharding.reshard(x, {plain})`.",
+        f" the jitted function as `jax.sharding.reshard(x, {plain})`."
     )
 
 

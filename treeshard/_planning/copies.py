@@ -8,49 +8,85 @@ Of a state that rules decide together with its parameters, this holds for one ki
 `histories`.
 """
 
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from jax.sharding import PartitionSpec
 from jax.tree_util import tree_flatten
 
 from treeshard._core.arrays import device_dtype, has_shape
-from treeshard._core.mesh import AnyMesh, axis_sizes, axis_tuple, check_axes
+from treeshard._core.mesh import axis_sizes, axis_tuple, check_axes
 from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import ResolvedSpec
 from treeshard._core.specs import all_axes, entries, with_entries
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.mirrors import Original, follow
-from treeshard._planning.tactics import fsdp
+from treeshard._planning.planned import PlannedTree
+from treeshard._planning.tactics import shard_largest
 from treeshard._planning.tree_walk import Shape, name_leaves
 from treeshard.errors import SpecError
 
 _ALONE = ResolvedSpec(PartitionSpec(), PartitionSpec())
 
 
-def copied_leaves(tree: PyTree, original: Original) -> list[PlannedLeaf]:
-    """The plan of every array of a tree that holds copies."""
+def plan_copies(
+    tree: PyTree, plan: PlannedTree, extra_axis: str | Sequence[str], memory: str | None
+) -> list[PlannedLeaf]:
+    """The plan of every array of a tree that holds copies of a planned one; see `Plan.follow`."""
+    axes = _read_axes(extra_axis, plan)
+    original = Original(plan._split.treedef, plan.leaf_at_each_index())
     leaves, treedef = tree_flatten(tree)
     rows = zip(name_leaves(tree, treedef), leaves, follow(tree, original), strict=True)
-    decisions: dict[ResolvedSpec, ResolvedSpec] = {}  # equal ones are one object, as in `plan`
+    known: dict[Any, ResolvedSpec] = {}  # equal decisions are one object, as in `plan`
     copies: list[PlannedLeaf] = []
     for path, leaf, followed in rows:
         if not has_shape(leaf):
             continue
         shape = tuple(leaf.shape)
-        counterpart = original.counterpart(followed)
-        if counterpart is None:
-            copies.append(PlannedLeaf(path, shape, device_dtype(leaf.dtype), _ALONE))
-            continue
-        decision = counterpart.decision
-        # A factored moment or a history has some of the dims, and notes about the parameter's dims
-        # would be wrong for it.
-        if shape != counterpart.shape:
-            of_dims = replace(decision, requested=followed.spec, spec=followed.spec, adjustments=())
-            decision = decisions.setdefault(of_dims, of_dims)
-        copies.append(PlannedLeaf(path, shape, device_dtype(leaf.dtype), decision))
+        decision, is_whole = _ALONE, True
+        if (counterpart := original.counterpart(followed)) is not None:
+            decision, is_whole = counterpart.decision, shape == counterpart.shape
+        key = id(decision), followed.spec, shape
+        if key not in known:
+            # A factored moment or a history has some of the dims, and notes about the parameter's
+            # dims would be wrong for it.
+            if not is_whole:
+                decision = _with_spec(replace(decision, adjustments=()), followed.spec)
+            decision = _with_spec(decision, _add_axes(decision.spec, shape, axes, plan))
+            if memory is not None and shape:  # scalars stay where they are, as with tactics
+                decision = replace(decision, memory_kind=memory)
+            known[key] = decision
+        copies.append(PlannedLeaf(path, shape, device_dtype(leaf.dtype), known[key]))
     return copies
+
+
+def _read_axes(extra_axis: str | Sequence[str], plan: PlannedTree) -> tuple[str, ...]:
+    where = "Plan.follow(extra_axis=...)"
+    axes = axis_tuple(extra_axis, where)
+    check_axes(axes, axis_sizes(plan.mesh), where)
+    if len(set(axes)) < len(axes):
+        raise SpecError(f"{where}: {extra_axis!r} has a name twice. An axis can split one dim.")
+    return axes
+
+
+def _add_axes(
+    spec: PartitionSpec, shape: Shape, axes: Sequence[str], plan: PlannedTree
+) -> PartitionSpec:
+    """The spec with axes added where the tactic `fsdp` would add them."""
+    # An axis that shards the parameter already is left out, and ZeRO-1 adds the others.
+    used = all_axes(entries(spec))
+    free = [axis for axis in axes if axis not in used]
+    if not free or math.prod(shape) < plan.min_size:
+        return spec
+    return shard_largest(spec, plan.mesh, shape, tuple(free))[0]
+
+
+def _with_spec(decision: ResolvedSpec, spec: PartitionSpec) -> ResolvedSpec:
+    is_same = spec is decision.spec
+    return decision if is_same else replace(decision, requested=spec, spec=spec)
 
 
 # ------------------------------------------------------------------ among the leaves of one tree
@@ -92,49 +128,3 @@ def _stacked(decision: ResolvedSpec) -> ResolvedSpec:
         for note in decision.adjustments
     )
     return replace(decision, requested=requested, spec=spec, adjustments=adjustments)
-
-
-# ------------------------------------------------------------------ further, and elsewhere
-
-
-def sharded_further(
-    leaves: Iterable[PlannedLeaf], extra_axis: str | Sequence[str], mesh: AnyMesh, min_size: int
-) -> list[PlannedLeaf]:
-    """The leaves with `extra_axis` added where the tactic `fsdp` would add it."""
-    where = "Plan.follow(extra_axis=...)"
-    axes = axis_tuple(extra_axis, where)
-    check_axes(axes, axis_sizes(mesh), where)
-    if len(set(axes)) < len(axes):
-        raise SpecError(f"{where}: {extra_axis!r} has a name twice. An axis can split one dim.")
-    refined: dict[tuple[ResolvedSpec, Shape], ResolvedSpec] = {}
-    further: list[PlannedLeaf] = []
-    for leaf in leaves:
-        key = leaf.decision, leaf.shape
-        if key not in refined:
-            refined[key] = _further(leaf, axes, mesh, min_size)
-        further.append(leaf._replace(decision=refined[key]))
-    return further
-
-
-def in_memory(leaves: Iterable[PlannedLeaf], memory: str) -> list[PlannedLeaf]:
-    """The leaves in a kind of memory; scalars stay where they are, as with tactics."""
-    decisions: dict[ResolvedSpec, ResolvedSpec] = {}
-    moved: list[PlannedLeaf] = []
-    for leaf in leaves:
-        decision = leaf.decision
-        if leaf.shape:
-            decision = decisions.setdefault(decision, replace(decision, memory_kind=memory))
-        moved.append(leaf._replace(decision=decision))
-    return moved
-
-
-def _further(
-    leaf: PlannedLeaf, axes: tuple[str, ...], mesh: AnyMesh, min_size: int
-) -> ResolvedSpec:
-    # An axis that shards the parameter already is left out, and ZeRO-1 adds the others.
-    used = all_axes(entries(leaf.given))
-    free = [axis for axis in axes if axis not in used]
-    if not free:
-        return leaf.decision
-    spec, _ = fsdp(free).refine(leaf.given, mesh, leaf.path, leaf, min_size)
-    return replace(leaf.decision, requested=spec, spec=spec)

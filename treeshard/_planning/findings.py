@@ -10,25 +10,27 @@ for two conventions: what a mesh axis is for (`axis_names`), and which leaves ar
                                  already-sharded, indivisible, reduced-type
     2. shared_paths              path-collision
     3. unused_rules              dead-rule, shadowed-rule
-    4. _unused_specs             explicit-spec-too-small
-    5. _only_small_leaves        all-too-small
-    6. _same_arrays              same-array
-    7. _narrowed_arrays          narrowed
-    8. _left_whole               left-whole
-    9. _state_unlike_weights     state-unlike-weight
+    4. _absent_logical_axes      logical-axis-not-in-mesh
+    5. _unused_specs             explicit-spec-too-small
+    6. _only_small_leaves        all-too-small
+    7. _same_arrays              same-array
+    8. _narrowed_arrays          narrowed
+    9. _left_whole               left-whole
+    10. _state_unlike_weights    state-unlike-weight
 
 Each is a function of the plan that yields findings, in this order.
 """
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from treeshard._core.mesh import axis_sizes
 from treeshard._core.paths import shared_names
 from treeshard._core.specs import (
     MISFITS,
+    Adjustment,
     all_axes,
     axes_of,
     dim_entries,
@@ -52,6 +54,8 @@ from treeshard.errors import counted, did_you_mean
 
 T = TypeVar("T")
 
+_ERRORS = MISFITS | {"unmatched", "path-collision"}
+
 
 class Finding(NamedTuple):
     """One error or warning about a plan.
@@ -59,9 +63,9 @@ class Finding(NamedTuple):
     Attributes:
         code: Errors: `"unmatched"`, `"rank"`, `"axis-not-in-mesh"`, `"axis-already-used"`,
             `"already-sharded"`, `"indivisible"`, `"reduced-type"`, `"path-collision"`. Warnings:
-            `"dead-rule"`, `"shadowed-rule"`, `"explicit-spec-too-small"`, `"all-too-small"`,
-            `"same-array"`, `"narrowed"`, `"left-whole"`, `"state-unlike-weight"`.
-        severity: `"error"` if `Plan.check` raises for it, else `"warning"`.
+            `"dead-rule"`, `"shadowed-rule"`, `"logical-axis-not-in-mesh"`,
+            `"explicit-spec-too-small"`, `"all-too-small"`, `"same-array"`, `"narrowed"`,
+            `"left-whole"`, `"state-unlike-weight"`.
         fact: What is wrong.
         fix: What to do about it.
         paths: The paths of the leaves concerned; empty for a rule that matches no leaf.
@@ -70,12 +74,16 @@ class Finding(NamedTuple):
     """
 
     code: str
-    severity: Literal["error", "warning"]
     fact: str
     fix: str
     paths: tuple[str, ...] = ()
     rule: int | None = None
     wasted: int = 0
+
+    @property
+    def severity(self) -> Literal["error", "warning"]:
+        """`"error"` if `Plan.check` raises for it, else `"warning"`."""
+        return "error" if self.code in _ERRORS else "warning"
 
     def __str__(self) -> str:
         """One line, the paths of repeated layers folded: `layers/{0..79}/attn/q`."""
@@ -87,23 +95,12 @@ class Finding(NamedTuple):
 
 
 def find(plan: PlannedTree) -> tuple[Finding, ...]:
-    """All findings of a plan: errors first; replicated leaves ordered by what they waste."""
+    """All findings of a plan: errors first; unsplit leaves ordered by what they waste."""
     # The leaves of a plan by `Plan.follow` were not decided by rules, so its rules are not checked.
-    of_rules = () if plan._follows else (unused_rules, _unused_specs, _only_small_leaves)
+    of_rules = (unused_rules, _absent_logical_axes, _unused_specs, _only_small_leaves)
     of_leaves = (_same_arrays, _narrowed_arrays, _left_whole, _state_unlike_weights)
-    checks = (_specs_that_do_not_fit, shared_paths, *of_rules, *of_leaves)
-    return tuple(found for check in checks for found in check(plan))
-
-
-_ERRORS = MISFITS | {"unmatched", "path-collision"}
-
-
-def _finding_about(
-    code: str, leaves: Sequence[PlannedLeaf], fact: str, fix: str, wasted: int = 0
-) -> Finding:
-    """A finding about leaves that one rule decided alike."""
-    severity = "error" if code in _ERRORS else "warning"
-    return Finding(code, severity, fact, fix, _paths(leaves), leaves[0].rule, wasted)
+    checks = (_specs_that_do_not_fit, shared_paths, *(() if plan._follows else of_rules))
+    return tuple(found for check in (*checks, *of_leaves) for found in check(plan))
 
 
 def _paths(leaves: Iterable[PlannedLeaf]) -> tuple[str, ...]:
@@ -119,6 +116,12 @@ def _decided_by(leaf: PlannedLeaf) -> str:
     return _rule_text(leaf.rule, leaf.pattern)
 
 
+def _with_sizes(axes: Sequence[str], plan: PlannedTree) -> str:
+    """`'fsdp' (4) and 'tensor' (8)`."""
+    sizes = axis_sizes(plan.mesh)
+    return " and ".join(f"{axis!r} ({sizes[axis]})" for axis in axes)
+
+
 def _group(items: Iterable[T], key: Callable[[T], Any]) -> list[list[T]]:
     """The items with equal keys together, in the order in which they appear."""
     groups: dict[Any, list[T]] = defaultdict(list)
@@ -127,34 +130,34 @@ def _group(items: Iterable[T], key: Callable[[T], Any]) -> list[list[T]]:
     return list(groups.values())
 
 
+def _group_by_note(
+    plan: PlannedTree, kinds: Container[str]
+) -> Iterator[tuple[Adjustment, list[PlannedLeaf]]]:
+    """Each adjustment of these kinds, with the leaves for which one rule made it."""
+    notes = [
+        (note, leaf) for leaf in plan.leaves for note in leaf.adjustments if note.kind in kinds
+    ]
+    # Leaves that no rule matches have no rule in common, and are grouped by shape.
+    for pairs in _group(notes, lambda x: (x[0], x[1].rule, x[1].rule is None and x[1].shape)):
+        yield pairs[0][0], [leaf for _, leaf in pairs]
+
+
 # ------------------------------------------------------------------ errors
 
 
 def _specs_that_do_not_fit(plan: PlannedTree) -> Iterator[Finding]:
     """What `match_partition_rules` raises for: one finding for each mistake of a rule."""
-    mistakes = [(error, leaf) for leaf in plan.leaves for error in leaf.decision.errors]
-    for pairs in _group(mistakes, lambda x: (x[0], x[1].rule, _group_by_shape(*x))):
-        error, leaf = pairs[0]
-        leaves = [leaf for _, leaf in pairs]
+    for error, leaves in _group_by_note(plan, _ERRORS):
+        leaf = leaves[0]
         if error.kind == "unmatched":
             key = re.escape(leaf.path.rpartition("/")[2])
             fact = f"shape {leaf.shape}, no rule matches."
             fix = f'Add a rule such as ("{key}", ...), or a last one (".*", None).'
-            yield _finding_about("unmatched", leaves, fact, fix)
         else:
-            yield _finding_about(error.kind, leaves, *_as_finding(error.why, leaf))
-
-
-def _group_by_shape(error: Any, leaf: PlannedLeaf) -> Any:
-    # Unmatched leaves have no rule in common, and are grouped by shape.
-    return leaf.shape if error.kind == "unmatched" else None
-
-
-def _as_finding(why: str, leaf: PlannedLeaf) -> tuple[str, str]:
-    """The fact and the fix of a finding: the text of an adjustment has one after the other."""
-    # "... is not divisible by 4. Pad it to 8, or use another dim."
-    fact, _, fix = why.partition(". ")
-    return f"{_decided_by(leaf)}: {fact.rstrip('.')}.", fix or "Change the rule."
+            # "... is not divisible by 4. Pad it to 8, or use another dim."
+            why, _, fix = error.why.partition(". ")
+            fact = f"{_decided_by(leaf)}: {why.rstrip('.')}."
+        yield Finding(error.kind, fact, fix or "Change the rule.", _paths(leaves), leaf.rule)
 
 
 def shared_paths(plan: PlannedTree) -> Iterator[Finding]:
@@ -163,7 +166,7 @@ def shared_paths(plan: PlannedTree) -> Iterator[Finding]:
     for path, key_paths in shared_names(paths, plan.specs).items():
         fact = f"{' and '.join(key_paths)} share this path."
         fix = "Rename a key: rules cannot distinguish these leaves, and files cannot hold both."
-        yield Finding("path-collision", "error", fact, fix, (path,))
+        yield Finding("path-collision", fact, fix, (path,))
 
 
 # ------------------------------------------------------------------ rules
@@ -185,35 +188,38 @@ def unused_rules(plan: PlannedTree) -> Iterator[Finding]:
         taken = [leaf for leaf in matched if leaf.shape]
         is_fallback = index == len(patterns) - 1 and len(matched) == len(plan.leaves)
         if not matched:
-            fact = f"{by} matches no leaf.{_meant(pattern.pattern, plan.leaves)}"
-            fix = "Correct the pattern, or remove the rule."
-            yield Finding("dead-rule", "warning", fact, fix, rule=index)
+            fact = f"{by} matches no leaf.{_similar_path(pattern.pattern, plan.leaves)}"
+            yield Finding("dead-rule", fact, "Correct the pattern, or remove the rule.", rule=index)
         elif not taken:
             fact = f"{by} matches only scalars, which need no rule."
-            yield Finding("dead-rule", "warning", fact, "Remove it.", _paths(matched), index)
+            yield Finding("dead-rule", fact, "Remove it.", _paths(matched), index)
         elif not is_fallback:
             takers = sorted({(leaf.rule or 0, leaf.pattern) for leaf in taken})
             by_takers = " and ".join(_rule_text(*taker) for taker in takers)
             leaves = counted(len(taken), "leaf")
             fact = f"{by} decides no leaf: it matches {leaves}, decided by {by_takers}."
             fix = f"Move it above rule {takers[0][0]}, or remove it."
-            yield Finding("shadowed-rule", "warning", fact, fix, _paths(taken), index)
+            yield Finding("shadowed-rule", fact, fix, _paths(taken), index)
 
 
-# The number of paths searched for one that a misspelt pattern may mean.
-MOST_NAMES = 1000
-
-
-def _meant(pattern: str, leaves: Iterable[PlannedLeaf]) -> str:
-    """A hint at the part of a path that a pattern may mean."""
+def _similar_path(pattern: str, leaves: Iterable[PlannedLeaf]) -> str:
+    """A hint at a part of a path that a misspelt pattern resembles."""
     word = pattern.strip("^$/")
     count = word.count("/") + 1
-    alike = {re.sub("[0-9]+", "0", leaf.path) for leaf in leaves}
-    known: set[str] = set()
-    for kind in sorted(alike)[:MOST_NAMES]:
-        keys = kind.split("/")
-        known.update("/".join(keys[i : i + count]) for i in range(len(keys) - count + 1))
-    return did_you_mean(word, known)
+    parts: dict[str, None] = {}
+    # Layers differ in numbers alone.
+    for path in {re.sub("[0-9]+", "0", leaf.path): None for leaf in leaves}:
+        keys = path.split("/")
+        for start in range(len(keys) - count + 1):
+            parts["/".join(keys[start : start + count])] = None
+    return did_you_mean(word, parts)
+
+
+def _absent_logical_axes(plan: PlannedTree) -> Iterator[Finding]:
+    """Logical rules that name an axis that the mesh lacks: misspelt, or meant for another mesh."""
+    for note, leaves in _group_by_note(plan, {"logical-axis-not-in-mesh"}):
+        fix = "Correct the logical rule. If it is for meshes that have this axis, ignore this."
+        yield Finding(note.kind, note.why, fix, _paths(leaves), leaves[0].rule)
 
 
 # ------------------------------------------------------------------ small leaves
@@ -227,37 +233,31 @@ def _unused_specs(plan: PlannedTree) -> Iterator[Finding]:
             f"{_decided_by(leaves[0])}: {leaves[0].asked} is not used for leaves of fewer than"
             f" {plan.min_size} elements (`min_size`)."
         )
-        yield _finding_about("explicit-spec-too-small", leaves, fact, SMALL_FIX)
+        yield Finding("explicit-spec-too-small", fact, SMALL_FIX, _paths(leaves), leaves[0].rule)
 
 
 def _only_small_leaves(plan: PlannedTree) -> Iterator[Finding]:
     """One finding if `fsdp` splits nothing, as all leaves have fewer elements than `min_size`."""
-    leaves, sizes = plan.leaves, axis_sizes(plan.mesh)
+    leaves = plan.leaves
     if any(leaf.size >= plan.min_size for leaf in leaves):
         return
-    # Replicated for their size, and not for another reason.
-    small = [leaf for leaf in leaves if any(x.kind == "too-small" for x in leaf.adjustments)]
-    actions = [plan.rules[leaf.rule][1] for leaf in small if leaf.rule is not None]
-    by_fsdp = {a for action in actions if isinstance(action, Tactic) for a in action.fsdp_axes}
+    by_fsdp: set[str] = set()  # the axes over which fsdp would split a larger leaf
+    for _, small in _group_by_note(plan, {"too-small"}):
+        action = None if small[0].rule is None else plan.rules[small[0].rule][1]
+        by_fsdp |= action.fsdp_axes if isinstance(action, Tactic) else set()
     axes = [axis for axis in idle_axes(plan.mesh, ()) if axis in by_fsdp]
     split = {axis for leaf in leaves for axis in all_axes(entries(leaf.given))}
     if not axes or not split.isdisjoint(axes):
         return
     now = sum(leaf.bytes_per_device(plan.mesh) for leaf in leaves)
-    wasted = now - -(-now // part_count(axes, sizes))
+    wasted = now - -(-now // part_count(axes, axis_sizes(plan.mesh)))
     fact = (
         f"fsdp splits no leaf: all {counted(len(leaves), 'leaf')} have fewer than"
         f" {plan.min_size:,} elements (`min_size`). They take {human_bytes(now)} per device,"
         f" {human_bytes(wasted)} more than an even split over {_with_sizes(axes, plan)}."
     )
     fix = "To split them, pass a smaller `min_size`."
-    yield Finding("all-too-small", "warning", fact, fix, wasted=wasted)
-
-
-def _with_sizes(axes: Sequence[str], plan: PlannedTree) -> str:
-    """`'fsdp' (4) and 'tensor' (8)`."""
-    sizes = axis_sizes(plan.mesh)
-    return " and ".join(f"{axis!r} ({sizes[axis]})" for axis in axes)
+    yield Finding("all-too-small", fact, fix, wasted=wasted)
 
 
 # ------------------------------------------------------------------ single leaves
@@ -279,7 +279,7 @@ def _same_arrays(plan: PlannedTree) -> Iterator[Finding]:
             f" stepped: {cost} more on each device."
         )
         fix = "To keep one array, use `equinox.nn.Shared`."
-        yield _finding_about("same-array", leaves, fact, fix)
+        yield Finding("same-array", fact, fix, _paths(leaves), leaves[0].rule)
 
 
 def _differing_branches(path: str, other: str) -> tuple[str, str]:
@@ -302,24 +302,13 @@ def _narrowed_arrays(plan: PlannedTree) -> Iterator[Finding]:
             f"To keep {own}, call `jax.config.update('jax_enable_x64', True)` first; otherwise"
             " convert them with `.astype`."
         )
-        yield Finding("narrowed", "warning", fact, fix, _paths(leaves))
+        yield Finding("narrowed", fact, fix, _paths(leaves))
 
 
 # ------------------------------------------------------------------ what leaves take
 
 # Leaves are reported if they waste at least this part of a device's bytes.
 LARGE_PART = 0.01
-
-
-class _Unsplit(NamedTuple):
-    """How a large leaf misses axes. Leaves that miss them alike are one finding."""
-
-    # The axes that could split it and do not.
-    idle: tuple[str, ...]
-    # Whether other axes split it.
-    is_split: bool
-    # The rule, and why it does no more; of replicated leaves, the shape and the decision.
-    reason: Any
 
 
 def _left_whole(plan: PlannedTree) -> list[Finding]:
@@ -331,40 +320,44 @@ def _left_whole(plan: PlannedTree) -> list[Finding]:
     3. Leaves that miss the same axes for the same reason are one finding, if they waste at least
        `LARGE_PART` of what a device holds.
     """
-    groups: dict[_Unsplit, list[PlannedLeaf]] = defaultdict(list)
-    usually_idle = axes_idle_for_leaves(plan)
+    fitting = [leaf for leaf in plan.leaves if not leaf.decision.errors]
+    per_device = sum(leaf.bytes_per_device(plan.mesh) for leaf in fitting)
+    usually_idle = _axes_idle_for_leaves(plan)
+    # The axes, and the reason as words -> the leaves.
+    missed: dict[tuple[Any, ...], list[PlannedLeaf]] = defaultdict(list)
     # A model has few kinds of leaves, so this looks at each kind once.
-    for leaves in _group(plan.leaves, lambda x: (x.shape, x.dtype, id(x.decision))):
-        if (unsplit := _unsplit(leaves[0], usually_idle, plan)) is not None:
-            groups[unsplit] += leaves
-    per_device = sum(
-        leaf.bytes_per_device(plan.mesh) for leaf in plan.leaves if not leaf.decision.errors
-    )
+    for alike in _group(fitting, lambda x: (x.shape, x.dtype, id(x.decision))):
+        if axes := _missed_axes(alike[0], usually_idle, plan):
+            missed[axes, alike[0].rule, *_explain_unsplit(alike[0], axes, plan)] += alike
     findings: list[Finding] = []
-    for unsplit, leaves in groups.items():
-        parts = part_count(unsplit.idle, axis_sizes(plan.mesh))
+    for (axes, rule, why, fix), leaves in missed.items():
+        parts = part_count(axes, axis_sizes(plan.mesh))
         sizes = [leaf.bytes_per_device(plan.mesh) for leaf in leaves]
         wasted = sum(size - -(-size // parts) for size in sizes)
         if wasted and wasted >= LARGE_PART * per_device:
-            findings.append(_about_unsplit(unsplit, leaves, sum(sizes), wasted, plan))
+            fact = (
+                f"not split over the idle {_with_sizes(axes, plan)}: {human_bytes(sum(sizes))} per"
+                f" device, {parts}x an even split, {human_bytes(wasted)} more: {why}"
+            )
+            findings.append(Finding("left-whole", fact, fix, _paths(leaves), rule, wasted))
     return sorted(findings, key=lambda finding: -finding.wasted)
 
 
-def _unsplit(leaf: PlannedLeaf, usually_idle: Sequence[str], plan: PlannedTree) -> _Unsplit | None:
-    """How a leaf misses axes; `None` if it is small, meant to be replicated, or split."""
+def _missed_axes(
+    leaf: PlannedLeaf, usually_idle: Sequence[str], plan: PlannedTree
+) -> tuple[str, ...]:
+    """The idle axes that do not split a leaf; none if it is small, or meant to be as it is."""
     is_small = leaf.size < max(plan.min_size, 2)  # nothing splits a single element
-    if leaf.decision.errors or is_small or _is_intended(leaf, plan):
-        return None
+    if is_small or _is_intended(leaf, plan):
+        return ()
     split = all_axes(entries(leaf.given))
-    is_split = part_count(split, axis_sizes(plan.mesh)) > 1
     is_vector = sum(length > 1 for length in leaf.shape) == 1
-    if is_split and is_vector:
-        return None
+    if is_vector and part_count(split, axis_sizes(plan.mesh)) > 1:
+        return ()
     # If its rule was to split it over some axes, these are idle whatever their names say.
     meant = {axis for note in leaf.adjustments if note.kind == "no-dim" for axis in note.axes}
-    idle = [axis for axis in idle_axes(plan.mesh, split) if axis in usually_idle or axis in meant]
-    reason = (leaf.rule, leaf.adjustments) if is_split else (leaf.shape, leaf.decision)
-    return _Unsplit(tuple(idle), is_split, reason) if idle else None
+    idle = idle_axes(plan.mesh, split)
+    return tuple(axis for axis in idle if axis in usually_idle or axis in meant)
 
 
 # A path that a pattern without a name in it matches, and no other pattern.
@@ -383,7 +376,7 @@ def _is_intended(leaf: PlannedLeaf, plan: PlannedTree) -> bool:
     return kind_of(action) != "tactic" or repr(action).startswith("replicate(")
 
 
-def axes_idle_for_leaves(plan: PlannedTree) -> list[str]:
+def _axes_idle_for_leaves(plan: PlannedTree) -> list[str]:
     """The axes that are idle for a leaf that they do not split.
 
     Others replicate leaves by convention: those for data and sequences split the batch, unless they
@@ -405,57 +398,29 @@ def axes_idle_for_leaves(plan: PlannedTree) -> list[str]:
     return idle
 
 
-def _about_unsplit(
-    unsplit: _Unsplit, leaves: Sequence[PlannedLeaf], now: int, wasted: int, plan: PlannedTree
-) -> Finding:
-    over = _with_sizes(unsplit.idle, plan)
-    why, fix = _explain_unsplit(leaves, unsplit, plan)
-    if unsplit.is_split:
-        fact = (
-            f"not split over the idle {over}: {human_bytes(now)} per device,"
-            f" {part_count(unsplit.idle, axis_sizes(plan.mesh))}x an even split,"
-            f" {human_bytes(wasted)} more: {why}"
-        )
-    else:
-        fact = (
-            f"shape {leaves[0].shape} is replicated, {human_bytes(wasted)} more per device than an"
-            f" even split over {over}: {why}"
-        )
-    return _finding_about("left-whole", leaves, fact, fix, wasted)
-
-
 # What to do about a leaf that its rule did not split, by its last adjustment.
 _FIXES = {
     "too-small": "Lower `min_size`.",
     "no-dim": "Free a dim, use another axis, or pad a dim in the model.",
     "no-logical-rule": "Add a logical rule for it.",
+    "logical-axis-not-in-mesh": "Correct the logical rule.",
 }
 
 
-def _explain_unsplit(
-    leaves: Sequence[PlannedLeaf], unsplit: _Unsplit, plan: PlannedTree
-) -> tuple[str, str]:
-    """Why leaves are not split over idle axes, and the fix."""
-    leaf, by = leaves[0], _decided_by(leaves[0])
+def _explain_unsplit(leaf: PlannedLeaf, idle: Sequence[str], plan: PlannedTree) -> tuple[str, str]:
+    """Why a leaf is not split over idle axes, and the fix."""
     if leaf.rule is None:
-        no_counterpart = "it has no counterpart in the plan that this one follows."
-        why = f"it has {leaf.given}." if unsplit.is_split else no_counterpart
+        why = "it has no counterpart in the plan that this one follows."
         return why, "Plan it by rules of its own."
-    if unsplit.is_split:
-        otherwise = f"Split another dim over {entry_of(unsplit.idle)!r}."
-    else:
-        otherwise = "Change the rule, or the shape."
+    by = _decided_by(leaf)
+    fix = "Give it a spec or `fsdp`; if this is intended, a rule that names it, with None."
+    if all_axes(entries(leaf.given)):
+        fix = f"Split another dim over {entry_of(idle)!r}."
     if leaf.adjustments:
         note = leaf.adjustments[-1]
-        return f"{by}, {note.why}", _FIXES.get(note.kind, otherwise)
-    if not unsplit.is_split:
-        fix = "Give it a spec or `fsdp`; if this is intended, a rule that names it, with None."
-        return f"{by} says so.", fix
+        return f"{by}, {note.why}", _FIXES.get(note.kind, fix)
     action = plan.rules[leaf.rule][1]
-    specs = {member.given for member in leaves}
-    what = action if isinstance(action, Tactic) else leaf.given
-    is_clear = isinstance(action, Tactic) or len(specs) == 1
-    return (f"{by}, {what}." if is_clear else f"{by}."), otherwise
+    return f"{by}, {action if isinstance(action, Tactic) else leaf.given}.", fix
 
 
 # ------------------------------------------------------------------ optimizer state
@@ -482,7 +447,8 @@ def _state_unlike_weights(plan: PlannedTree) -> Iterator[Finding]:
             " sharding of the other."
         )
         fix = "Use one rule for both, or `Plan.follow`."
-        yield _finding_about("state-unlike-weight", [x for x, _ in pairs], fact, fix)
+        paths = _paths(leaf for leaf, _ in pairs)
+        yield Finding("state-unlike-weight", fact, fix, paths, leaf.rule)
 
 
 def _axes_of_dims(leaf: PlannedLeaf, plan: PlannedTree) -> list[set[str]]:

@@ -17,7 +17,13 @@ import jax
 from jax.sharding import PartitionSpec
 
 from treeshard._core.contexts import logical_rules
-from treeshard._core.mesh import MeshLike, axis_sizes, describe_sizes, get_incontext_mesh
+from treeshard._core.mesh import (
+    MeshLike,
+    axis_sizes,
+    describe_sizes,
+    get_incontext_mesh,
+    unknown_axis,
+)
 from treeshard._core.specs import (
     UNCONSTRAINED,
     Adjustment,
@@ -191,10 +197,17 @@ class PartitionAxis:
             raise SpecError(f"mode={mode!r} is neither 'train' nor 'generation'.{hint}")
         _check_names(names)
         known = self._axes_by_name(mode)
-        if unknown := [name for name in all_axes(names) if _short_name(name) not in known]:
-            raise SpecError(_unknown_names(unknown, known))
+        facts = [
+            f"{name!r} is not a logical name of PartitionAxis.{did_you_mean(name, known)}"
+            for name in all_axes(names)
+            if name not in known
+        ]
+        if facts:
+            short = ", ".join(name for name in known if not name.endswith("_axis"))
+            headline = f"{len(facts)} names are unknown:"
+            raise SpecError(f"{listed(headline, facts)}\nPartitionAxis has {short}.")
         self._warn_of_unnamed_axes(mesh)
-        return _on_mesh(_resolve_by_dims(_drop_suffix(names), known), mesh)
+        return _on_mesh(_resolve_by_dims(names, known), mesh)
 
     def _warn_of_unnamed_axes(self, mesh: MeshLike | None) -> None:
         here = get_incontext_mesh(raise_error=False) if mesh is None else mesh
@@ -209,32 +222,14 @@ class PartitionAxis:
             )
 
     def _axes_by_name(self, mode: Mode) -> dict[str, Entry]:
-        by_name = {_short_name(each.name): getattr(self, each.name) for each in fields(self)}
-        if mode == "generation":
-            by_name |= {name: by_name.get(f"generation_{name}", by_name[name]) for name in by_name}
+        """The mesh axes of each name, with and without its `_axis`."""
+        by_name: dict[str, Entry] = {}
+        for each in fields(self):
+            of_generation = f"generation_{each.name}"
+            is_replaced = mode == "generation" and hasattr(self, of_generation)
+            axes = getattr(self, of_generation if is_replaced else each.name)
+            by_name[each.name.removesuffix("_axis")] = by_name[each.name] = axes
         return by_name
-
-
-def _short_name(name: str) -> str:
-    return name.removesuffix("_axis")
-
-
-def _drop_suffix(names: Sequence[Entry]) -> list[Entry]:
-    """Names of dims without their `_axis`; `None` and `UNCONSTRAINED` as they are."""
-    short: list[Entry] = []
-    for dim in names:
-        of_dim = axes_of(dim)
-        short.append(entry_of([_short_name(name) for name in of_dim]) if of_dim else dim)
-    return short
-
-
-def _unknown_names(unknown: list[str], known: dict[str, Entry]) -> str:
-    facts = [
-        f"{name!r} is not a logical name of PartitionAxis.{did_you_mean(_short_name(name), known)}"
-        for name in unknown
-    ]
-    headline = f"{len(facts)} names are unknown:"
-    return f"{listed(headline, facts)}\nPartitionAxis has {', '.join(known)}."
 
 
 # ------------------------------------------------------------------ rules
@@ -359,17 +354,28 @@ def _pairs(rules: ReadLogicalRules | None) -> tuple[tuple[str, Entry], ...]:
     return tuple(rules._axes_by_name("train").items()) if is_by_dim else rules or ()
 
 
-def names_without_rule(names: Sequence[Entry], rules: ReadLogicalRules | None) -> list[Adjustment]:
-    """The adjustments of a leaf with names that no rule has: these dims are not sharded."""
-    # Without rules in force, and for names that a `PartitionAxis` lacks, resolving them raises.
+def notes_on_names(
+    names: Sequence[Entry], rules: ReadLogicalRules | None, mesh: MeshLike | None
+) -> list[Adjustment]:
+    """Why a list of rules does not shard a leaf with these names as they say: a name has no rule,
+    or its rule names an axis that the mesh lacks."""
+    # Without rules in force, and for names that a `PartitionAxis` lacks, resolving them raises. Its
+    # default fields name axes that few meshes have.
     if rules is None or isinstance(rules, PartitionAxis):
         return []
     known = {name for name, _ in rules}
-    unknown = [name for name in all_axes(names) if name not in known]
-    return [
-        Adjustment("no-logical-rule", f"{name!r} has no logical rule.{did_you_mean(name, known)}")
-        for name in unknown
-    ]
+    sizes = {} if mesh is None else axis_sizes(mesh)
+    notes: list[Adjustment] = []
+    for name in all_axes(names):
+        if name not in known:
+            why = f"{name!r} has no logical rule.{did_you_mean(name, known)}"
+            notes.append(Adjustment("no-logical-rule", why))
+    for name, entry in _entries_by_priority(names, rules).items():
+        for axis in axes_of(entry) if sizes else ():
+            if axis not in sizes:
+                why = f"the logical rule for {name!r}: {unknown_axis(axis, sizes)}"
+                notes.append(Adjustment("logical-axis-not-in-mesh", why, (axis,)))
+    return notes
 
 
 def read_logical_rules(rules: LogicalRules) -> ReadLogicalRules:
@@ -426,6 +432,20 @@ def _entry(axes: Any) -> Entry:
 def _resolve_by_priority(
     names: Sequence[Entry], rules: tuple[tuple[str, Entry], ...]
 ) -> PartitionSpec:
+    entry_by_name = _entries_by_priority(names, rules)
+    dims: list[Entry] = []
+    for dim in names:
+        if isinstance(dim, tuple):  # the axes of its names, one after the other
+            dims.append(entry_of(all_axes(map(entry_by_name.get, dim))))
+        else:  # `UNCONSTRAINED` and `None` stay
+            dims.append(entry_by_name.get(dim) if isinstance(dim, str) else dim)
+    return PartitionSpec(*dims)
+
+
+def _entries_by_priority(
+    names: Sequence[Entry], rules: tuple[tuple[str, Entry], ...]
+) -> dict[str, Entry]:
+    """The mesh axes of each name that a rule applies to."""
     # As in Flax, rules are tried in the order of the list, and not dims in the order of the array:
     # by ("a", "x"), ("b", "x") and ("b", "y"), ("b", "a") becomes P("y", "x").
     undecided = set(all_axes(names))
@@ -436,13 +456,7 @@ def _resolve_by_priority(
             undecided.remove(name)
             entry_by_name[name] = entry
             used.update(axes_of(entry))
-    dims: list[Entry] = []
-    for dim in names:
-        if isinstance(dim, tuple):  # the axes of its names, one after the other
-            dims.append(entry_of(all_axes(map(entry_by_name.get, dim))))
-        else:  # `UNCONSTRAINED` and `None` stay
-            dims.append(entry_by_name.get(dim) if isinstance(dim, str) else dim)
-    return PartitionSpec(*dims)
+    return entry_by_name
 
 
 def _resolve_by_dims(names: Sequence[Entry], axes_by_name: Mapping[str, Entry]) -> PartitionSpec:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.tree_util import tree_flatten
 
+from treeshard._core.arrays import has_shape
 from treeshard._core.mesh import AnyMesh, current_or_given
 from treeshard._core.spec_trees import ResolvedSpec
 from treeshard._core.specs import (
@@ -27,17 +28,17 @@ from treeshard._core.specs import (
 )
 from treeshard._planning.logical import (
     current_logical_rules,
-    names_without_rule,
+    notes_on_names,
     resolve_names,
 )
-from treeshard._planning.named_dims import leaves_with_names
+from treeshard._planning.named_dims import leaves_with_names, value_of
 from treeshard._planning.tactics import (
     Refined,
     Tactic,
     min_size_in_force,
     too_small,
 )
-from treeshard._planning.tree_walk import Shape, TreeDef, name_leaves, shape_of_each
+from treeshard._planning.tree_walk import Shape, TreeDef, name_leaves
 from treeshard.errors import ShardingRuleError, SpecError, listed
 
 ReadRules = list[tuple[re.Pattern[str], Any]]  # compiled patterns and their actions
@@ -160,7 +161,8 @@ def decide(
     """
     rules = _Rules(read, mesh, min_size_in_force(min_size))
     leaves, treedef = tree_flatten(tree)
-    paths, shapes = name_leaves(tree, treedef), shape_of_each(leaves)
+    paths = name_leaves(tree, treedef)
+    shapes = [tuple(leaf.shape) if has_shape(leaf) else None for leaf in leaves]
     shown = leaves_with_names(tree) if rules.read_boxes else leaves
     arrays = [path for path, shape in zip(paths, shapes, strict=True) if shape]
     rule_of = _first_matches([pattern for pattern, _ in read], arrays, whole_paths)
@@ -180,7 +182,7 @@ def decide(
         decision = known.get(key)
         if decision is None:
             decision = rules.decide(rule, path, shape, in_box)
-            if rules.by_shape[rule]:
+            if rules.rules[rule].by_shape:
                 known[key] = decision
         decisions.append(decision)
     if rules.not_specs:
@@ -223,42 +225,63 @@ def _first_matches(
 # ------------------------------------------------------------------ the decision of a rule
 
 
+class _Rule(NamedTuple):
+    """A rule on a mesh."""
+
+    pattern: re.Pattern[str]
+    # Logical names are resolved to a spec.
+    action: Any
+    # Whether leaves of one shape and itemsize get one decision. Functions may tell them apart, and
+    # so may tactics that read boxes.
+    by_shape: bool
+    # What the logical rules lack for its names.
+    notes: tuple[Adjustment, ...]
+
+
+def _resolve_rules(read: ReadRules, mesh: AnyMesh | None) -> list[_Rule]:
+    """The rules on a mesh. Raises `ShardingRuleError` that lists all names that do not resolve."""
+    logical = current_logical_rules()
+    rules: list[_Rule] = []
+    bad: list[str] = []
+    for index, (pattern, action) in enumerate(read):
+        by_shape, notes = not callable(action), ()
+        if isinstance(action, Tactic):
+            by_shape = action.by_shape
+        elif is_logical(action):
+            notes = tuple(notes_on_names(action, logical, mesh))
+            try:
+                action = trimmed(resolve_names(action, mesh))
+            except SpecError as error:
+                bad.append(f"rule {index}, {pattern.pattern!r}: {error}")
+        rules.append(_Rule(pattern, action, by_shape, notes))
+    if bad:
+        headline = f"{len(bad)} rules have logical names that do not resolve:"
+        raise ShardingRuleError(listed(headline, bad))
+    return rules
+
+
 class _Rules:
     """Decides the leaves that rules match."""
 
     def __init__(self, read: ReadRules, mesh: AnyMesh | None, min_size: int):
-        self.rules, self.mesh, self.min_size = _with_specs(read, mesh), mesh, min_size
-        # Of each rule with logical names, those that no logical rule has.
-        logical = current_logical_rules()
-        self.unknown_names = {
-            index: tuple(names_without_rule(action, logical))
-            for index, (_, action) in enumerate(read)
-            if is_logical(action)
-        }
-        tactics = [action for _, action in read if isinstance(action, Tactic)]
+        self.rules, self.mesh, self.min_size = _resolve_rules(read, mesh), mesh, min_size
+        tactics = [rule for rule in self.rules if isinstance(rule.action, Tactic)]
         self.tactic_mesh = current_or_given(mesh) if tactics else None
-        self.read_boxes = any(tactic.reads_boxes for tactic in tactics)
-        # Functions may tell leaves of one shape apart, and so may tactics that read boxes.
-        self.by_shape = [
-            action.by_shape if isinstance(action, Tactic) else not callable(action)
-            for _, action in read
-        ]
+        self.read_boxes = not all(rule.by_shape for rule in tactics)
         self.not_specs: list[str] = []  # the errors of actions that did not return a spec
 
-    def decide(self, rule: int, path: str, shape: Shape, leaf: Any) -> ResolvedSpec:
-        pattern, action = self.rules[rule]
-        notes: tuple[Adjustment, ...] = ()
+    def decide(self, index: int, path: str, shape: Shape, leaf: Any) -> ResolvedSpec:
+        pattern, action, _, notes = self.rules[index]
         memory = None
         if isinstance(action, Tactic):
-            asked, notes = self._refine(rule, path, leaf)
+            asked, notes = self._refine(index, path, leaf)
             memory = action.memory
             given, dropped = project(asked, self.mesh, shape)
         elif math.prod(shape) < self.min_size:
             asked, notes = self._too_small(action, shape)
             given, dropped = PartitionSpec(), ()
         else:
-            asked = self._call_function(rule, path, leaf) if callable(action) else action
-            notes = self.unknown_names.get(rule, ())
+            asked = self._call_function(index, path, leaf) if callable(action) else action
             asked = PartitionSpec() if asked is None else asked
             given, dropped = project(asked, self.mesh, shape)
         return ResolvedSpec(
@@ -266,28 +289,28 @@ class _Rules:
             given,
             memory_kind=memory,
             adjustments=(*notes, *dropped),
-            rule=rule,
+            rule=index,
             pattern=pattern.pattern,
         )
 
-    def _refine(self, rule: int, path: str, leaf: Any) -> Refined:
+    def _refine(self, index: int, path: str, leaf: Any) -> Refined:
         """What a tactic gives a leaf."""
-        pattern, tactic = self.rules[rule]
+        pattern, tactic, *_ = self.rules[index]
         assert self.tactic_mesh is not None  # there are tactics, so there is a mesh
         try:
             return tactic.refine(PartitionSpec(), self.tactic_mesh, path, leaf, self.min_size)
         except SpecError as error:
-            self.not_specs.append(f"{path}: rule {rule}, {pattern.pattern!r}: {error}")
+            self.not_specs.append(f"{path}: rule {index}, {pattern.pattern!r}: {error}")
             return PartitionSpec(), ()
 
-    def _call_function(self, rule: int, path: str, leaf: Any) -> PartitionSpec | None:
+    def _call_function(self, index: int, path: str, leaf: Any) -> PartitionSpec | None:
         """What a function returns for a leaf; `None`, and an error of the call, if no spec."""
-        pattern, function = self.rules[rule]
-        asked = function(path, leaf)
+        pattern, function, *_ = self.rules[index]
+        asked = function(path, value_of(leaf))
         if asked is None or isinstance(asked, PartitionSpec):
             return asked
         self.not_specs.append(
-            f"{path}: the function of rule {rule}, {pattern.pattern!r}, returned"
+            f"{path}: the function of rule {index}, {pattern.pattern!r}, returned"
             f" {asked!r} ({type(asked).__name__}). Return a PartitionSpec, or None to replicate."
         )
         return None
@@ -308,23 +331,6 @@ class _Rules:
             why = " ".join([note.why, *(misfit.why for misfit in misfits)])
             note = Adjustment("explicit-spec-too-small", why)
         return asked, (note,)
-
-
-def _with_specs(read: ReadRules, mesh: AnyMesh | None) -> ReadRules:
-    """The rules, with logical names replaced by specs."""
-    rules: ReadRules = []
-    bad: list[str] = []
-    for index, (pattern, action) in enumerate(read):
-        try:
-            if is_logical(action):
-                action = trimmed(resolve_names(action, mesh))
-            rules.append((pattern, action))
-        except SpecError as error:
-            bad.append(f"rule {index}, {pattern.pattern!r}: {error}")
-    if bad:
-        headline = f"{len(bad)} rules have logical names that do not resolve:"
-        raise ShardingRuleError(listed(headline, bad))
-    return rules
 
 
 # ------------------------------------------------------------------ which leaves are parameters

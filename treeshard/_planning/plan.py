@@ -27,10 +27,9 @@ from treeshard._core.mesh import (
 )
 from treeshard._core.paths import PyTree, children_with_keys
 from treeshard._core.text import human_bytes
-from treeshard._planning.copies import copied_leaves, histories, in_memory, sharded_further
+from treeshard._planning.copies import histories, plan_copies
 from treeshard._planning.logical import ReadLogicalRules, current_logical_rules, logical_axis_rules
 from treeshard._planning.matching import SMALL, PlannedLeaf, Row, decide
-from treeshard._planning.mirrors import Original
 from treeshard._planning.planned import ArrayFacts, PlannedTree
 from treeshard._planning.rules import (
     Rules,
@@ -174,6 +173,8 @@ class Plan(PlannedTree):
 
         - rules that match no leaf, and rules whose leaves are all taken by earlier rules
           (except a last rule that matches every leaf, which is a fallback);
+        - logical rules that name an axis which the mesh does not have, if they are used
+          (`logical-axis-not-in-mesh`);
         - leaves of at least `min_size` elements that are not split over axes which are idle for
           them (`left-whole`), if splitting them evenly would save at least 1% of the memory that a
           device needs; largest saving first. An axis is idle for a leaf if neither the leaf nor,
@@ -315,9 +316,6 @@ class Plan(PlannedTree):
         # Planning again has shapes alone, which do not show what the arrays did.
         return replace(self._recipe.remake(self, mesh), _array_facts=self._array_facts)
 
-    def _original(self) -> Original:
-        return Original(self._split.treedef, self.leaf_at_each_index())
-
     def follow(
         self, tree: PyTree, *, extra_axis: str | Sequence[str] = (), memory: str | None = None
     ) -> "Plan":
@@ -366,11 +364,7 @@ class Plan(PlannedTree):
             1: Rajbhandari et al. 2020, arXiv:1910.02054.
         """
         check_no_refs(tree, "Plan.follow")
-        leaves = copied_leaves(tree, self._original())
-        if extra_axis:
-            leaves = sharded_further(leaves, extra_axis, self.mesh, self.min_size)
-        if memory is not None:
-            leaves = in_memory(leaves, memory)
+        leaves = plan_copies(tree, self, extra_axis, memory)
         split = StaticSplit(*tree_flatten(tree), has_shape)
         return replace(
             self,

@@ -116,12 +116,17 @@ def to_json(plan: PlannedTree) -> str:
         "strict": plan.strict,
     }
     # By hand, as `json.dumps(indent=...)` would spread a leaf over ten lines of a review.
-    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-    rules = [json.dumps(_rule_to_json(*rule)) for rule in plan.rules]
-    leaves = [json.dumps(_leaf_to_json(leaf)) for leaf in plan.leaves]
+    lines = [f"{json.dumps(key)}: {_dump(value)}" for key, value in head.items()]
+    rules = [_dump(_rule_to_json(*rule)) for rule in plan.rules]
+    leaves = [_dump(_leaf_to_json(leaf)) for leaf in plan.leaves]
     for name, rows in (("rules", rules), ("leaves", leaves)):
         lines.append(f'"{name}": [\n  ' + ",\n  ".join(rows) + "\n]" if rows else f'"{name}": []')
     return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _dump(value: Any) -> str:
+    # Lengths and sizes may be integers of numpy.
+    return json.dumps(value, default=int)
 
 
 # {"path": "mlp/w", "shape": [512, 64], "dtype": "float32", "asked": "P('fsdp',)",
@@ -145,4 +150,16 @@ def _rule_to_json(pattern: Any, action: Any) -> dict[str, Any]:
     text = repr(action)
     if kind == "function":
         text = getattr(action, "__qualname__", type(action).__qualname__)
-    return {"pattern": re.compile(pattern).pattern, "kind": kind, "action": text}
+    return {"pattern": _pattern_text(pattern), "kind": kind, "action": text}
+
+
+def _pattern_text(pattern: str | re.Pattern[str]) -> str:
+    """The text of a pattern, with flags of a compiled one in front: `(?i)norm`."""
+    compiled = re.compile(pattern)
+    text = compiled.pattern
+    in_text = re.compile(text).flags
+    letters = [letter for letter, flag in _FLAGS.items() if compiled.flags & flag & ~in_text]
+    return f"(?{''.join(letters)}){text}" if letters else text
+
+
+_FLAGS = {"a": re.ASCII, "i": re.IGNORECASE, "m": re.MULTILINE, "s": re.DOTALL, "x": re.VERBOSE}

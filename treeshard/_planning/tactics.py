@@ -39,7 +39,7 @@ from treeshard._planning.logical import (
     PartitionAxis,
     ReadLogicalRules,
     current_logical_rules,
-    names_without_rule,
+    notes_on_names,
     read_logical_rules,
     resolve_by,
     resolve_names,
@@ -69,10 +69,8 @@ class Step:
     # The kind of memory that it puts the leaf in; `None` for the devices' own.
     memory: str | None = None
     # Whether the result depends only on the leaf's shape and itemsize. Leaves for which these are
-    # equal then share one decision.
+    # equal then share one decision. If not, it takes the leaf in its box, if there is one.
     by_shape: bool = True
-    # Whether it needs the box around a leaf, if there is one.
-    reads_boxes: bool = False
 
 
 @dataclass(frozen=True, repr=False)
@@ -113,11 +111,6 @@ class Tactic:
         return all(step.by_shape for step in self.steps)
 
     @property
-    def reads_boxes(self) -> bool:
-        """Whether a step needs the box around a leaf."""
-        return any(step.reads_boxes for step in self.steps)
-
-    @property
     def fsdp_axes(self) -> frozenset[str]:
         """The axes over which it shards parameters that are gathered for use."""
         return frozenset(axis for step in self.steps for axis in step.fsdp_axes)
@@ -142,7 +135,7 @@ class Tactic:
             if size < least:
                 adjustments.append(too_small(size, least))
                 continue
-            spec, of_step = step.refine(spec, mesh, path, leaf if step.reads_boxes else value)
+            spec, of_step = step.refine(spec, mesh, path, value if step.by_shape else leaf)
             name = f"{step.text}: " if len(self.steps) > 1 else ""
             adjustments += [each._replace(why=name + each.why) for each in of_step]
         return spec, tuple(adjustments)
@@ -201,10 +194,11 @@ def fsdp(
     """
     axes = axes_to_shard(axis, "fsdp")
     least = None if min_size is None else index(min_size)
-    text = call_text("fsdp", entry_of(axes), min_size=least, skip=tuple(skip), memory=memory)
+    skipped = tuple(map(index, skip))
+    text = call_text("fsdp", entry_of(axes), min_size=least, skip=skipped, memory=memory)
 
     def refine(spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
-        return shard_largest(spec, mesh, tuple(leaf.shape), axes, tuple(skip))
+        return shard_largest(spec, mesh, tuple(leaf.shape), axes, skipped)
 
     return Tactic((Step(text, refine, least, fsdp_axes=axes, memory=memory),))
 
@@ -298,7 +292,7 @@ def logical_partitioning(rules: LogicalRules | None = None) -> Tactic:
         return _shard_by_names(spec, mesh, leaf, read)
 
     # Boxes of equal shape have other names.
-    return Tactic((Step(text, refine, by_shape=False, reads_boxes=True),))
+    return Tactic((Step(text, refine, by_shape=False),))
 
 
 def replicate(*, memory: str | None = None) -> Tactic:
@@ -423,7 +417,7 @@ def _shard_by_names(
     rules = _rules_for(box, given)
     by_names = _resolve_box(box, rules, mesh)
     projected, adjustments = project(by_names, mesh, tuple(value_of(leaf).shape))
-    notes = names_without_rule(box.names, rules) if box.logical else ()
+    notes = notes_on_names(box.names, rules, mesh) if box.logical else ()
     return trimmed(projected), (*adjustments, *notes)
 
 

@@ -7,9 +7,6 @@ a model repeats its layers, and layers of equal structure are walked once.
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-
-from treeshard._core.arrays import has_shape
 from treeshard._core.paths import children_with_keys, is_wrapper
 
 Shape = tuple[int, ...]
@@ -53,18 +50,3 @@ def _children(node: Any, treedef: TreeDef) -> Iterable[tuple[Any, Any]]:
     if type(node) is list or type(node) is tuple:
         return enumerate(node)
     return children_with_keys(node)
-
-
-def shape_of_each(leaves: list[Any]) -> list[Shape | None]:
-    """The shape of each leaf, `None` for leaves without one."""
-    known: dict[Any, bool] = {}
-    shapes: list[Shape | None] = []
-    for leaf in leaves:
-        kind = type(leaf)
-        # Whether a numpy array holds numbers depends on its dtype, else on the type alone.
-        key = leaf.dtype if issubclass(kind, np.ndarray | np.generic) else kind
-        shaped = known.get(key)
-        if shaped is None:
-            shaped = known[key] = has_shape(leaf)
-        shapes.append(leaf.shape if shaped else None)
-    return shapes

@@ -18,7 +18,6 @@ from jax.tree_util import tree_leaves
 from treeshard._core.arrays import data_of, has_shape, is_key, map_shards, to_read
 from treeshard._core.mesh import axis_sizes
 from treeshard._core.paths import PyTree, leaf_paths, shared_names
-from treeshard._core.spec_trees import Misfit
 from treeshard._core.text import dtype_name, parse_dtype, parse_json
 from treeshard._disk.files import FileFacts
 from treeshard._disk.leaves import (
@@ -39,7 +38,15 @@ from treeshard.checkpoint._array_store import (
     store_key,
     stored_dtype,
 )
-from treeshard.errors import CheckpointError, DamagedError, FormatError, LeafError, listed, short
+from treeshard.errors import (
+    CheckpointError,
+    DamagedError,
+    FormatError,
+    LeafError,
+    TreeShardError,
+    listed,
+    short,
+)
 
 WHERE = "save"
 
@@ -118,25 +125,23 @@ def in_its_dtype(row: SavedLeaf, stored: np.ndarray) -> np.ndarray:
     return stored if stored.dtype == dtype else stored.view(dtype)
 
 
-def _unstorable(x: Any) -> Misfit | None:
+def _unstorable(x: Any) -> TreeShardError | None:
     if has_shape(x):
         if misfit := unreadable(x):
             return misfit
         if x.dtype == jax.dtypes.float0:
             why = "float0 has no values: it is the gradient of an integer. Put `None` in its place."
-            return Misfit(LeafError, why)
+            return LeafError(why)
         if is_key(x) and not isinstance(jax.random.key_impl(x), str):
             why = "its PRNG implementation has no name, so no other program could restore it."
-            return Misfit(LeafError, f"{why} Save `jax.random.key_data` of it.")
+            return LeafError(f"{why} Save `jax.random.key_data` of it.")
         if len(x.shape) > MOST_DIMS:
             why = f"it has {len(x.shape)} dims, and the array store has at most {MOST_DIMS}."
-            return Misfit(LeafError, f"{why} Reshape it.")
+            return LeafError(f"{why} Reshape it.")
         return None
     # numpy's strings are Python's too.
     if isinstance(x, np.ndarray | np.generic) and not isinstance(x, str | bytes):
-        return Misfit(
-            LeafError, "JAX does not support this dtype. Use `.astype`, or `.tolist()`, first."
-        )
+        return LeafError("JAX does not support this dtype. Use `.astype`, or `.tolist()`, first.")
     return None
 
 

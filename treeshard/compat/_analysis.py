@@ -102,7 +102,7 @@ def _find_placed_leaves(tree: Any, specs: Any, mesh: MeshLike | None) -> list[Pl
     laid = resolve_specs(tree, specs, mesh)
     # An uneven dim is counted as the compiler splits it. `UNCONSTRAINED` has no size to count.
     kinds = MISFITS - {"indivisible"} | {"unconstrained"}
-    misfits = {i: misfit for i, spec in enumerate(laid) if spec and (misfit := spec.misfit(kinds))}
+    misfits = {i: spec and spec.misfit(kinds) for i, spec in enumerate(laid)}
     raise_misfits(tree, misfits, "analyze_sharding_strategy")
     placed: list[PlacedLeaf] = []
     for path, leaf, spec in zip(leaf_paths(tree), tree_leaves(tree), laid, strict=True):

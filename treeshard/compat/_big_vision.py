@@ -26,6 +26,7 @@ from treeshard._core.specs import (
     trimmed,
 )
 from treeshard._planning.matching import Decided, decide
+from treeshard._planning.named_dims import value_of
 from treeshard._planning.rules import read_rules, rules_error
 from treeshard._planning.tactics import Refined, Step, Tactic, axes_to_shard, shard_largest
 from treeshard.compat._strategies import TACTICS, MakeTactic, parse_strategy
@@ -138,6 +139,7 @@ def _user_op(call: str, update: Update) -> Tactic:
     """A tactic that applies what an op of the user returned; `call` is the call that made it."""
 
     def refine(spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
+        leaf = value_of(leaf)
         shape = tuple(leaf.shape)
         # Ops of big_vision replace an entry of a full spec, and return a plain tuple:
         # `cur_spec[:i] + (axis,) + cur_spec[i+1:]`.

@@ -30,7 +30,6 @@ from treeshard._core.hosts import check_memory_of_hosts
 from treeshard._core.memory import Meter, kept_by_allocator, lacking_memory
 from treeshard._core.paths import PyTree, leaf_paths, shared_names
 from treeshard._core.processes import all_or_none, show_progress
-from treeshard._core.spec_trees import Misfit
 from treeshard._core.text import parse_dtype
 from treeshard._disk.leaves import check_known, is_none
 from treeshard._disk.requests import (
@@ -51,7 +50,14 @@ from treeshard._disk.to_devices import (
 )
 from treeshard._disk.untrusted import check_memory, no_memory_to_read
 from treeshard._placement.targets import raise_unmovable, unreadable
-from treeshard.errors import CheckpointError, DamagedError, LeafError, did_you_mean, listed
+from treeshard.errors import (
+    CheckpointError,
+    DamagedError,
+    LeafError,
+    TreeShardError,
+    did_you_mean,
+    listed,
+)
 from treeshard.interchange._byte_ranges import BLOCK, Piece, full_region, read
 from treeshard.interchange._files import Stored
 from treeshard.interchange._format import DTYPES, METADATA, PACKED, Tensor, code_of
@@ -122,7 +128,7 @@ def tensors_of(tree: Any, rename: Names | None, where: str) -> dict[str, Any]:
     """The arrays of a tree, all of which can be written, by the names of their tensors."""
     check_known(tree, where)
     arrays = ((i, leaf) for i, leaf in enumerate(tree_leaves(tree)) if has_shape(leaf))
-    misfits = {i: misfit for i, leaf in arrays if (misfit := _unwritable(leaf))}
+    misfits = {i: _unwritable(leaf) for i, leaf in arrays}
     raise_unmovable(tree, misfits, where)
     leaves = tree_leaves(tree, is_leaf=is_none)
     return {name: leaves[i] for i, name in tensor_names(tree, rename, where).items()}
@@ -138,11 +144,11 @@ _NO_DTYPE = (
 )
 
 
-def _unwritable(leaf: Any) -> Misfit | None:
+def _unwritable(leaf: Any) -> TreeShardError | None:
     if misfit := unreadable(leaf):
         return misfit
     if code_of(leaf.dtype) is None:
-        return Misfit(LeafError, _NO_KEYS if is_key(leaf) else _NO_DTYPE)
+        return LeafError(_NO_KEYS if is_key(leaf) else _NO_DTYPE)
     return None
 
 

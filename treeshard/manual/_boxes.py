@@ -21,7 +21,6 @@ from treeshard._core.mesh import context_mesh
 from treeshard._core.origins import origin_of
 from treeshard._core.paths import PyTree, is_box, is_box_of_leaf, leaf_paths
 from treeshard._core.spec_trees import (
-    Misfit,
     ResolvedSpec,
     SpecTree,
     layer_specs,
@@ -420,10 +419,7 @@ _MISFITS = frozenset({"rank", "axis-not-in-mesh", "reduced-type"})
 
 def _raise_misfits(tree: PyTree, laid_specs: Sequence[ResolvedSpec | None], where: str) -> None:
     """Raises for specs that are too long, name an axis that the mesh lacks, or are of a type."""
-    misfits: dict[int, Misfit] = {}
-    for i, laid in enumerate(laid_specs):
-        if laid is not None and (misfit := laid.misfit(_MISFITS)):
-            misfits[i] = misfit
+    misfits = {i: laid and laid.misfit(_MISFITS) for i, laid in enumerate(laid_specs)}
     too_long = any(laid is not None and laid.misfit({"rank"}) for laid in laid_specs)
     # Often these are the specs of stacked layers, for one layer inside a scan.
     advice = "For one layer of a stack, use the specs that `treeshard.layer_specs` returns."
