@@ -20,12 +20,9 @@ from zlib import crc32
 
 import jax
 from etils import epath
-from jax.tree_util import tree_leaves
 
-from treeshard._core.arrays import array_text
-from treeshard._core.facts import Facts
 from treeshard._core.hosts import check_memory_of_hosts
-from treeshard._core.paths import PyTree, leaf_paths
+from treeshard._core.paths import PyTree
 from treeshard._core.processes import (
     AS_LONG_AS_IT_TAKES,
     compare_copies,
@@ -128,13 +125,13 @@ def begin(
     first = jax.process_index() == 0
     with ExitStack() as held:
         with require_agreement(WHERE, timeout=timeout, reads=False) as facts:
-            table, arrays = pack(tree)
+            facts["the path"] = str(path)
+            table, arrays = pack(tree, facts)
             if not table.leaves:
                 raise LeafError(f"{WHERE}: the tree has no array, number, text or `None` to save.")
             if first:
                 _lock(path, run, held)
                 check_vacant(path, replace=replace)
-            _add_facts(facts, path, tree, table)
         needed, lacks = memory_to_save(arrays), partial(_no_memory, path)
         check_memory_of_hosts(WHERE, needed, lacks, threads=THREADS, timeout=timeout)
         _check_copies(arrays, timeout, on_divergence)
@@ -174,18 +171,6 @@ def _lock(path: epath.Path, run: Lock | None, held: ExitStack) -> None:
     make_directory(path.parent)
     if is_local(path):
         held.enter_context(Lock(lock_of(path), str(path)))
-
-
-def _add_facts(facts: Facts, path: epath.Path, tree: PyTree, table: LeafTable) -> None:
-    """Adds what must be the same on all processes."""
-    facts["the path"] = str(path)
-    facts |= {f"mesh {i}": str(axes) for i, axes in enumerate(table.meshes, 1)}
-    for row in table.leaves:
-        facts[row.path] = f"{row.kind} {row.value}"
-        if row.dtype:
-            facts[row.path] = f"{array_text(row)} as {row.spec}, {row.impl or row.stored}"
-    for name, leaf in zip(leaf_paths(tree), tree_leaves(tree), strict=True):
-        facts.add_origin(name, leaf, range(jax.process_count()))
 
 
 def _why_differing(x: Any) -> str:
