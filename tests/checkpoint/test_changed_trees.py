@@ -51,14 +51,6 @@ class Numbers(enum.IntFlag):
     BOTH = 3
 
 
-class Dropping(enum.Flag, boundary=enum.CONFORM):
-    A = 1
-
-
-class Ejecting(enum.Flag, boundary=enum.EJECT):
-    A = 1
-
-
 class Twice(float):
     def __new__(cls, x: float) -> Self:
         return super().__new__(cls, 2 * x)
@@ -71,8 +63,8 @@ class Needing(float):
 
 Odd = enum.Flag("Odd", {"8": 1, "a|b": 2, "c": 4})  # names that look like those of combinations
 FLAGS = [
-    *(Flags.A | Flags.B, Flags(0), Numbers(8), Numbers(0), Numbers.A | 8, ~Numbers.A),
-    *(Numbers.A | Numbers.B, re.I | re.M, re.RegexFlag(0), Odd(1), Odd(6), Odd(0)),
+    *(Flags.A | Flags.B, Flags(0), Numbers(0), ~Numbers.A, Numbers.A | Numbers.B),
+    *(re.I | re.M, re.RegexFlag(0), Odd(1), Odd(5), Odd(0)),
 ]
 SAVED = {
     **{f"flags{i}": flags for i, flags in enumerate(FLAGS)},
@@ -111,9 +103,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("mode", Other.ELSE, "mode: saved as 'TRAIN', which Other does not have"),
         ("flags0", Other.ELSE, "saved as 'A|B', which Other does not have"),
         ("flags0", re.RegexFlag(0), "saved as 'A|B', which RegexFlag does not have"),
-        ("flags4", Flags.A, "saved as 'A|8', which Flags does not have"),
-        ("flags4", Dropping.A, "saved as 'A|8', which Dropping does not have"),
-        ("flags4", Ejecting.A, "saved as 'A|8', which Ejecting does not have"),
         ("rate", Twice(1), "rate: saved as 2.0, which Twice does not have"),
         ("rate", Needing(1, "m"), "rate: saved as 2.0, which Needing does not have"),
     ],
@@ -121,6 +110,12 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_cannot_be_restored_is_an_error(path: Path, key: str, leaf: Any, says: str) -> None:
     with pytest.raises(ts.errors.MismatchError, match=f"(?s){says}"):
         restore(path, {**SAVED, key: leaf})
+
+
+@pytest.mark.parametrize("flags", [Numbers.A | 8, Numbers(8), Odd(6)], ids=repr)
+def test_flags_without_names_are_not_saved(flags: Any, tmp_path: Path) -> None:
+    with pytest.raises(ts.errors.LeafError, match="JAX does not know what is in 1 leaves"):
+        save(tmp_path / "c", {"flags": flags})
 
 
 def test_a_none_may_be_new_or_gone(path: Path) -> None:

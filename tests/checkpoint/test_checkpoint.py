@@ -1,6 +1,5 @@
 """Saves trees and restores them on any mesh."""
 
-import asyncio
 import functools
 import re
 import shutil
@@ -96,16 +95,6 @@ def test_without_like_nested_dicts_of_numpy_arrays_are_restored(saved) -> None:
     assert [flat[f"texts/{i}"] for i in range(len(TEXTS))] == TEXTS
     assert flat["python/4"] == -(2**100)
     assert_same(flat["keys/0"], tree["keys"][0])
-
-
-def test_it_works_inside_a_running_event_loop_as_in_notebooks(tmp_path: Path) -> None:
-    tree = {"w": jnp.ones((4, 8)), "step": 7}
-
-    async def cell() -> Any:
-        save(tmp_path / "x", tree)
-        return restore(tmp_path / "x", tree)
-
-    assert_same(asyncio.run(cell()), tree)
 
 
 @pytest.fixture(autouse=True)
@@ -436,6 +425,31 @@ def test_a_flipped_bit_is_named(small, damaged: Path) -> None:
         r" intact\.",
         told[0],
     )
+
+
+def test_a_lost_file_from_which_no_leaf_is_read_is_damage(small, damaged: Path) -> None:
+    for name in ("_METADATA", "ocdbt.process_0/manifest.ocdbt"):
+        (damaged / "state" / name).unlink()
+    assert error_of(lambda: verify(damaged)) == (
+        f"{damaged}: 0 leaves and 2 other files are damaged:\n"
+        "  state/_METADATA is missing.\n"
+        "  state/ocdbt.process_0/manifest.ocdbt is missing.\n"
+        "Read an earlier checkpoint, or copy this one again from where it is intact."
+    )
+    assert_same(restore(damaged, small[1]), small[1])
+
+
+def test_a_file_that_cannot_be_compared_is_damage(damaged: Path, monkeypatch) -> None:
+    """Its leaves could be read, and they may be from another step."""
+
+    def fail(file: Any) -> list[int]:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("treeshard.checkpoint._paths.file_facts", fail)
+    for read in (verify, restore):
+        told = error_of(lambda read=read: read(damaged))
+        assert "ids: its file state/" in told
+        assert "cannot be read: Input/output error." in told
 
 
 def error_of(read: Callable[[], Any]) -> str:

@@ -86,54 +86,39 @@ def cut(disk: Path, save: Callable[[int], None], check: Callable[[Path, int, boo
             check(later, step, has_returned)
 
 
-@pytest.mark.parametrize("is_on", [False, True], ids=["alone", "with flushes elsewhere"])
+ALONE_OR_NOT = pytest.mark.parametrize(
+    "is_on", [False, True], ids=["alone", "with flushes elsewhere"]
+)
+
+
+@ALONE_OR_NOT
+@pytest.mark.parametrize("how", ["each is a step", "replaced", "replaced without an exchange"])
 @pytest.mark.filterwarnings("ignore:Checkpoints. removed what killed saves had left")
-def test_checkpoints(is_on: bool, disk: Path, mesh) -> None:
+def test_checkpoints(is_on: bool, how: str, disk: Path, mesh, monkeypatch) -> None:
+    """Each save is a step of its own, or the same step again."""
+    replaces = how != "each is a step"
+    if how == "replaced without an exchange":
+        monkeypatch.setattr(_paths, "exchange_names", lambda *_: False)
     with Checkpoints(disk / "run", keep=1) as checkpoints:
 
         def save(step: int) -> None:
-            checkpoints.save(step, state_at(step, mesh))
+            checkpoints.save(7 if replaces else step, state_at(step, mesh))
             checkpoints.wait()
 
         def check(later: Path, step: int, has_returned: bool) -> None:
             with Checkpoints(later / "run") as found:
-                assert found.latest in ([step] if has_returned else [step - 1, step])
-                number, state = found.restore_latest(state_at(0, mesh)) or (0, None)
-                assert state["step"] == number
-                assert (np.asarray(state["w"]) == np.asarray(state_at(number, mesh)["w"])).all()
+                number, state = found.restore_latest(state_at(0, mesh)) or (0, {})
+                assert number == (7 if replaces else state["step"])
+                assert state["step"] in ([step] if has_returned else [step - 1, step])
+                expected = state_at(state["step"], mesh)
+                assert (np.asarray(state["w"]) == np.asarray(expected["w"])).all()
                 verify(later / "run" / str(number))
 
         with flushing_elsewhere(disk, is_on):
             cut(disk, save, check)
 
 
-@pytest.mark.parametrize("is_on", [False, True], ids=["alone", "with flushes elsewhere"])
-@pytest.mark.parametrize("exchange", [True, False])
-@pytest.mark.filterwarnings("ignore:Checkpoints. removed what killed saves had left")
-def test_replaced_steps(is_on: bool, exchange: bool, disk: Path, mesh, monkeypatch) -> None:
-    """Each save is of the same step."""
-    if not exchange:
-        monkeypatch.setattr(_paths, "exchange_names", lambda *_: False)
-    with Checkpoints(disk / "run") as checkpoints:
-
-        def save(step: int) -> None:
-            checkpoints.save(7, state_at(step, mesh))
-            checkpoints.wait()
-
-        def check(later: Path, step: int, has_returned: bool) -> None:
-            with Checkpoints(later / "run") as found:
-                number, state = found.restore_latest(state_at(0, mesh)) or (0, {})
-                assert number == 7
-                assert state["step"] in ([step] if has_returned else [step - 1, step])
-                expected = state_at(state["step"], mesh)
-                assert (np.asarray(state["w"]) == np.asarray(expected["w"])).all()
-                verify(later / "run" / "7")
-
-        with flushing_elsewhere(disk, is_on):
-            cut(disk, save, check)
-
-
-@pytest.mark.parametrize("is_on", [False, True], ids=["alone", "with flushes elsewhere"])
+@ALONE_OR_NOT
 def test_safetensors(is_on: bool, disk: Path, mesh) -> None:
     def save(step: int) -> None:
         state = state_at(step, mesh)

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
+from treeshard._core.facts import Facts
 from treeshard.checkpoint._array_store import store_key
 from treeshard.checkpoint._table import from_text, pack, to_text
 
@@ -37,7 +38,7 @@ def values_crc(text: str) -> int:
 
 def test_the_text_of_a_table(fsdp_mesh) -> None:
     w = jax.device_put(np.arange(8, dtype=np.uint8), NamedSharding(fsdp_mesh, P("fsdp")))
-    table, _ = pack({"w": w, "step": 3, "none": None})
+    table, _ = pack({"w": w, "step": 3, "none": None}, Facts())
     text = to_text(table._replace(files={"d/1": [8, 7], "_METADATA": [3, 5]}))
     assert text == (
         "{\n"
@@ -61,7 +62,7 @@ def test_the_text_of_a_table(fsdp_mesh) -> None:
 
 def a_table(mesh: jax.sharding.Mesh) -> str:
     w = jax.device_put(np.arange(32.0).reshape(8, 4), NamedSharding(mesh, P(None, "fsdp")))
-    table, _ = pack({"key": jax.random.key(0), "step": 3, "text": "hello", "w": w})
+    table, _ = pack({"key": jax.random.key(0), "step": 3, "text": "hello", "w": w}, Facts())
     return to_text(table)
 
 

@@ -200,6 +200,13 @@ def test_damaged_leaves_are_listed_and_not_exported(go, tmp_path) -> None:
     assert files_in(tmp_path) == ["m.safetensors", "x"]
 
 
+def test_verify_reports_files_from_which_no_leaf_is_read(go, tmp_path) -> None:
+    save(tmp_path / "x", {"w": np.ones(3)})
+    (tmp_path / "x/state/_METADATA").unlink()
+    lines = "x: 0 of 1 leaf damaged, and 1 other file:\n  state/_METADATA is missing.\n"
+    assert go("verify", tmp_path / "x") == (1, lines, "")
+
+
 def test_verify_reports_truncated_files(go, run, weights, tmp_path) -> None:
     shutil.copytree(run / "100", tmp_path / "x")
     os.truncate(tmp_path / "x" / "leaves" / "table.json", 300)

@@ -327,6 +327,12 @@ GATHER = (
             "x",
         ),
         ("%y = f32[8]{0} copy(%nowhere)", None),
+        # A Pallas kernel with metadata of its own, on lines of their own
+        (
+            '%k = f32[8] custom-call(%x), frontend_attributes={kernel_metadata={\n"block":"8"\n}}\n'
+            "  %y = f32[8]{0} copy(%x)",
+            "x",
+        ),
     ],
 )
 def test_the_path_of_moved_data(ops: str, path: str | None) -> None:
@@ -506,14 +512,3 @@ def test_an_op_that_cannot_be_read_breaks_every_budget() -> None:
     assert str(error.value).startswith(
         "these ops look like collectives, but cannot be read: AllGatherOfTheFuture.\n"
     )
-
-
-def test_collectives_of_a_line_and_of_a_leaf() -> None:
-    program = GATHERED.replace("OWN", 'metadata={op_name="w"}').replace('"w"', "\"state['w']\"")
-
-    def found(**filters: str) -> int:
-        return len(ts.collectives(program, "fsdp=8", **filters))
-
-    assert found(line="model.py:3") == found(line="model.py") == 1
-    assert found(leaf="w") == found(leaf="state") == 1
-    assert found(line="del.py:3") == found(line="model.py:3", leaf="v") == 0

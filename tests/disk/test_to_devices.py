@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from treeshard._core.arrays import Region
-from treeshard._disk.to_devices import Target, to_devices
+from treeshard._disk.requests import RequestedLeaf
+from treeshard._disk.to_devices import to_devices
 
 ROWS = 2**18  # of 8 float32: a region is 8 MiB, more than goes to devices in one call
 
@@ -55,7 +56,7 @@ def test_a_region_is_freed_before_the_next_one_is_read(
                 del memory, values
                 yield part.pop()
 
-    target = Target(shape, np.dtype(np.float32), sharding)
+    target = RequestedLeaf("w", "array", shape, "float32", on_devices=True, sharding=sharding)
     arrays = to_devices({"w": target, "v": target}, regions())
     for x in arrays.values():
         assert x.sharding == sharding

@@ -186,3 +186,10 @@ def test_a_damaged_save_is_replaced(index: str | None, file: Path) -> None:
     save_as(file, "two", 2)
     assert number_in(file) == 2
     assert_is_alone(file, "two")
+
+
+def test_a_file_may_have_any_name(tmp_path: Path) -> None:
+    for name in ("mark", ".mark", "mark.mark"):
+        save_as(tmp_path / name, "one", 1)
+        assert number_in(tmp_path / name) == 1
+    assert files_in(tmp_path) == [".mark", "mark", "mark.mark"]

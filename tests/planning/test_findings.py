@@ -89,11 +89,6 @@ PLANTED = {
         " more: rule 0 'w', no free dim of shape (7, 9) is divisible by 4. Free a dim, use another"
         " axis, or pad a dim in the model.",
     ),
-    "left whole, skipped dims": (
-        {"w": struct(8, 8)},
-        [("w", ts.fsdp("fsdp", skip=(0, 1)))],
-        "no free dim of shape (8, 8) is divisible by 4. Free a dim, use another axis, or pad",
-    ),
     "left whole, too small": (
         W,
         [("w", ts.fsdp("fsdp", min_size=999))],

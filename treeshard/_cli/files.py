@@ -81,11 +81,15 @@ def _verify(tree: StoredTree) -> tuple[str, int]:
             f"{total} Headers and sizes are correct. The format has no checksums, so the values"
             " cannot be verified."
         ), 0
-    read = tree.damages(show_progress(leaves, "verify", show=wants_bar()))
-    damages = [f"  {short(row.path)}: {why}" for row, why in read if why]
+    damages, other_files = tree.damages(show_progress(leaves, "verify", show=wants_bar()))
     tree.check()
-    if damages:
-        return "\n".join([f"{path}: {len(damages):,} of {count} damaged:", *damages]), 1
+    lines = [f"  {short(leaf)}: {why}" for leaf, why in damages.items()]
+    lines += [f"  {file} {why}." for file, why in other_files.items()]
+    headline = f"{path}: {len(damages):,} of {count} damaged"
+    if other_files:
+        headline += f", and {counted(len(other_files), 'other file')}"
+    if lines:
+        return "\n".join([f"{headline}:", *lines]), 1
     return f"{total} All match their checksums.", 0
 
 

@@ -24,8 +24,9 @@ class StoredTree(NamedTuple):
     contents: Contents  # what `inspect` prints; tensors have no specs
     # Reads some of the leaves, a few at a time.
     read: Callable[[Iterable[SavedLeaf]], Iterator[ReadLeaf]]
-    # Says how each leaf is damaged; `None` for safetensors, which have no checksums.
-    damages: Callable[[Iterable[SavedLeaf]], Iterable[tuple[SavedLeaf, str]]] | None = None
+    # Says how leaves and other files are damaged, by name; `None` for safetensors, which have no
+    # checksums.
+    damages: Callable[[Iterable[SavedLeaf]], tuple[dict[str, str], dict[str, str]]] | None = None
     steps: tuple[int, ...] = ()  # of the directory of checkpoints that it is in
     # Raises `RemovedError` if its writer has removed it meanwhile.
     check: Callable[[], None] = lambda: None
@@ -89,8 +90,8 @@ def _use_checkpoint(path: str, step: int | None, use: Callable[[StoredTree], R])
             with _paths.reading(directory, listed=chosen in steps) as check:
                 table = _restore.table_at(directory)
                 contents = Contents(str(directory), table.leaves, table.meshes)
-                read = partial(_restore.read_each, directory, table.files)
-                damages = partial(_restore.damages_of, directory, table.files)
+                read = partial(_restore.read_each, directory, table)
+                damages = partial(_restore.find_damages, directory, table)
                 return use(StoredTree("checkpoint", contents, read, damages, steps, check))
         except RemovedError:
             if step is not None or not steps:

@@ -16,8 +16,8 @@ import shutil
 import stat
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
@@ -25,7 +25,6 @@ from zlib import crc32
 
 import jax
 
-from treeshard._core.processes import AS_LONG_AS_IT_TAKES, all_or_none
 from treeshard._core.text import human_bytes
 from treeshard.errors import CheckpointError, warn
 
@@ -341,67 +340,6 @@ def tell_removed(what: str, directory: PathLike, removed: Mapping[str, int | Non
         f"{what}: removed what killed saves had left in {os.fspath(directory)}:"
         f" {', '.join(names[:5])}{more}."
     )
-
-
-# ------------------------------------------------------------------ new files
-
-
-@contextmanager
-def new_files(
-    path: Path,
-    names: Sequence[str],
-    put_in_place: Callable[[Path], None],
-    what: str,
-    timeout: float,
-) -> Iterator[list[int]]:
-    """Opens files in a hidden directory beside `path`, the same files on every process.
-
-    Once all processes have left the block without an error, the files are on the disk, and process
-    0 puts them in place. After an error on any process they are removed.
-
-    Args:
-        path: The path that is locked: one run at a time writes there.
-        names: The names of the files.
-        put_in_place: Renames the files in the directory that it is given.
-        what: The operation, as in `all_or_none`.
-        timeout: Seconds to wait for other processes; waits for their writes have no limit.
-    """
-    first = jax.process_index() == 0
-    hidden = path.with_name(f".{path.name}.part")
-    mark = hidden / "mark"
-    files: list[int] = []
-    with ExitStack() as held:
-        with all_or_none(what, phase="create", timeout=timeout) as marks:
-            if first:
-                lock = path.with_name(f".{path.name}.treeshard-files-lock")
-                held.enter_context(Lock(lock, f"{what}: {path}"))
-                tell_removed(what, path.parent, remove_left(hidden))
-                hidden.mkdir()
-                held.callback(remove_left, hidden)
-                files += [
-                    held.enter_context(_opened(hidden / x, os.O_CREAT | os.O_EXCL)) for x in names
-                ]
-                marks.append(new_mark(mark))  # after the files, which are there once it is seen
-        with all_or_none(what, phase="open", timeout=timeout):
-            if not first:
-                check_mark(mark, marks[0], timeout)
-                files += [held.enter_context(_opened(hidden / x)) for x in names]
-        with all_or_none(what, phase="write", timeout=AS_LONG_AS_IT_TAKES):
-            yield files
-            for file in files:
-                os.fsync(file)
-        with all_or_none(what, phase="rename", timeout=AS_LONG_AS_IT_TAKES):
-            if first:
-                put_in_place(hidden)
-
-
-@contextmanager
-def _opened(path: Path, create: int = 0) -> Iterator[int]:
-    file = os.open(path, os.O_RDWR | create, 0o666)
-    try:
-        yield file
-    finally:
-        os.close(file)
 
 
 def remove_left(path: Path) -> dict[str, int | None]:

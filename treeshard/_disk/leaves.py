@@ -11,7 +11,8 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, Flag
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
+from operator import or_
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -90,8 +91,6 @@ def _plain(x: Any) -> Any:
     """A number or text of a subclass as one of Python's own; a member of an enum as its name."""
     if isinstance(x, Enum):
         return _name_of(x)
-    if type(x) in _SCALAR_KINDS:
-        return x
     base = next((kind for kind in _SCALAR_KINDS if isinstance(x, kind)), None)
     return x if base is None else base(x)
 
@@ -102,71 +101,54 @@ def in_class_of(value: Any, leaf: Any, path: str) -> Any:
     if type(value) is kind or type(value) not in _SCALAR_KINDS:
         return value
     try:
-        return _member(kind, value) if isinstance(leaf, Enum) else _converted(kind, value)
-    except (TypeError, ValueError):
-        text = f"{path}: saved as {value!r}, which {kind.__name__} does not have."
-        raise MismatchError(text) from None
-
-
-def _converted(kind: Any, value: Any) -> Any:
-    """A number or text in a subclass, whose constructor may take, or make, something else."""
-    converted = kind(value)
-    if value_text(converted) != value_text(value):
-        raise ValueError
-    return converted
+        again = _member(kind, value) if isinstance(leaf, Enum) else kind(value)
+        # A constructor may want something else, or make something else of a number.
+        if value_text(again) == value_text(value):
+            return again
+    except (TypeError, ValueError, KeyError):
+        pass
+    raise MismatchError(f"{path}: saved as {value!r}, which {kind.__name__} does not have.")
 
 
 # Enums are saved by name: `enum.auto` gives members other values once one is inserted before them.
-# A combination of flags has a name only if one was defined. It is saved as `A|B`; what no flag has
-# is added as a number, as in `A|8`, and `0` has no flags.
+# A combination of flags may have no name of its own. Then it is saved as `A|B`, and none as the
+# empty text.
 
 
-def _name_of(member: Enum) -> str:
-    members = _named_members(type(member))
-    if member._name_ in members:  # `name` may be a property of the class
-        return member._name_
-    names: list[str] = []
-    rest = member._value_
-    for name, flag in members.items():
-        if flag._value_ and flag._value_ & rest == flag._value_:
-            names.append(name)
-            rest &= ~flag._value_
-    return "|".join([*names, str(rest)] if rest or not names else names)
+def _name_of(member: Any) -> str:
+    if not isinstance(member, Flag) or member._name_ in type(member).__members__:
+        return str(member._name_)  # `name` may be a property of the class
+    return "|".join(str(flag._name_) for flag in member if flag)
 
 
 def _member(kind: Any, name: str) -> Any:
-    """The member that `_name_of` named. Raises `ValueError` if the class does not have it."""
-    members = _named_members(kind)
-    if name in members:
+    """The member that `_name_of` named. Raises `KeyError` if the class does not have it."""
+    members = kind.__members__
+    if name in members or not issubclass(kind, Flag):
         return members[name]
-    if not issubclass(kind, Flag):
-        raise ValueError
-    bits = 0
-    for part in name.split("|"):
-        bits |= members[part]._value_ if part in members else int(part)
-    member = kind(bits)
-    # Depending on its `boundary`, a class drops unknown bits, or returns an `int`.
-    if type(member) is not kind or member._value_ != bits:
-        raise ValueError
-    return member
+    return reduce(or_, (members[part] for part in name.split("|") if part), kind(0))
 
 
-def _named_members(kind: Any) -> dict[str, Any]:
-    """The members by name. `Flag("Modes", {"8": 1})` makes flags whose names read as numbers."""
-    members = kind.__members__.items()
-    return {name: x for name, x in members if name.isidentifier() or not issubclass(kind, Flag)}
+def _is_named(member: Enum) -> bool:
+    """Whether the name says all of it: an `IntFlag` may have bits that no flag has."""
+    try:
+        return _member(type(member), _name_of(member)) == member
+    except KeyError:  # names of flags may have a `|` themselves
+        return False
 
 
 # The kinds of leaves whose values are saved, and of those that a program has again when it starts
 # again, as its source says them. A leaf of any other kind is rejected: what it holds would be lost
 # without a word.
 _SAVED = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-_SAVED += (bool, int, float, complex, str, bytes, Enum)
+_SAVED += (bool, int, float, complex, str, bytes)
 _CODE = (type, ModuleType, np.dtype)
 
 
 def is_opaque(x: Any) -> bool:
     """Whether a leaf may hold values that are neither saved nor code."""
+    if isinstance(x, Enum):  # first, since it may also be an `int` or a `str`
+        return not _is_named(x)
     if x is None or isinstance(x, (*_SAVED, *_CODE)):
         return False
     # Callables are of too many kinds to list: functions, ufuncs, results of `jit`, `custom_vjp`.
@@ -297,12 +279,20 @@ class ReadLeaf(NamedTuple):
     damage: str
 
 
-def raise_damages(path: str | os.PathLike[str], damages: Mapping[str, str]) -> None:
-    """Raises one `DamagedError` that lists all damages, given by leaf path, if there are any."""
+def raise_damages(
+    path: str | os.PathLike[str], damages: Mapping[str, str], other_files: Mapping[str, str] = {}
+) -> None:
+    """Raises one `DamagedError` that lists all damages, if there are any.
+
+    They are given by leaf path. Files of which no leaf is read are given by name.
+    """
     facts = [f"{leaf}: {why}" for leaf, why in damages.items()]
+    facts += [f"{file} {why}." for file, why in other_files.items()]
+    others = f" and {counted(len(other_files), 'other file')}" if other_files else ""
+    headline = f"{len(damages)} leaves{others} are damaged:"
     if facts:
         raise DamagedError(
-            f"{path}: {listed(f'{len(facts)} leaves are damaged:', facts)}\nRead an earlier"
+            f"{path}: {listed(headline, facts, headed=not damages)}\nRead an earlier"
             " checkpoint, or copy this one again from where it is intact."
         )
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
-from jax.tree_util import tree_flatten, tree_leaves, tree_map
+from jax.tree_util import tree_flatten, tree_leaves
 
 from treeshard._core.arrays import array_text, has_shape
 from treeshard._core.facts import Facts
@@ -19,48 +19,63 @@ from treeshard._core.mesh import MeshLike
 from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import raise_misfits, resolve_specs
 from treeshard._core.text import dtype_name, parse_dtype
-from treeshard._disk.leaves import Shape, check_known, empty_value, in_class_of, is_none, kind_of
+from treeshard._disk.leaves import (
+    SavedLeaf,
+    Shape,
+    check_known,
+    empty_value,
+    in_class_of,
+    is_none,
+    kind_of,
+)
 from treeshard._planning.plan import Plan, plan
 from treeshard._planning.rules import Rules
 from treeshard.errors import FormatError, MismatchError, did_you_mean, listed, warn
 
 
-class LeafType(NamedTuple):
-    """The type of a leaf, whatever its values; `kind` and `dtype` are as in `SavedLeaf`.
+class RequestedLeaf(NamedTuple):
+    """A leaf as it is requested, and where its array goes; `kind` and `dtype` as in `SavedLeaf`."""
 
-    On devices it will be a `jax.Array`, which has 64-bit dtypes only in JAX's x64 mode.
-    """
-
+    name: str  # of what is stored for it
     kind: str
     shape: Shape = ()
     dtype: str = ""
+    # Otherwise it becomes a numpy array, which has 64-bit dtypes without JAX's x64 mode, too.
     on_devices: bool = False
-
-    def __str__(self) -> str:
-        if self.dtype:
-            return array_text(self)
-        return "None" if self.kind == "none" else f"a Python {self.kind}"
+    # `None` on devices is the default device, where JAX may move the array from.
+    sharding: Sharding | None = None
 
     @property
-    def is_floating(self) -> bool:
-        """Whether it is an array of floating-point numbers."""
-        return self.kind == "array" and jax.numpy.issubdtype(parse_dtype(self.dtype), np.floating)
+    def is_here(self) -> bool:
+        """Whether all its devices are in this process."""
+        return self.sharding is None or self.sharding.is_fully_addressable
 
-    def cast(self, to: str | None) -> "LeafType":
-        """The type after a cast to the dtype `to`, which changes floating-point arrays only."""
-        return self._replace(dtype=to) if to is not None and self.is_floating else self
+    @property
+    def itemsize(self) -> int:
+        """The bytes of an item of its array."""
+        return parse_dtype(self.dtype).itemsize
 
 
-def leaf_type(x: Any) -> LeafType | None:
-    """The type that a leaf has, or that it requests; `None` if it is static."""
+def request_leaf(name: str, x: Any) -> RequestedLeaf | None:
+    """What a leaf of a like-tree requests; `None` if it is static."""
     kind = kind_of(x)
     if kind is None or (kind == "array" and x.dtype == jax.dtypes.float0):
         return None
     if not has_shape(x):
-        return LeafType(kind)
+        return RequestedLeaf(name, kind)
     is_numpy = isinstance(x, np.ndarray | np.generic)
     dtype = x.dtype.newbyteorder("=") if is_numpy else x.dtype  # the byte order is not saved
-    return LeafType(kind, tuple(x.shape), dtype_name(dtype), on_devices=not is_numpy)
+    return RequestedLeaf(name, kind, tuple(x.shape), dtype_name(dtype), on_devices=not is_numpy)
+
+
+def _type_text(x: SavedLeaf | RequestedLeaf) -> str:
+    if x.dtype:
+        return array_text(x)
+    return "None" if x.kind == "none" else f"a Python {x.kind}"
+
+
+def _is_floating(dtype: str) -> bool:
+    return jax.numpy.issubdtype(parse_dtype(dtype), np.floating)
 
 
 # ------------------------------------------------------------------ differences
@@ -82,24 +97,18 @@ class Differences(NamedTuple):
         If `partial`, leaves may be missing or unexpected; a `ShardingWarning` lists the missing
         ones.
         """
-        facts: list[str] = []
         misfits = [f"{path}: {why}" for path, why in self.misfits.items()]
         missing = [f"{path}: not in {source}." for path in self.missing]
         unexpected = [f"{path}: in {source}, but not requested." for path in self.unexpected]
-        if misfits:
-            headline = f"{len(misfits)} leaves have another type than requested:"
-            facts.append(listed(headline, misfits))
+        sections = [("leaves have another type than requested", misfits)]
         if not partial:
             for i, path in enumerate(self.missing[:_SUGGESTIONS]):
                 missing[i] += did_you_mean(path, self.unexpected)
-            if missing:
-                headline = f"{len(missing)} requested leaves are not in {source}:"
-                facts.append(listed(headline, missing))
-            if unexpected:
-                headline = f"{len(unexpected)} leaves of {source} are not requested:"
-                facts.append(listed(headline, unexpected))
-            if missing or unexpected:
-                facts.append(_USE_PARTIAL)
+            sections.append((f"requested leaves are not in {source}", missing))
+            sections.append((f"leaves of {source} are not requested", unexpected))
+        facts = [listed(f"{len(rows)} {what}:", rows) for what, rows in sections if rows]
+        if not partial and (missing or unexpected):
+            facts.append(_USE_PARTIAL)
         if facts:
             raise MismatchError("\n".join(facts))
         if missing:
@@ -108,30 +117,33 @@ class Differences(NamedTuple):
 
 
 def compare(
-    stored: Mapping[str, LeafType], requested: Mapping[str, LeafType], cast: str | None = None
+    stored: Mapping[str, SavedLeaf], requested: Iterable[RequestedLeaf], cast: str | None = None
 ) -> Differences:
-    """Compares the requested leaves with the stored ones, by path.
+    """Compares the requested leaves with the stored ones, by name.
 
     Floating-point arrays may be converted to the dtype `cast`; nothing else is converted.
     """
-    none = LeafType("none")  # holds no values, so it may be missing
-    missing = [path for path, x in requested.items() if path not in stored and x != none]
-    unexpected = [path for path, x in stored.items() if path not in requested and x != none]
+    missing: list[str] = []
     misfits: dict[str, str] = {}
-    for path, x in requested.items():
-        why = _misfit(stored[path], x, cast) if path in stored else ""
-        if why:
-            misfits[path] = why
-    return Differences(tuple(missing), tuple(unexpected), misfits)
+    unexpected = dict(stored)
+    for x in requested:
+        saved = unexpected.pop(x.name, None)
+        if saved is not None:
+            if why := _misfit(saved, x, cast):
+                misfits[x.name] = why
+        elif x.kind != "none":  # which holds no values
+            missing.append(x.name)
+    left = [name for name, saved in unexpected.items() if saved.kind != "none"]
+    return Differences(tuple(missing), tuple(left), misfits)
 
 
-def _misfit(stored: LeafType, requested: LeafType, cast: str | None) -> str:
+def _misfit(stored: SavedLeaf, requested: RequestedLeaf, cast: str | None) -> str:
     """Why a leaf cannot be read as requested; empty if it can."""
-    fact = f"saved as {stored}, requested as {requested}."
+    fact = f"saved as {_type_text(stored)}, requested as {_type_text(requested)}."
     if (stored.kind, stored.shape) != (requested.kind, requested.shape):
         return fact
     if stored.dtype != requested.dtype:
-        if not (stored.is_floating and requested.is_floating):
+        if not (_is_floating(stored.dtype) and _is_floating(requested.dtype)):
             return f"{fact} Only floating-point dtypes are converted; request {stored.dtype}."
         if requested.dtype != cast:
             return f"{fact} `cast={requested.dtype!r}` converts it."
@@ -142,10 +154,12 @@ def _misfit(stored: LeafType, requested: LeafType, cast: str | None) -> str:
     if dtype == requested.dtype:
         return ""
     ways = "Turn on 64-bit numbers (`jax.config.update('jax_enable_x64', True)`)"
-    if requested.is_floating:
+    if _is_floating(requested.dtype):
         ways += f", convert it with `cast={dtype!r}`"
-    narrowed = requested._replace(dtype=dtype)
-    return f"{requested} would be {narrowed} on devices. {ways}, or request a numpy array."
+    narrowed = _type_text(requested._replace(dtype=dtype))
+    return (
+        f"{_type_text(requested)} would be {narrowed} on devices. {ways}, or request a numpy array."
+    )
 
 
 def cast_dtype(cast: Any) -> str | None:
@@ -156,7 +170,7 @@ def cast_dtype(cast: Any) -> str | None:
         name = str(jax.numpy.dtype(cast))
     except TypeError:
         name = str(cast)
-    if not LeafType("array", (), name).is_floating:
+    if not _is_floating(name):
         raise FormatError(
             f"cast={name!r} is not a floating-point dtype. Only floating-point arrays are"
             " converted, to a dtype such as 'float32'."
@@ -185,14 +199,6 @@ class Placing(NamedTuple):
         )
 
 
-class RequestedLeaf(NamedTuple):
-    """A requested leaf; `sharding` is `None` for the default device, and for numpy."""
-
-    name: str
-    type: LeafType
-    sharding: Sharding | None
-
-
 class Request(NamedTuple):
     """A read request: the leaves of a like-tree, those requested of them, by index, and those
     stored.
@@ -203,7 +209,7 @@ class Request(NamedTuple):
     leaves: list[Any]
     treedef: Any
     requested: dict[int, RequestedLeaf]
-    stored: Mapping[str, LeafType]
+    stored: Mapping[str, SavedLeaf]
     differences: Differences
 
     def to_read(self) -> dict[int, RequestedLeaf]:
@@ -215,7 +221,7 @@ class Request(NamedTuple):
         facts.describe(
             (leaf.name, self.leaves[i], [] if leaf.sharding is None else [leaf.sharding])
             for i, leaf in self.to_read().items()
-            if leaf.type.dtype
+            if leaf.dtype
         )
 
     def tree(self, values: Iterable[tuple[int, Any]]) -> PyTree:
@@ -238,7 +244,7 @@ def _like_leaf_of(value: Any, leaf: Any, name: str) -> Any:
 
 
 def read_request(
-    stored: Mapping[str, LeafType],
+    stored: Mapping[str, SavedLeaf],
     like: PyTree,
     placing: Placing,
     *,
@@ -256,7 +262,7 @@ def read_request(
     to = cast_dtype(cast)
     tree = like
     if like is None:
-        tree = {name: _like_leaf(x.cast(to)) for name, x in stored.items()}
+        tree = {name: _like_leaf(x, to) for name, x in stored.items()}
     elif isinstance(like, Plan):
         like.check_before_use()
         tree = like.structs
@@ -265,25 +271,24 @@ def read_request(
     if placing.rules is not None:
         shardings = _decided(tree, placing.rules, placing, where)
     else:
-        _check_placements(tree, where)
-        shardings = [_own_sharding(leaf, where) for leaf in leaves]
+        shardings = _own_shardings(tree, where)
     requested: dict[int, RequestedLeaf] = {}
     for i, name in names(tree).items():
-        type_ = leaf_type(leaves[i])
-        if type_ is None:
-            continue
-        if type_.dtype and placing.rules is not None:
-            type_ = type_._replace(on_devices=True)
-        requested[i] = RequestedLeaf(name, type_, shardings[i] if type_.dtype else None)
-    types = {leaf.name: leaf.type for leaf in requested.values()}
-    return Request(leaves, treedef, requested, stored, compare(stored, types, to))
+        leaf = request_leaf(name, leaves[i])
+        if leaf is not None and leaf.dtype:
+            on_devices = leaf.on_devices or placing.rules is not None
+            leaf = leaf._replace(on_devices=on_devices, sharding=shardings[i])
+        if leaf is not None:
+            requested[i] = leaf
+    return Request(leaves, treedef, requested, stored, compare(stored, requested.values(), to))
 
 
-def _like_leaf(x: LeafType) -> Any:
-    """A leaf that requests this type, in host memory."""
+def _like_leaf(x: SavedLeaf, cast: str | None) -> Any:
+    """A leaf that requests a stored one in host memory, after a cast of floating-point arrays."""
     if x.kind == "array":
+        dtype = cast if cast is not None and _is_floating(x.dtype) else x.dtype
         # A view of one number, which takes no memory.
-        return np.broadcast_to(np.zeros((), parse_dtype(x.dtype)), x.shape)
+        return np.broadcast_to(np.zeros((), parse_dtype(dtype)), x.shape)
     if x.kind == "key":
         return jax.ShapeDtypeStruct(x.shape, parse_dtype(x.dtype))
     return empty_value(x.kind)
@@ -296,19 +301,24 @@ def _decided(tree: PyTree, rules: Rules, placing: Placing, where: str) -> list[A
     return tree_leaves(decided.shardings, is_leaf=is_none)
 
 
-def _check_placements(tree: PyTree, where: str) -> None:
-    """Raises `SpecError` for arrays that request a type which only traced values have."""
-    typed = tree_map(_typed_sharding, tree)
-    laid = resolve_specs(tree, typed)
-    misfits = {i: spec and spec.misfit({"reduced-type"}) for i, spec in enumerate(laid)}
+def _own_shardings(tree: PyTree, where: str) -> list[Sharding | None]:
+    """The shardings of the like-tree's own arrays; `None` is a leaf, too.
+
+    Raises `SpecError` for arrays whose types only traced values have, and `NoMeshError` for meshes
+    without devices.
+    """
+    leaves = tree_leaves(tree)
+    shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
+    typed = [x if _has_reduced_type(x) else None for x in shardings]
+    resolved = resolve_specs(leaves, typed)
+    misfits = {i: spec and spec.misfit({"reduced-type"}) for i, spec in enumerate(resolved)}
     raise_misfits(tree, misfits, where)
+    return [_own_sharding(leaf, where) for leaf in tree_leaves(tree, is_leaf=is_none)]
 
 
-def _typed_sharding(leaf: Any) -> NamedSharding | None:
-    sharding = getattr(leaf, "sharding", None)
-    if not isinstance(sharding, NamedSharding):
-        return None
-    return sharding if sharding.spec.unreduced or sharding.spec.reduced else None
+def _has_reduced_type(sharding: Any) -> bool:
+    is_named = isinstance(sharding, NamedSharding)
+    return is_named and bool(sharding.spec.unreduced or sharding.spec.reduced)
 
 
 def _own_sharding(leaf: Any, where: str) -> Sharding | None:

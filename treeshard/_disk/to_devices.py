@@ -7,7 +7,7 @@ in a call.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -15,7 +15,8 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from treeshard._core.arrays import Region, items_on_host, region_shape, regions_here
 from treeshard._core.memory import Meter
-from treeshard._disk.leaves import Shape
+from treeshard._core.text import parse_dtype
+from treeshard._disk.requests import RequestedLeaf
 
 _TOGETHER = 2**22  # bytes that are moved in one call, if no single region has more
 _LEAST = 2**16  # what a region counts at least
@@ -24,27 +25,9 @@ Key = TypeVar("Key")
 Part = tuple[Key, Region, np.ndarray]  # a region of the array of a key, in host memory
 
 
-class Target(NamedTuple):
-    """An array that is read.
-
-    If its sharding is `None`, it goes to the default device, where JAX may move it from.
-    """
-
-    shape: Shape
-    dtype: np.dtype
-    sharding: Sharding | None
-
-    @property
-    def is_here(self) -> bool:
-        """Whether all its devices are in this process."""
-        return self.sharding is None or self.sharding.is_fully_addressable
-
-    def goes_whole(self, region: Region) -> bool:
-        """Whether a region is the full array, which JAX then splits, in one transfer."""
-        return self.is_here and region_shape(region) == self.shape
-
-
-def to_devices(targets: Mapping[Key, Target], parts: Iterable[Part[Key]]) -> dict[Key, jax.Array]:
+def to_devices(
+    targets: Mapping[Key, RequestedLeaf], parts: Iterable[Part[Key]]
+) -> dict[Key, jax.Array]:
     """The arrays on their devices, from the regions of them that devices of this process hold.
 
     The regions must not be used afterwards: CPU devices may adopt their memory. Arrays with missing
@@ -63,13 +46,9 @@ def default_sharding() -> Sharding:
     return jax.device_put(np.zeros((), bool)).sharding
 
 
-def items_here(sharding: Sharding | None, shape: Shape) -> int:
-    """The items that an array takes in host memory: on it, or on devices that use it."""
-    full = tuple((0, length) for length in shape)
-    return math.prod(shape) if sharding is None else items_on_host(sharding, shape, full)
-
-
-def add_part(meter: Meter, target: Target, region: Region, *, nbytes: int, converts: bool) -> None:
+def add_part(
+    meter: Meter, target: RequestedLeaf, region: Region, *, nbytes: int, converts: bool
+) -> None:
     """Adds what a region of `nbytes`, which has been read, takes on its way to `target`.
 
     It is converted, if at all, while the values that were read are still there; then moved while
@@ -77,11 +56,11 @@ def add_part(meter: Meter, target: Target, region: Region, *, nbytes: int, conve
     """
     count = math.prod(region_shape(region))
     if converts:
-        meter.add(count * target.dtype.itemsize)
+        meter.add(count * target.itemsize)
         meter.add(-nbytes)
     if target.sharding is not None:
-        meter.add(items_on_host(target.sharding, target.shape, region) * target.dtype.itemsize)
-        meter.add(-count * target.dtype.itemsize)
+        meter.add(items_on_host(target.sharding, target.shape, region) * target.itemsize)
+        meter.add(-count * target.itemsize)
 
 
 def _batches(parts: Iterable[Part[Key]]) -> Iterator[list[Part[Key]]]:
@@ -98,7 +77,7 @@ def _batches(parts: Iterable[Part[Key]]) -> Iterator[list[Part[Key]]]:
 
 
 def _moved(
-    targets: Mapping[Key, Target], waiting: list[Part[Key]]
+    targets: Mapping[Key, RequestedLeaf], waiting: list[Part[Key]]
 ) -> Iterator[tuple[Key, jax.Array]]:
     """Moves regions to their devices, and takes them out of `waiting`."""
     outgoing = [
@@ -114,8 +93,13 @@ def _moved(
     return zip(keys, moved, strict=True)
 
 
-def _destinations(target: Target, region: Region) -> list[Sharding | None]:
-    if target.goes_whole(region):
+def _goes_whole(target: RequestedLeaf, region: Region) -> bool:
+    """Whether a region is the full array, which JAX then splits, in one transfer."""
+    return target.is_here and region_shape(region) == target.shape
+
+
+def _destinations(target: RequestedLeaf, region: Region) -> list[Sharding | None]:
+    if _goes_whole(target, region):
         return [target.sharding]
     assert target.sharding is not None
     kind = target.sharding.memory_kind
@@ -126,12 +110,12 @@ def _destinations(target: Target, region: Region) -> list[Sharding | None]:
     ]
 
 
-def _assembled(target: Target, shards: list[jax.Array]) -> jax.Array | None:
+def _assembled(target: RequestedLeaf, shards: list[jax.Array]) -> jax.Array | None:
     if target.is_here and len(shards) == 1 and shards[0].shape == target.shape:
         return shards[0]
     if target.sharding is None or len(shards) < len(target.sharding.addressable_devices):
         return None
     # Without a shard on this process, there is none to take the dtype from.
     return jax.make_array_from_single_device_arrays(
-        target.shape, target.sharding, shards, dtype=target.dtype
+        target.shape, target.sharding, shards, dtype=parse_dtype(target.dtype)
     )

@@ -253,6 +253,7 @@ def _find_specs(
         source = PlanInForce(specs, row_axes(default_batch(specs)))
         specs = source.specs_of(tree, *_CALL)
     elif specs is None:
+        # A function that makes a state also runs the model, before anything is sharded.
         if plan_in_force.value is INITIALISING:
             return None
         mesh = context_mesh()
@@ -469,6 +470,7 @@ def _report(
     is_uneven = any(target.misfit({"indivisible"}) for target in adjusted.values())
     advice = _KEEP if uneven == "keep" and is_uneven else ""
     raise_misfits(tree, misfits, where, "constraints do not fit:", advice=advice)
+    # An axis that another mesh has is dropped in silence: a model is written for many meshes.
     paths = leaf_paths(tree)
     warnings = [
         f"{paths[i] or 'the array'}: {why}"
@@ -482,7 +484,7 @@ def _report(
 
 
 def _explain_applied_in_part(note: Adjustment, target: ResolvedSpec, uneven: Uneven) -> str:
-    """What to warn of, if anything: an axis of another mesh is dropped in silence."""
+    """What to warn of, if anything."""
     if note.kind == "indivisible" and uneven == "warn":
         mesh = describe_mesh(target.mesh)
         return f"{note.why} The mesh: {mesh}. It is constrained to {target.spec} instead."

@@ -29,7 +29,6 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from treeshard._core.mesh import axis_sizes
 from treeshard._core.paths import shared_names
 from treeshard._core.specs import (
-    MISFITS,
     Adjustment,
     all_axes,
     axes_of,
@@ -48,13 +47,13 @@ from treeshard._planning.matching import (
     state_with_parameters,
 )
 from treeshard._planning.planned import PlannedTree
-from treeshard._planning.rules import kind_of
+from treeshard._planning.rules import ERRORS, kind_of
 from treeshard._planning.tactics import Tactic
 from treeshard.errors import counted, did_you_mean
 
 T = TypeVar("T")
 
-_ERRORS = MISFITS | {"unmatched", "path-collision"}
+_ERRORS = ERRORS | {"path-collision"}
 
 
 class Finding(NamedTuple):

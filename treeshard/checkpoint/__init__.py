@@ -29,7 +29,7 @@ from treeshard._disk.files import PathLike
 from treeshard._disk.leaves import Contents, SavedLeaf, raise_damages
 from treeshard.checkpoint._checkpoints import Checkpoints
 from treeshard.checkpoint._paths import checkpoint_path, reading
-from treeshard.checkpoint._restore import damages_of, restore, table_at
+from treeshard.checkpoint._restore import find_damages, restore, table_at
 from treeshard.checkpoint._save import begin
 
 __all__ = [
@@ -138,14 +138,15 @@ def inspect(path: PathLike) -> Contents:
 def verify(path: PathLike, *, progress: bool = False) -> None:
     """Reads every leaf of a checkpoint, and checks that it is as saved.
 
-    It needs no model, no mesh and no other process, and host memory for a few chunks at a time.
+    Its files are compared with those that were saved, too, even if no leaf is read from them. It
+    needs no model, no mesh and no other process, and host memory for a few chunks at a time.
 
     Args:
         path: The checkpoint.
         progress: Whether to show a progress bar with a step per leaf (needs `tqdm`).
 
     Raises:
-        DamagedError: If leaves cannot be read, or are not as saved: all are listed.
+        DamagedError: If leaves or files cannot be read, or are not as saved: all are listed.
         CheckpointError, FormatError, RemovedError: As `inspect`.
         CheckpointError: Also if there is not enough host memory.
         ImportError: If `progress` is set and `tqdm` is not installed.
@@ -159,10 +160,9 @@ def verify(path: PathLike, *, progress: bool = False) -> None:
     with reading(checkpoint) as check:
         table = table_at(checkpoint)
         rows = show_progress(table.leaves, "verify", show=progress)
-        read = damages_of(checkpoint, table.files, rows)
-        damages = {row.path: why for row, why in read if why}
+        damages, other_files = find_damages(checkpoint, table, rows)
         check()  # what was read may be intact, and from another checkpoint
-        raise_damages(checkpoint, damages)
+        raise_damages(checkpoint, damages, other_files)
 
 
 def __dir__() -> list[str]:

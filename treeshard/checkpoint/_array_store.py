@@ -97,10 +97,6 @@ def written_by(path: epath.Path, process: int) -> epath.Path:
 
 # ------------------------------------------------------------------ how an array is stored
 
-# What TensorStore takes: dims of an array, and bytes of a key in an OCDBT database, which ends in
-# the numbers of a chunk.
-MOST_DIMS, LONGEST_KEY = 32, 2**16 - 1024
-
 # The dtypes of zarr 3 in TensorStore, beyond numpy's own. All others have one byte, and are stored
 # as that.
 _STORED = {"bfloat16", "int4", "float8_e4m3fn", "float8_e5m2"}

@@ -42,13 +42,12 @@ from treeshard.checkpoint._paths import (
     ARRAYS,
     MARK,
     SEAL,
-    changed_files,
     checkpoint_path,
     is_local,
+    lacking_files,
     lock_in,
     mark_removed,
     reading,
-    remove_tree,
     seal,
     steps_in,
     sweep_run,
@@ -521,11 +520,12 @@ class Checkpoints:
 def _lock(directory: epath.Path, held: ExitStack) -> Lock | None:
     """Locks the directory, and removes what killed runs left."""
     make_directory(directory)
-    if not is_local(directory):
-        tell_removed("Checkpoints", directory, sweep_run(directory))
-        return None
-    lock = held.enter_context(Lock(lock_in(directory), str(directory)))
-    if lock.is_held:  # without locks, nobody knows whether what is unfinished is being written
+    lock = None
+    if is_local(directory):
+        lock = held.enter_context(Lock(lock_in(directory), str(directory)))
+    # In a file system without locks, nobody knows whether what is unfinished is being written.
+    # Object stores never have locks, and there it is removed all the same: the warning says so.
+    if lock is None or lock.is_held:
         tell_removed("Checkpoints", directory, sweep_run(directory))
     return lock
 
@@ -561,12 +561,15 @@ def _lacking_files(path: epath.Path) -> list[str]:
     if not seal(path):
         return [f"{ARRAYS}/{SEAL}"]
     with suppress(CheckpointError):  # whoever reads the step gets the error
-        return [*changed_files(path, table_at(path).files, sizes_only=True)]
+        return lacking_files(path, table_at(path).files)
     return []
 
 
 def _remove_files(old: epath.Path) -> None:
     try:
-        remove_tree(old)
+        if os.path.islink(old):
+            old.unlink()  # what it refers to stays
+        else:
+            old.rmtree()
     except OSError as error:
         warn(f"{old} cannot be removed: {error}.")

@@ -42,6 +42,13 @@ MARK = "treeshard-mark"  # which every process must see before it writes
 TEMPORARY = ".orbax-checkpoint-tmp"  # suffix of the name of an incomplete checkpoint
 COMMITTED = "commit_success.txt"  # marks a complete checkpoint where directories cannot be renamed
 
+# The names beside a checkpoint `7`, all of which readers ignore:
+# 1. `7.orbax-checkpoint-tmp`: it is being written. Or it was replaced, by an exchange of names.
+# 2. `7.orbax-checkpoint-tmp-replaced`: it is being replaced where names cannot be exchanged. After
+#    a kill between two renames it gets its name back.
+# 3. `7.orbax-checkpoint-tmp-1f2e3d4c-removed`: a thread is removing it.
+# 4. `.7.treeshard-lock` while it is written, and `.treeshard-lock` while a run is open.
+# The next save of `7` removes 1 and 2; the next run that opens the directory removes all.
 _LOCK = "treeshard-lock"
 _OF_ORBAX = ("_CHECKPOINT_METADATA", "_METADATA", "orbax.checkpoint")
 _STEP = re.compile("0|[1-9][0-9]*")
@@ -178,29 +185,46 @@ def _names_in(directory: epath.Path) -> list[str]:
         raise CheckpointError(f"{directory} cannot be listed: {error.strerror}.") from None
 
 
-def changed_files(
-    path: epath.Path, files: FileFacts, *, sizes_only: bool = False
-) -> dict[str, str]:
-    """How the files of its arrays differ from those that a checkpoint was saved with, by name."""
+def changed_files(path: epath.Path, files: FileFacts) -> dict[str, str]:
+    """How the files of its arrays differ from those that a checkpoint was saved with, by name.
+
+    Raises `CheckpointError` if this process may not read one: that is not damage.
+    """
     changed: dict[str, str] = {}
-    for name, facts in files.items():
+    for name, (size, crc) in files.items():
         file = path / ARRAYS / name
+        why = ""
         try:
-            if sizes_only:
-                found = [os.stat(file).st_size]
-            else:
-                with file.open("rb") as opened:
-                    found = file_facts(opened)
+            with file.open("rb") as opened:
+                found_size, found_crc = file_facts(opened)
+            if found_size != size:
+                why = f"has {found_size:,} bytes, and was saved with {size:,}"
+            elif found_crc != crc:
+                why = "has other contents than were saved"
         except FileNotFoundError:
-            changed[f"{ARRAYS}/{name}"] = "is missing"
-            continue
-        except OSError:  # it cannot be looked at: whoever reads the arrays in it gets the error
-            continue
-        if found[0] != facts[0]:
-            changed[f"{ARRAYS}/{name}"] = f"has {found[0]:,} bytes, and was saved with {facts[0]:,}"
-        elif not sizes_only and found != facts:
-            changed[f"{ARRAYS}/{name}"] = "has other contents than were saved"
+            why = "is missing"
+        except PermissionError as error:
+            raise CheckpointError(f"{file} cannot be read: {error.strerror}.") from None
+        except OSError as error:
+            why = f"cannot be read: {error.strerror or error}"
+        if why:
+            changed[f"{ARRAYS}/{name}"] = why
     return changed
+
+
+def lacking_files(path: epath.Path, files: FileFacts) -> list[str]:
+    """The files of its arrays that are not there, or have another size. None is read."""
+    lacking: list[str] = []
+    for name, (size, _) in files.items():
+        file = f"{ARRAYS}/{name}"
+        try:
+            if os.stat(path / file).st_size != size:
+                lacking.append(file)
+        except FileNotFoundError:
+            lacking.append(file)
+        except OSError:
+            pass  # it may be intact: whoever reads it gets the error
+    return lacking
 
 
 def is_ours(path: epath.Path) -> bool:
@@ -290,7 +314,8 @@ def _change_of(path: epath.Path, handle: int | None) -> str:
 def _none_at(path: epath.Path) -> CheckpointError:
     """The error for a path without a table of leaves, which says what is there."""
     if not is_there(path):
-        near = _steps(path.parent) or did_you_mean(path.name, _visible_names(path.parent))
+        visible = [name for name in _names_in(path.parent) if not name.startswith(".")]
+        near = _steps(path.parent) or did_you_mean(path.name, visible)
         return CheckpointError(f"There is no checkpoint at {path}.{near}")
     steps = steps_in(path)
     if steps:
@@ -307,12 +332,6 @@ def _none_at(path: epath.Path) -> CheckpointError:
             " Read it with Orbax."
         )
     return CheckpointError(f"{path} is not a checkpoint: it has no table of leaves.")
-
-
-def _visible_names(directory: epath.Path) -> list[str]:
-    if not directory.is_dir():
-        return []
-    return [path.name for path in directory.iterdir() if not path.name.startswith(".")]
 
 
 def _steps(directory: epath.Path) -> str:
@@ -366,13 +385,11 @@ def check_vacant(path: epath.Path, *, replace: bool = False) -> None:
     )
 
 
-def sweep(path: epath.Path, *, half_removed: bool = False) -> dict[str, int | None]:
+def sweep(path: epath.Path) -> dict[str, int | None]:
     """Removes what failed saves of a checkpoint left behind. No save may be running.
 
-    `half_removed` is for what a killed run had begun to remove. A run that is alive removes such
-    in a thread of its own. A checkpoint that was about to be replaced gets its name back. Returns
-    the bytes of each directory that was removed; `None` in an object store, where nobody counts
-    them.
+    A checkpoint that was about to be replaced gets its name back. Returns the bytes of each
+    directory that was removed; `None` in an object store, where nobody counts them.
     """
     removed: dict[str, int | None] = {}
     if not is_local(path):
@@ -383,20 +400,10 @@ def sweep(path: epath.Path, *, half_removed: bool = False) -> dict[str, int | No
     replaced = _replaced_path(path)
     if is_ours(replaced) and not is_there(path):
         replaced.rename(path)
-    for left in path.parent.iterdir():
-        if left.name.endswith(_REMOVED) and not half_removed:
-            continue
-        if left.name.startswith(f"{path.name}{TEMPORARY}") and left.is_dir():
+    for left in (partial_path(path), replaced):
+        if left.is_dir():  # a file of this name is not ours
             removed |= remove_left(Path(left))
     return removed
-
-
-def remove_tree(path: epath.Path) -> None:
-    """Removes a directory, or a link to one."""
-    if is_local(path) and os.path.islink(path):
-        path.unlink()
-    else:
-        path.rmtree()
 
 
 def _is_unfinished(path: epath.Path) -> bool:
@@ -425,8 +432,12 @@ def sweep_run(directory: epath.Path) -> dict[str, int | None]:
         path = directory / match["step"]
         # If its lock is not free, another process is writing it.
         with suppress(CheckpointError), Lock(lock_of(path), str(path)) as lock:
-            if lock.is_held:
-                removed |= sweep(path, half_removed=True)
+            if not lock.is_held:
+                continue
+            removed |= sweep(path)
+            # A run that is alive removes these in a thread of its own, so `sweep` leaves them.
+            if name.endswith(_REMOVED) and (directory / name).is_dir():
+                removed |= remove_left(Path(directory / name))
     return removed
 
 

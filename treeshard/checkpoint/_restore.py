@@ -5,14 +5,15 @@ regions that its devices will hold, whoever wrote them. All that the processes e
 they make the same call, and what they could not read.
 
 A region that is read is converted in host memory, moved to its devices, and freed, before many
-others are read. TensorStore compares the checksum of each chunk. Process 0 looks whether the files
-are the ones that were saved, since an intact chunk of another step has a valid checksum, too.
+others are read. TensorStore compares the checksum of each chunk. An intact chunk of another step
+has a valid checksum, too, so the files are compared with the ones that were saved.
 """
 
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, TypedDict
 from zlib import crc32
 
@@ -36,8 +37,8 @@ from treeshard._core.processes import (
 from treeshard._core.text import parse_dtype
 from treeshard._disk.files import FileFacts, PathLike
 from treeshard._disk.leaves import ReadLeaf, SavedLeaf, raise_damages
-from treeshard._disk.requests import LeafType, Placing, RequestedLeaf, read_request
-from treeshard._disk.to_devices import Part, Target, add_part, default_sharding, to_devices
+from treeshard._disk.requests import Placing, RequestedLeaf, read_request
+from treeshard._disk.to_devices import Part, add_part, default_sharding, to_devices
 from treeshard._disk.untrusted import check_memory, no_memory_to_read
 from treeshard._planning.rules import Rules
 from treeshard.checkpoint._array_store import (
@@ -56,6 +57,7 @@ from treeshard.checkpoint._array_store import (
     store_key,
 )
 from treeshard.checkpoint._paths import (
+    MANIFEST,
     changed_files,
     checkpoint_path,
     explaining,
@@ -153,15 +155,13 @@ def restore(
     checkpoint = checkpoint_path(path)
     with reading(checkpoint) as check:
         with require_agreement(WHERE, among=among, timeout=timeout) as facts, explaining(check):
-            text = table_text(checkpoint)
-            table = _table_of(checkpoint, text)
+            table = table_at(checkpoint)
             rows = {row.path: row for row in table.leaves}
-            types = {row.path: LeafType(row.kind, row.shape, row.dtype) for row in rows.values()}
             placing = Placing(rules, mesh, min_size)
-            request = read_request(types, like, placing, cast=cast, names=_paths, where=WHERE)
+            request = read_request(rows, like, placing, cast=cast, names=_paths, where=WHERE)
             request.differences.check(str(checkpoint), partial=partial)
             facts["the path"] = str(checkpoint)
-            facts["the table of leaves"] = f"CRC-32 {crc32(text.encode())}"
+            facts["the table of leaves"] = f"CRC-32 {seal(checkpoint)}"
             request.add_to(facts)
         requested = request.to_read()
         leaves = [(rows[x.name], x) for x in requested.values()]
@@ -172,15 +172,12 @@ def restore(
 
 def table_at(path: epath.Path) -> LeafTable:
     """The table of the checkpoint at `path`. Raises as `checkpoint.inspect` does."""
-    return _table_of(path, table_text(path))
-
-
-def _table_of(path: epath.Path, text: str) -> LeafTable:
+    text = table_text(path)
     try:
         table = from_text(text)
     except (DamagedError, FormatError) as error:
         raise type(error)(f"{path}: {error}") from None
-    # The table is whole. It may still be that of another checkpoint.
+    # The table is whole, and may still be from another checkpoint. The seal is beside the arrays.
     if seal(path) != str(crc32(text.encode())):
         raise DamagedError(f"{path}: the table of leaves does not belong to the arrays beside it.")
     return table
@@ -200,12 +197,11 @@ def _values(leaves: Leaves, arrays: dict[str, Any]) -> Iterator[Any]:
 
 def _empty(row: SavedLeaf, requested: RequestedLeaf) -> Any:
     """An array without elements, which is not stored."""
-    dtype = parse_dtype("uint32" if row.kind == "key" else requested.type.dtype)
-    empty = np.zeros(row.stored_shape, dtype)
-    if not requested.type.on_devices:
+    target = _data_of(row, requested)
+    empty = np.zeros(target.shape, parse_dtype(target.dtype))
+    if target.sharding is None:
         return empty
-    sharding = requested.sharding or default_sharding()
-    return jax.make_array_from_callback(empty.shape, sharding, empty.__getitem__)
+    return jax.make_array_from_callback(empty.shape, target.sharding, empty.__getitem__)
 
 
 # ------------------------------------------------------------------ reading the array store
@@ -225,7 +221,7 @@ def _read_together(
     `check` raises if the writer has removed or replaced the checkpoint meanwhile.
     """
     rows = [row for row, _ in leaves if row.stored]
-    targets = _targets(leaves)
+    targets = {row.path: _data_of(row, requested) for row, requested in leaves if row.stored}
     check_memory_of_hosts(
         WHERE,
         _memory_to_read(_reads(rows, targets), targets),
@@ -240,10 +236,14 @@ def _read_together(
         errors: dict[str, str] = {}
         shown = show_progress(rows, WHERE, show=progress)
         arrays = _read_arrays(store, _reads(shown, targets), targets, errors)
-        if among is not None or jax.process_index() == 0:
-            changed = _keys_in_changed_files(path, files, store)
-            keys = {row.path: store_key(row.path) for row in rows}
-            errors = {leaf: changed[key] for leaf, key in keys.items() if key in changed} | errors
+        # Each of N processes has written files, and N times N would be opened if all compared all:
+        # one process does. The others compare the root of the index alone. It names every file that
+        # they read, by names that no other save has drawn, and they may see a copy of the
+        # checkpoint of their own.
+        if among is None and jax.process_index() != 0:
+            files = {name: facts for name, facts in files.items() if name == MANIFEST}
+        # An error of its own says more about a leaf than that its file has changed.
+        errors = _leaves_in(changed_files(path, files), rows, store) | errors
         check()
         messages.append(json.dumps(errors).encode())
     errors_anywhere: dict[str, str] = {}
@@ -253,20 +253,14 @@ def _read_together(
     return arrays
 
 
-def _targets(leaves: Leaves) -> dict[str, Target]:
-    """Where stored arrays go, by path: the dtype is as requested, and keys are their data."""
-    default = default_sharding()
-    targets: dict[str, Target] = {}
-    for row, requested in leaves:
-        if row.stored is None:
-            continue
-        dtype = parse_dtype("uint32" if row.kind == "key" else requested.type.dtype)
-        sharding = (requested.sharding or default) if requested.type.on_devices else None
-        targets[row.path] = Target(row.stored_shape, dtype, sharding)
-    return targets
+def _data_of(row: SavedLeaf, requested: RequestedLeaf) -> RequestedLeaf:
+    """The array that is read for a leaf, which on devices has a sharding; of keys, their data."""
+    dtype = "uint32" if row.kind == "key" else requested.dtype
+    sharding = (requested.sharding or default_sharding()) if requested.on_devices else None
+    return requested._replace(shape=row.stored_shape, dtype=dtype, sharding=sharding)
 
 
-def _reads(rows: Iterable[SavedLeaf], targets: Mapping[str, Target]) -> Iterator[Read]:
+def _reads(rows: Iterable[SavedLeaf], targets: Mapping[str, RequestedLeaf]) -> Iterator[Read]:
     """The distinct regions that this process reads of each array."""
     for row in rows:
         target = targets[row.path]
@@ -281,7 +275,7 @@ def _reads(rows: Iterable[SavedLeaf], targets: Mapping[str, Target]) -> Iterator
 def _read_arrays(
     store: ArrayStore,
     reads: Iterable[Read],
-    targets: Mapping[str, Target],
+    targets: Mapping[str, RequestedLeaf],
     errors: dict[str, str],
 ) -> dict[str, Any]:
     """Arrays in their places. `errors` gets why others cannot be read."""
@@ -290,7 +284,7 @@ def _read_arrays(
     def read_parts() -> Iterator[Part[str]]:
         for row, region, stored in store.read(reads, errors):
             target = targets[row.path]
-            values = [_converted(row, stored, target.dtype)]
+            values = [_converted(row, stored, parse_dtype(target.dtype))]
             del stored  # no variable keeps it
             if target.sharding is None:
                 on_host[row.path] = values.pop()
@@ -307,7 +301,7 @@ def _converted(row: SavedLeaf, values: np.ndarray, dtype: np.dtype) -> np.ndarra
         return values.astype(dtype, copy=False)
 
 
-def _memory_to_read(reads: Iterable[Read], targets: Mapping[str, Target]) -> int:
+def _memory_to_read(reads: Iterable[Read], targets: Mapping[str, RequestedLeaf]) -> int:
     """The host memory that `_read_arrays` takes at most, by a run that reads nothing."""
     meter, buffers = Meter(), list[tuple[int, int]]()
 
@@ -321,7 +315,7 @@ def _memory_to_read(reads: Iterable[Read], targets: Mapping[str, Target]) -> int
         buffers += (stored, stored), (chunk_bytes(row), taken - stored)
         meter.add(stored - taken)
         # What the store has as `uint8` is viewed in its own dtype, which copies nothing.
-        converts = row.kind == "array" and parse_dtype(row.dtype) != target.dtype
+        converts = row.kind == "array" and row.dtype != target.dtype
         add_part(meter, target, region, nbytes=stored, converts=converts)
     return meter.peak + kept_by_allocator(buffers, IN_FLIGHT)
 
@@ -329,25 +323,30 @@ def _memory_to_read(reads: Iterable[Read], targets: Mapping[str, Target]) -> int
 # ------------------------------------------------------------------ damage
 
 
-def _keys_in_changed_files(path: epath.Path, files: FileFacts, store: ArrayStore) -> dict[str, str]:
-    """The keys of leaves whose values, or the index of them, are in files that are not as saved.
+def _leaves_in(
+    changed: Mapping[str, str], rows: Iterable[SavedLeaf], store: ArrayStore
+) -> dict[str, str]:
+    """The leaves whose values, or the index of them, are in changed files, each with the reason.
 
     Each chunk there may be intact, and still be from another step, so these leaves count as
     damaged.
     """
-    changed = changed_files(path, files)
+    if not changed:  # the index need not be read
+        return {}
     found: dict[str, str] = {}
-    for key, holders in store.files_by_key.items() if changed else ():
+    for key, holders in store.files_by_key.items():
         for file in holders:
             if file in changed:
+                # The key of a chunk begins with that of its array, which has no `/`.
                 found[key.partition("/")[0]] = f"its file {file} {changed[file]}."
-    return found
+    keys = {row.path: store_key(row.path) for row in rows}
+    return {leaf: found[key] for leaf, key in keys.items() if key in found}
 
 
-def read_each(path: epath.Path, files: FileFacts, rows: Iterable[SavedLeaf]) -> Iterator[ReadLeaf]:
-    """Reads leaves to host memory, a few at a time."""
+def read_each(path: epath.Path, table: LeafTable, rows: Iterable[SavedLeaf]) -> Iterator[ReadLeaf]:
+    """Reads leaves of the table to host memory, a few at a time."""
     store = ArrayStore(path)
-    changed = _keys_in_changed_files(path, files, store)
+    in_changed = _leaves_in(changed_files(path, table.files), table.leaves, store)
     for batch in in_batches(rows, lambda row: row.bytes):
         reads = [(row, full_region(row.stored_shape)) for row in batch if row.stored]
         targets = {row.path: _on_host(row) for row, _ in reads}
@@ -355,37 +354,41 @@ def read_each(path: epath.Path, files: FileFacts, rows: Iterable[SavedLeaf]) -> 
         errors: dict[str, str] = {}
         arrays = _read_arrays(store, reads, targets, errors)
         for row in batch:
-            damage = errors.get(row.path, "") or changed.get(store_key(row.path), "")
+            damage = errors.get(row.path, "") or in_changed.get(row.path, "")
             # No variable keeps what was yielded while the next batch is read.
             yield _read_leaf(row, arrays.pop(row.path, None), damage)
 
 
-def _on_host(row: SavedLeaf) -> Target:
-    dtype = "uint32" if row.kind == "key" else row.dtype
-    return Target(row.stored_shape, parse_dtype(dtype), None)
+def _on_host(row: SavedLeaf) -> RequestedLeaf:
+    return _data_of(row, RequestedLeaf(row.path, row.kind, row.shape, row.dtype))
 
 
 def _read_leaf(row: SavedLeaf, x: np.ndarray | None, damage: str) -> ReadLeaf:
     if row.dtype and not row.stored:  # it has no elements
-        x = np.zeros(row.stored_shape, _on_host(row).dtype)
+        x = _empty(row, _on_host(row))
     return ReadLeaf(row, None if damage else x, damage)
 
 
-def damages_of(
-    path: epath.Path, files: FileFacts, rows: Iterable[SavedLeaf]
-) -> Iterator[tuple[SavedLeaf, str]]:
-    """Reads leaves chunk by chunk, and says how each is damaged; empty if it is as saved."""
+def find_damages(
+    path: epath.Path, table: LeafTable, rows: Iterable[SavedLeaf]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Reads all leaves, chunk by chunk. Returns how leaves are damaged, by path, and other files.
+
+    `rows` are those of the table. The other files belong to the checkpoint too, but no leaf is read
+    from them: the index of a single process, and what Orbax reads.
+    """
+    stored = [row for row in table.leaves if row.stored]
+    # What is in flight, each chunk once more as TensorStore decodes it, and the one before.
+    largest = max(map(chunk_bytes, stored), default=0)
+    needed = min(2 * sum(row.bytes for row in stored), max(IN_FLIGHT, 2 * largest) + largest)
+    needed += kept_by_allocator(((chunk_bytes(x), 2 * x.bytes) for x in stored), IN_FLIGHT)
+    check_memory(path, needed, THREADS, "Verify it where there is more.")
     store = ArrayStore(path)
-    changed = _keys_in_changed_files(path, files, store)
-    for batch in in_batches(rows, lambda row: row.bytes):
-        stored = [row for row in batch if row.stored]
-        # What is in flight, each chunk once more as TensorStore decodes it, and the one before.
-        largest = max(map(chunk_bytes, stored), default=0)
-        needed = min(2 * sum(row.bytes for row in stored), max(IN_FLIGHT, 2 * largest) + largest)
-        needed += kept_by_allocator(((chunk_bytes(x), 2 * x.bytes) for x in stored), IN_FLIGHT)
-        check_memory(path, needed, THREADS, "Verify it where there is more.")
-        errors: dict[str, str] = {}
-        chunks = ((row, chunk) for row in stored for chunk in chunks_of(row))
-        deque(store.read(chunks, errors), maxlen=0)  # TensorStore compares the checksums
-        for row in batch:
-            yield row, errors.get(row.path, "") or changed.get(store_key(row.path), "")
+    errors: dict[str, str] = {}
+    chunks = ((row, chunk) for row in rows if row.stored for chunk in chunks_of(row))
+    deque(store.read(chunks, errors), maxlen=0)  # TensorStore compares the checksums
+    changed = changed_files(path, table.files)
+    damages = _leaves_in(changed, stored, store) | errors
+    holders = set(chain.from_iterable(store.files_by_key.values())) if changed else set()
+    others = {file: why for file, why in changed.items() if file not in holders}
+    return damages, others

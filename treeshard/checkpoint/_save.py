@@ -20,12 +20,9 @@ from zlib import crc32
 
 import jax
 from etils import epath
-from jax.tree_util import tree_leaves
 
-from treeshard._core.arrays import array_text
-from treeshard._core.facts import Facts
 from treeshard._core.hosts import check_memory_of_hosts
-from treeshard._core.paths import PyTree, leaf_paths
+from treeshard._core.paths import PyTree
 from treeshard._core.processes import (
     AS_LONG_AS_IT_TAKES,
     compare_copies,
@@ -127,16 +124,18 @@ def begin(
         raise ValueError(f"{WHERE}(on_divergence={on_divergence!r}): it is 'error' or 'warn'.")
     first = jax.process_index() == 0
     with ExitStack() as held:
+        # What can be known to fail fails here, on all processes, before anything is written.
         with require_agreement(WHERE, timeout=timeout, reads=False) as facts:
-            table, arrays = pack(tree)
+            facts["the path"] = str(path)
+            table, arrays = pack(tree, facts)
             if not table.leaves:
                 raise LeafError(f"{WHERE}: the tree has no array, number, text or `None` to save.")
             if first:
                 _lock(path, run, held)
                 check_vacant(path, replace=replace)
-            _add_facts(facts, path, tree, table)
         needed, lacks = memory_to_save(arrays), partial(_no_memory, path)
         check_memory_of_hosts(WHERE, needed, lacks, threads=THREADS, timeout=timeout)
+        # Once all have the same arrays: to read one waits for the program that makes it.
         _check_copies(arrays, timeout, on_divergence)
         if first:
             # After a failure, or of what was replaced; before the lock is released.
@@ -174,18 +173,6 @@ def _lock(path: epath.Path, run: Lock | None, held: ExitStack) -> None:
     make_directory(path.parent)
     if is_local(path):
         held.enter_context(Lock(lock_of(path), str(path)))
-
-
-def _add_facts(facts: Facts, path: epath.Path, tree: PyTree, table: LeafTable) -> None:
-    """Adds what must be the same on all processes."""
-    facts["the path"] = str(path)
-    facts |= {f"mesh {i}": str(axes) for i, axes in enumerate(table.meshes, 1)}
-    for row in table.leaves:
-        facts[row.path] = f"{row.kind} {row.value}"
-        if row.dtype:
-            facts[row.path] = f"{array_text(row)} as {row.spec}, {row.impl or row.stored}"
-    for name, leaf in zip(leaf_paths(tree), tree_leaves(tree), strict=True):
-        facts.add_origin(name, leaf, range(jax.process_count()))
 
 
 def _why_differing(x: Any) -> str:
@@ -244,7 +231,7 @@ def _finish(
     leaves = list(copied)
     with held:
         with _stage(path, "written", AS_LONG_AS_IT_TAKES) as messages:
-            if me != 0:
+            if me != 0:  # before a byte is written where process 0 would not find it
                 check_mark(partial / MARK, mark, timeout)
             has_written = write_arrays(partial, table.leaves, copied)
             files: FileFacts = {}  # in a file system, what process 0 must see
@@ -293,12 +280,14 @@ def _commit(path: epath.Path, table: LeafTable, written: Sequence[FileFacts], re
         flush(partial / ARRAYS / SEAL)
         flush(partial / ARRAYS)
         flush(partial)
+    # All else is found in the table, so it is read once more before it may replace a checkpoint.
     if (partial / TABLE / TABLE_FILE).read_text() != text:
         raise CheckpointError("the table of leaves that was written reads otherwise.")
     if not is_local(path):
         (path / COMMITTED).write_text("")
         return ""
     put_in_place(partial, path, replace=replace)
+    # From here on there is a checkpoint, so what fails must not say that there is none.
     try:
         flush(path.parent)
     except OSError as error:

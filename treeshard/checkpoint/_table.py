@@ -15,7 +15,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.tree_util import tree_leaves
 
-from treeshard._core.arrays import data_of, has_shape, is_key, map_shards, to_read
+from treeshard._core.arrays import array_text, data_of, has_shape, is_key, map_shards, to_read
+from treeshard._core.facts import Facts
 from treeshard._core.mesh import axis_sizes
 from treeshard._core.paths import PyTree, leaf_paths, shared_names
 from treeshard._core.text import dtype_name, parse_dtype, parse_json
@@ -31,11 +32,8 @@ from treeshard._disk.leaves import (
 )
 from treeshard._placement.targets import raise_unmovable, unreadable
 from treeshard.checkpoint._array_store import (
-    LONGEST_KEY,
-    MOST_DIMS,
     Arrays,
     chunk_shape,
-    store_key,
     stored_dtype,
 )
 from treeshard.errors import (
@@ -45,7 +43,6 @@ from treeshard.errors import (
     LeafError,
     TreeShardError,
     listed,
-    short,
 )
 
 WHERE = "save"
@@ -69,32 +66,37 @@ class LeafTable(NamedTuple):
 # ------------------------------------------------------------------ from a tree, and back
 
 
-def pack(tree: PyTree) -> tuple[LeafTable, Arrays]:
+def pack(tree: PyTree, facts: Facts) -> tuple[LeafTable, Arrays]:
     """A tree as a table, and the arrays to store, by path.
 
     Arrays of dtypes that the store has are not copied; numpy scalars are arrays of shape `()`.
     Leaves other than arrays, keys, numbers, strings, bytes, enums and `None` are static, and left
-    out. Raises as `checkpoint.save` does for leaves and paths.
+    out. `facts` gets what must be the same on all processes. Raises as `checkpoint.save` does for
+    leaves and paths.
     """
     check_known(tree, WHERE)
     misfits = {i: _unstorable(x) for i, x in enumerate(tree_leaves(tree))}
     raise_unmovable(tree, misfits, WHERE)
     leaves = tree_leaves(tree, is_leaf=is_none)
-    named = [(path, leaves[i]) for i, path in paths_of(tree, WHERE, CheckpointError).items()]
+    named = {path: leaves[i] for i, path in paths_of(tree, WHERE, CheckpointError).items()}
     _check_unicode(named)
-    _check_length(path for path, x in named if has_shape(x))
+    meshes = _meshes(leaves)
+    facts |= {f"mesh {i}": str(axes) for i, axes in enumerate(meshes, 1)}
     rows: list[SavedLeaf] = []
     arrays: dict[str, jax.Array | np.ndarray] = {}
-    for path, x in named:
-        if not has_shape(x):
-            rows.append(_row_of_value(path, x))
-            continue
-        row = _row_of_array(path, x)
-        if x.size:  # an array without elements is not stored
+    for path, x in named.items():
+        row = _row_of(path, x)
+        facts[path] = f"{row.kind} {row.value}"
+        if row.dtype and x.size:  # an array without elements is not stored
             array = arrays[path] = _as_stored(x)
             row = row._replace(stored=dtype_name(array.dtype), chunk=chunk_shape(array))
+        if row.dtype:
+            facts[path] = f"{array_text(row)} as {row.spec}, {row.impl or row.stored}"
         rows.append(row)
-    return LeafTable(_meshes(leaves), tuple(rows), {}), arrays
+    # After all shapes: a message that lists the first few facts should say if these differ.
+    for path, x in named.items():
+        facts.add_origin(path, x, range(jax.process_count()))
+    return LeafTable(meshes, tuple(rows), {}), arrays
 
 
 def paths_of(tree: PyTree, where: str, error: type[Exception]) -> dict[int, str]:
@@ -135,9 +137,6 @@ def _unstorable(x: Any) -> TreeShardError | None:
         if is_key(x) and not isinstance(jax.random.key_impl(x), str):
             why = "its PRNG implementation has no name, so no other program could restore it."
             return LeafError(f"{why} Save `jax.random.key_data` of it.")
-        if len(x.shape) > MOST_DIMS:
-            why = f"it has {len(x.shape)} dims, and the array store has at most {MOST_DIMS}."
-            return LeafError(f"{why} Reshape it.")
         return None
     # numpy's strings are Python's too.
     if isinstance(x, np.ndarray | np.generic) and not isinstance(x, str | bytes):
@@ -145,10 +144,10 @@ def _unstorable(x: Any) -> TreeShardError | None:
     return None
 
 
-def _check_unicode(named: Iterable[tuple[str, Any]]) -> None:
+def _check_unicode(named: Mapping[str, Any]) -> None:
     """Python's strings may hold half of a surrogate pair, which no UTF-8 file can."""
     facts: list[str] = []
-    for path, x in named:
+    for path, x in named.items():
         try:
             path.encode()
             if isinstance(x, str):
@@ -159,26 +158,13 @@ def _check_unicode(named: Iterable[tuple[str, Any]]) -> None:
         raise LeafError(f"{WHERE}: {listed(f'{len(facts)} strings cannot be saved:', facts)}")
 
 
-def _check_length(paths: Iterable[str]) -> None:
-    facts = [
-        f"{short(path)}: its path has {size:,} bytes in the array store, which takes"
-        f" {LONGEST_KEY:,}. Shorten the keys."
-        for path in paths
-        if (size := len(store_key(path))) > LONGEST_KEY
-    ]
-    if facts:
-        raise LeafError(f"{WHERE}: {listed(f'{len(facts)} paths are too long:', facts)}")
-
-
-def _row_of_value(path: str, x: Any) -> SavedLeaf:
+def _row_of(path: str, x: Any) -> SavedLeaf:
+    """The row of a leaf, but for how an array is stored."""
     if x is None:
         return SavedLeaf(path, "none")
-    kind, value = value_text(x)
-    return SavedLeaf(path, kind, value=value)
-
-
-def _row_of_array(path: str, x: Any) -> SavedLeaf:
-    """The row of an array or of keys, but for how it is stored."""
+    if not has_shape(x):
+        kind, value = value_text(x)
+        return SavedLeaf(path, kind, value=value)
     sharding = getattr(x, "sharding", None)
     spec = repr(sharding.spec) if isinstance(sharding, NamedSharding) else None
     if is_key(x):

@@ -4,6 +4,7 @@ The package safetensors writes what one process has in full, in memory. Here eac
 reads the bytes of its own shards, so that no host needs memory for more than it trains with.
 """
 
+import functools
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import jax
 
 from treeshard._core.arguments import check_path
+from treeshard._core.hosts import check_memory_of_hosts
 from treeshard._core.meetings import breaking_if_left
 from treeshard._core.mesh import MeshLike
 from treeshard._core.processes import (
@@ -22,19 +24,20 @@ from treeshard._core.processes import (
 )
 from treeshard._core.text import parse_bytes
 from treeshard._disk.files import PathLike, file_path
-from treeshard._disk.requests import Placing
+from treeshard._disk.requests import Placing, Request
+from treeshard._disk.untrusted import check_memory, no_memory_to_read
 from treeshard._planning.rules import Rules
 from treeshard.errors import CheckpointError
-from treeshard.interchange._files import lay_out_files, open_tensors, write_files
+from treeshard.interchange._files import Stored, lay_out_files, open_tensors, write_files
 from treeshard.interchange._format import Tensor, code_of
 from treeshard.interchange._names import map_tensors
 from treeshard.interchange._tensors import (
     Names,
-    check_memory_to_load,
     check_memory_to_write,
+    memory_to_load,
     names_to_write,
     pieces_of,
-    read_by_name,
+    plan_readings,
     read_tensors,
     tensor_facts,
     tensor_request,
@@ -112,6 +115,7 @@ def save_safetensors(
     where = "save_safetensors"
     check_path(path, where, "save_safetensors(path, tree)")
     to = file_path(path)
+    # Everything that can fail is checked here on all processes, before a file is created.
     with require_agreement(where, timeout=timeout) as facts:
         most = parse_bytes(max_file_size) if isinstance(max_file_size, str) else max_file_size
         tensors = tensors_of(tree, rename, where)
@@ -121,10 +125,12 @@ def save_safetensors(
         facts["the path"] = str(to)
         facts |= {file.path.name: f"{len(file.head)} bytes of header" for file in files}
         facts |= {x.name: f"{x.code}{list(x.shape)}" for x in rows}
+        # Processes that hold the same array must have made it in the same call: one of them writes.
         for name, x in tensors.items():
             facts.add_origin(name, x, range(jax.process_count()))
     names = names_to_write(tensors, where, timeout)
     names_with_bar = show_progress(names, where, unit="tensor", show=progress)
+    # One after another, so that host memory holds the shards of a single tensor.
     values = ((name, pieces_of(tensors[name])) for name in names_with_bar)
     write_files(to, files, values, where, timeout)
 
@@ -203,21 +209,32 @@ def load_safetensors(
             " `like`. The result is a dict by name: rename its keys."
         )
     placing = Placing(rules, mesh, min_size)
+
+    def open_request(open_files: ExitStack) -> tuple[Request, dict[str, Stored]]:
+        stored = open_files.enter_context(open_tensors(source))
+        request = tensor_request(stored, like, placing, rename, cast, where)
+        request.differences.check(str(source), partial=partial)
+        return request, stored
+
     try:
         with breaking_if_left(), ExitStack() as open_files:
-            if like is None and rules is None:  # so that other processes need not call
-                placing.check(where)
-                stored = open_files.enter_context(open_tensors(source))
-                return read_by_name(source, stored, cast, progress=progress)
+            # To load into host memory, other processes need not call.
+            if like is None and rules is None:
+                request, stored = open_request(open_files)
+                readings = plan_readings(request, stored)
+                check_memory(source, memory_to_load(readings))
+                return read_tensors(request, readings, progress=progress)
             with require_agreement(where, timeout=timeout) as facts:
-                stored = open_files.enter_context(open_tensors(source))
-                request = tensor_request(stored, like, placing, rename, cast, where)
-                request.differences.check(str(source), partial=partial)
+                request, stored = open_request(open_files)
                 facts |= {"the path": str(source), "the files": tensor_facts(stored)}
                 request.add_to(facts)
-            check_memory_to_load(source, request, stored, timeout)
+            readings = plan_readings(request, stored)
+            # All processes of a host share its memory, and raise if one host has too little.
+            too_little = functools.partial(no_memory_to_read, source)
+            needed = memory_to_load(readings)
+            check_memory_of_hosts(where, needed, too_little, timeout=timeout)
             with all_or_none(where, phase="read", timeout=AS_LONG_AS_IT_TAKES):
-                return read_tensors(request, stored, progress=progress)
+                return read_tensors(request, readings, progress=progress)
     except OSError as error:
         raise CheckpointError(f"{where}: {source} cannot be read: {error}.") from error
 

@@ -10,6 +10,10 @@ compared with the headers of the files, and it cannot name files elsewhere on th
         "layers.1.weight": "model-00002-of-00002.safetensors"
       }
     }
+
+A save replaces all files of an earlier one at once, or none, also if it is killed. So the files are
+written to a hidden directory, and a single rename decides which save is read: of the only file, or
+of the index.
 """
 
 import json
@@ -18,35 +22,39 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import jax
 
-from treeshard._disk.files import flush, new_files
+from treeshard._core.processes import AS_LONG_AS_IT_TAKES, all_or_none
+from treeshard._disk.files import Lock, check_mark, flush, new_mark, remove_left, tell_removed
 from treeshard._disk.untrusted import check_size, open_file, parse, read_file
 from treeshard.errors import CheckpointError, FormatError, listed
 from treeshard.interchange._byte_ranges import Piece, write, write_bytes
 from treeshard.interchange._format import Tensor, lay_out, read_header
 
-# As Hugging Face's libraries name it: `model.safetensors.index.json` for `model.safetensors`, whose
-# tensors are in `model-00001-of-00002.safetensors` and so on.
-_INDEX = ".index.json"
+
+def _index_of(path: Path) -> Path:
+    # As Hugging Face's libraries name it: `model.safetensors.index.json`.
+    return path.with_name(f"{path.name}.index.json")
+
+
+# ------------------------------------------------------------------ what is written
 
 
 class NewFile(NamedTuple):
-    """A file to write: its first bytes (of an index, all of them) and the tensors that follow."""
+    """A file to write."""
 
     path: Path
-    head: bytes
+    head: bytes  # what comes before the tensors; of an index, everything
     tensors: list[Tensor]
 
 
 def lay_out_files(
     path: Path,
-    tensors: Sequence[Tensor],
+    tensors: Iterable[Tensor],
     most: int | None,
     metadata: Mapping[str, str] | None,
 ) -> list[NewFile]:
@@ -55,14 +63,21 @@ def lay_out_files(
     There are several if the tensors together have more than `most` bytes. Each of them has at most
     `most` bytes, unless a single tensor has more. The index comes last.
     """
-    groups = _grouped(tensors, most)
-    total = len(groups)
-    paths = [path]
-    if total > 1:
-        names = (f"{path.stem}-{i:05d}-of-{total:05d}{path.suffix}" for i in range(1, total + 1))
-        paths = [path.with_name(name) for name in names]
-    files = [NewFile(x, *lay_out(group, metadata)) for x, group in zip(paths, groups, strict=True)]
-    if total > 1:
+    groups: list[list[Tensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if most is not None and groups[-1] and size + tensor.nbytes > most:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += tensor.nbytes
+    if len(groups) == 1:
+        files = [NewFile(path, *lay_out(groups[0], metadata))]
+    else:
+        names = (f"{path.stem}-{i:05d}-of-{len(groups):05d}" for i in range(1, len(groups) + 1))
+        paths = (path.with_name(name + path.suffix) for name in names)
+        laid_out = (lay_out(group, metadata) for group in groups)
+        files = [NewFile(name, *file) for name, file in zip(paths, laid_out, strict=True)]
         files.append(NewFile(_index_of(path), _index_text(files), []))
     for file in files:
         if os.path.isdir(file.path):  # `Path.is_dir` raises if the name is too long
@@ -85,16 +100,7 @@ def _index_text(files: Iterable[NewFile]) -> bytes:
     return text
 
 
-def _grouped(tensors: Sequence[Tensor], most: int | None) -> list[list[Tensor]]:
-    groups: list[list[Tensor]] = [[]]
-    size = 0
-    for tensor in tensors:
-        if most is not None and groups[-1] and size + tensor.nbytes > most:
-            groups.append([])
-            size = 0
-        groups[-1].append(tensor)
-        size += tensor.nbytes
-    return groups
+# ------------------------------------------------------------------ how it is written
 
 
 def write_files(
@@ -106,25 +112,63 @@ def write_files(
 ) -> None:
     """Writes the files of one save at `path`; all of them are read from the end on, or none.
 
-    `values` are names of tensors, each with the pieces that this process writes.
+    `values` are names of tensors, each with the pieces that this process writes. One run at a time
+    writes at `path`. Waits for the writes of other processes have no limit.
     """
-    names = [file.path.name for file in files]
-    place = partial(_put_in_place, where, path, files)
     try:
-        with new_files(path, names, place, where, timeout) as opened:
-            pairs = [*zip(files, opened, strict=True)]
-            positions = {x.name: (to, x) for file, to in pairs for x in file.tensors}
-            for name, pieces in values:
-                to, tensor = positions[name]
-                write(to, tensor.start, tensor.shape, pieces)
-                del pieces  # or they would stay in memory while the next ones are made
-            if jax.process_index() == 0:
-                for file, to in pairs:
-                    write_bytes(to, 0, file.head)
+        with ExitStack() as held:
+            _write_files(path, files, values, where, timeout, held)
     except OSError as error:
         raise CheckpointError(
             f"{where}: {path} cannot be written: {error}. What was saved before is unchanged."
         ) from error
+
+
+def _write_files(
+    path: Path,
+    files: Sequence[NewFile],
+    values: Iterable[tuple[str, Iterable[Piece]]],
+    where: str,
+    timeout: float,
+    held: ExitStack,
+) -> None:
+    # Each phase begins once the one before has succeeded on all processes.
+    first = jax.process_index() == 0
+    hidden = path.with_name(f".{path.name}.part")
+    mark = hidden / f"{path.name}.mark"  # not the name of any of the files
+    with all_or_none(where, phase="create", timeout=timeout) as marks:
+        if first:
+            lock = path.with_name(f".{path.name}.treeshard-files-lock")
+            held.enter_context(Lock(lock, f"{where}: {path}"))
+            tell_removed(where, path.parent, remove_left(hidden))
+            hidden.mkdir()
+            held.callback(remove_left, hidden)  # before the lock is released
+            marks.append(new_mark(mark))
+    with all_or_none(where, phase="open", timeout=timeout):
+        if not first:
+            check_mark(mark, marks[0], timeout)
+        opened = [_open(hidden / file.path.name, held) for file in files]
+    with all_or_none(where, phase="write", timeout=AS_LONG_AS_IT_TAKES):
+        places = {
+            x.name: (to, x) for file, to in zip(files, opened, strict=True) for x in file.tensors
+        }
+        for name, pieces in values:
+            to, tensor = places[name]
+            write(to, tensor.start, tensor.shape, pieces)
+            del pieces  # or they would stay in memory while the next ones are made
+        for file, to in zip(files, opened, strict=True):
+            if first:
+                write_bytes(to, 0, file.head)
+            os.fsync(to)  # what this process has written; a rename must not be durable before it
+    with all_or_none(where, phase="rename", timeout=AS_LONG_AS_IT_TAKES):
+        if first:
+            _put_in_place(where, path, files, hidden)
+
+
+def _open(path: Path, held: ExitStack) -> int:
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    held.callback(os.close, file)
+    return file
 
 
 def _put_in_place(where: str, path: Path, files: Sequence[NewFile], hidden: Path) -> None:
@@ -145,12 +189,12 @@ def _put_in_place(where: str, path: Path, files: Sequence[NewFile], hidden: Path
             (hidden / last.path.name).write_bytes(_index_text(renamed))
             flush(hidden / last.path.name)
         shards = renamed
-        flush(directory)
+        flush(directory)  # the index must not be durable before the files that it names
     (hidden / last.path.name).replace(last.path)
     if shards and path.exists():
         flush(directory)
         path.unlink()
-    _remove_earlier(where, path, [file.path for file in (*shards, last)])
+    _remove_earlier(where, path, {file.path for file in (*shards, last)})
 
 
 def _with_free_names(files: list[NewFile]) -> list[NewFile]:
@@ -163,15 +207,14 @@ def _with_free_names(files: list[NewFile]) -> list[NewFile]:
     raise AssertionError
 
 
-def _remove_earlier(where: str, path: Path, kept: Sequence[Path]) -> None:
+def _remove_earlier(where: str, path: Path, kept: set[Path]) -> None:
     """Removes the files of earlier saves at `path`, also of killed ones, from now on."""
     # Of other counts of files and other numbers of the save, too: these have other tensors.
     numbered = rf"{re.escape(path.stem)}-\d{{5}}-of-\d{{5}}(-\d+)?{re.escape(path.suffix)}"
     try:
-        flush(path.parent)
-        for file in sorted(path.parent.iterdir()):
-            is_ours = file in (path, _index_of(path)) or re.fullmatch(numbered, file.name)
-            if is_ours and file not in kept:
+        flush(path.parent)  # the new names are on the disk before the earlier files go
+        for file in sorted(set(path.parent.iterdir()) - kept):
+            if file in (path, _index_of(path)) or re.fullmatch(numbered, file.name):
                 file.unlink()
         flush(path.parent)
     except OSError as error:
@@ -179,10 +222,6 @@ def _remove_earlier(where: str, path: Path, kept: Sequence[Path]) -> None:
             f"{where}: {path} is saved, but power loss may undo that, or files of an earlier save"
             f" are still there: {error}. Save again."
         ) from None
-
-
-def _index_of(path: Path) -> Path:
-    return path.with_name(path.name + _INDEX)
 
 
 # ------------------------------------------------------------------ read
@@ -202,23 +241,46 @@ def open_tensors(path: Path, shapes_only: bool = False) -> Iterator[dict[str, St
     Returns the tensors by name, ordered by file and then by offset. With `shapes_only`, data may be
     missing. Raises as `load_safetensors`, and `OSError` if a file cannot be read.
     """
-    path = _resolve(path)
+    path = _in_directory(path) if path.is_dir() else path
+    if _index_of(path).exists() and not path.exists():  # `path` was saved as several files
+        path = _index_of(path)
+    open_path = _open_several if path.name.endswith(".json") else _open_one
     with ExitStack() as open_files:
-        open_path = _open_several if path.name.endswith(".json") else _open_one
         yield open_path(path, open_files, shapes_only)
 
 
+def _in_directory(path: Path) -> Path:
+    """The only index in a directory, or else the only file of tensors."""
+    for pattern in ("*.safetensors.index.json", "*.safetensors"):
+        names = sorted(file.name for file in path.glob(pattern))
+        if len(names) > 1:
+            shown = ", ".join(names if len(names) <= 5 else [*names[:5], "..."])
+            raise CheckpointError(
+                f"{path} has {len(names)} files {pattern}: {shown}. Pass the path of one."
+            )
+        if names:
+            return path / names[0]
+    raise CheckpointError(f"{path} has no file *.safetensors.")
+
+
+def _open_one(path: Path, open_files: ExitStack, shapes_only: bool) -> dict[str, Stored]:
+    file = open_files.enter_context(open_file(path))
+    return {tensor.name: Stored(tensor, file) for tensor in read_header(file, shapes_only)}
+
+
 def _open_several(path: Path, open_files: ExitStack, shapes_only: bool) -> dict[str, Stored]:
-    """Opens an index and its files, which are of one save: until the index stays the same."""
+    """Opens an index and its files, which are of one save.
+
+    Another run may replace the save meanwhile, and remove files that the index named. Then all are
+    opened anew, until the index stays the same. An open file is read even if it is removed.
+    """
     while True:
         before = _version(path)
         with ExitStack() as opened:
             try:
                 index = _read_index(path)
-                by_file = {
-                    name: _open_one(path.with_name(name), opened, shapes_only)
-                    for name in dict.fromkeys(index.values())
-                }
+                names = dict.fromkeys(index.values())
+                by_file = {x: _open_one(path.with_name(x), opened, shapes_only) for x in names}
                 _check_index(path, index, by_file)
             except (CheckpointError, FormatError, OSError):
                 if _version(path) == before:
@@ -226,7 +288,7 @@ def _open_several(path: Path, open_files: ExitStack, shapes_only: bool) -> dict[
                 continue
             if _version(path) == before:
                 open_files.enter_context(opened.pop_all())
-                tensors = chain.from_iterable(x.items() for x in by_file.values())
+                tensors = (x for of_file in by_file.values() for x in of_file.items())
                 return {name: stored for name, stored in tensors if name in index}
 
 
@@ -236,34 +298,8 @@ def _version(path: Path) -> tuple[int, ...]:
     return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
 
 
-def _open_one(path: Path, open_files: ExitStack, shapes_only: bool) -> dict[str, Stored]:
-    file = open_files.enter_context(open_file(path))
-    return {tensor.name: Stored(tensor, file) for tensor in read_header(file, shapes_only)}
-
-
-def _resolve(path: Path) -> Path:
-    """The file to read: the path, its index if it was saved as several files, or what is in it."""
-    if path.is_dir():
-        return _in_directory(path)
-    index = _index_of(path)
-    return index if index.exists() and not path.exists() else path
-
-
-def _in_directory(path: Path) -> Path:
-    for pattern in (f"*.safetensors{_INDEX}", "*.safetensors"):
-        matches = sorted(path.glob(pattern))
-        if len(matches) > 1:
-            names = [match.name for match in matches]
-            shown = ", ".join(names if len(names) <= 5 else [*names[:5], "..."])
-            raise CheckpointError(
-                f"{path} has {len(names)} files {pattern}: {shown}. Pass the path of one."
-            )
-        if matches:
-            return matches[0]
-    raise CheckpointError(f"{path} has no file *.safetensors.")
-
-
 def _read_index(path: Path) -> dict[str, str]:
+    """The file of each tensor: a name beside the index, whoever wrote it."""
     data = read_file(path)
     try:
         raw = parse(data)
@@ -273,7 +309,7 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(index, dict) or {*map(type, index.values())} - {str}:
         raise FormatError(f"{path} has no 'weight_map', the file of each tensor.")
     for name in dict.fromkeys(index.values()):
-        # On any system, and `..` is the parent.
+        # On any system: Windows has backslashes. `..` is the parent.
         if name in ("", ".", "..") or {*name} & {"/", "\\", "\0"}:
             raise FormatError(
                 f"{path} names {name!r}, which is not the name of a file beside it. Files outside"
@@ -283,11 +319,15 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _check_index(
-    path: Path, index: Mapping[str, str], by_file: Mapping[str, Mapping[str, Stored]]
+    path: Path, index: Mapping[str, str], by_file: Mapping[str, Iterable[str]]
 ) -> None:
+    """Raises `FormatError` unless each tensor is in the file that the index says, and only there.
+
+    Files may have tensors that the index does not name; these are not read.
+    """
     holders: dict[str, list[str]] = defaultdict(list)
-    for file, tensors in by_file.items():
-        for name in tensors:
+    for file, names in by_file.items():
+        for name in names:
             holders[name].append(file)
     facts = [
         f"{name}: the index says {file}, but"

@@ -5,10 +5,10 @@ for a leaf that it cannot hold, and a file without it would load as a tree that 
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import jax
@@ -26,29 +26,18 @@ from treeshard._core.arrays import (
     region_shape,
     regions_here,
 )
-from treeshard._core.hosts import check_memory_of_hosts
 from treeshard._core.memory import Meter, kept_by_allocator, lacking_memory
 from treeshard._core.paths import PyTree, leaf_paths, shared_names
 from treeshard._core.processes import all_or_none, show_progress
 from treeshard._core.text import parse_dtype
-from treeshard._disk.leaves import check_known, is_none
-from treeshard._disk.requests import (
-    Differences,
-    LeafType,
-    Placing,
-    Request,
-    RequestedLeaf,
-    cast_dtype,
-    read_request,
-)
+from treeshard._disk.leaves import SavedLeaf, check_known, is_none
+from treeshard._disk.requests import Placing, Request, RequestedLeaf, read_request
 from treeshard._disk.to_devices import (
     Part,
-    Target,
     add_part,
     default_sharding,
     to_devices,
 )
-from treeshard._disk.untrusted import check_memory, no_memory_to_read
 from treeshard._placement.targets import raise_unmovable, unreadable
 from treeshard.errors import (
     CheckpointError,
@@ -60,16 +49,12 @@ from treeshard.errors import (
 )
 from treeshard.interchange._byte_ranges import BLOCK, Piece, full_region, read
 from treeshard.interchange._files import Stored
-from treeshard.interchange._format import DTYPES, METADATA, PACKED, Tensor, code_of
+from treeshard.interchange._format import DTYPES, METADATA, PACKED, code_of
 
 Names = Callable[[str], str] | Mapping[str, str]
 
 
 # ------------------------------------------------------------------ names
-
-_UNKNOWN = "{path}: `rename` has it, but the tree has no such array.{hint}"
-_INVALID = "{path}: its name would be {name!a}, {why}"
-_SHARED = "{name}: the name of {keys}. Give them different names with `rename`."
 
 
 def tensor_names(tree: PyTree, rename: Names | None, where: str) -> dict[int, str]:
@@ -82,20 +67,21 @@ def tensor_names(tree: PyTree, rename: Names | None, where: str) -> dict[int, st
     paths = leaf_paths(tree, is_leaf=is_none)
     path_of = {i: path for i, path in enumerate(paths) if has_shape(leaves[i])}
     facts: list[str] = []
-    names: dict[int, str] = {}
     if isinstance(rename, Mapping):
-        for path in rename.keys() - set(path_of.values()):
+        for path in rename.keys() - set(path_of.values()):  # a typing error would rename nothing
             hint = did_you_mean(str(path), path_of.values())
-            facts.append(_UNKNOWN.format(path=path, hint=hint))
+            facts.append(f"{path}: `rename` has it, but the tree has no such array.{hint}")
+    names: dict[int, str] = {}
     for i, path in path_of.items():
         name = _renamed(path, rename)
-        why = _why_invalid(name)
-        if why:
-            facts.append(_INVALID.format(path=path, name=name, why=why))
+        if why := _why_invalid(name):
+            facts.append(f"{path}: its name would be {name!a}, {why}")
         else:
             names[i] = name
     shared = shared_names(map(names.get, range(len(leaves))), tree, is_leaf=is_none)
-    facts += [_SHARED.format(name=name, keys=" and ".join(shared[name])) for name in shared]
+    for name, keys in shared.items():
+        told = f"{name}: the name of {' and '.join(keys)}."
+        facts.append(f"{told} Give them different names with `rename`.")
     if facts:
         raise CheckpointError(f"{where}: {listed(f'{len(facts)} names are invalid:', facts)}")
     return names
@@ -104,9 +90,7 @@ def tensor_names(tree: PyTree, rename: Names | None, where: str) -> dict[int, st
 def _renamed(path: str, rename: Names | None) -> Any:
     if rename is None:
         return path
-    if isinstance(rename, Mapping):
-        return rename.get(path, path)
-    return rename(path)
+    return rename.get(path, path) if isinstance(rename, Mapping) else rename(path)
 
 
 def _why_invalid(name: Any) -> str:
@@ -193,22 +177,19 @@ def tensor_request(
     where: str,
 ) -> Request:
     """Compares the requested tensors with the stored ones. Without `like`, all are requested."""
-    types = {name: _leaf_type(x.tensor) for name, x in stored.items()}
+    types = {
+        name: SavedLeaf(name, "array", x.tensor.shape, DTYPES[x.tensor.code])
+        for name, x in stored.items()
+    }
     names = partial(tensor_names, rename=rename, where=where)
+    # As of a checkpoint, so that both say the same of what differs.
     request = read_request(types, like, placing, cast=cast, names=names, where=where)
-    requested = (stored[leaf.name].tensor for leaf in request.to_read().values())
-    request.differences.misfits.update(_packed(requested))
+    for leaf in request.to_read().values():
+        code = stored[leaf.name].tensor.code
+        if code in PACKED:
+            why = f"{code} packs several numbers into a byte; no array can do that."
+            request.differences.misfits[leaf.name] = why
     return request
-
-
-def _leaf_type(tensor: Tensor) -> LeafType:
-    return LeafType("array", tensor.shape, DTYPES[tensor.code])
-
-
-def _packed(tensors: Iterable[Tensor]) -> dict[str, str]:
-    """Why some tensors cannot be arrays, by name."""
-    fact = "{} packs several numbers into a byte; no array can do that."
-    return {x.name: fact.format(x.code) for x in tensors if x.code in PACKED}
 
 
 def tensor_facts(stored: Mapping[str, Stored]) -> str:
@@ -216,93 +197,74 @@ def tensor_facts(stored: Mapping[str, Stored]) -> str:
     return f"{crc32(repr([x.tensor for x in stored.values()]).encode()):08x}"
 
 
-def read_tensors(request: Request, stored: Mapping[str, Stored], *, progress: bool) -> PyTree:
-    """Reads the tree of a request, ordered by file and offset."""
-    rows = _rows(request, stored)
-    shown = show_progress(rows, "load_safetensors", unit="tensor", show=progress)
-    on_host: dict[int, np.ndarray] = {}
+class Reading(NamedTuple):
+    """A tensor that is read for a leaf."""
 
-    def read_parts() -> Iterator[Part[int]]:
-        for tensor, i, leaf in shown:
-            parts = _read_regions(tensor, _regions(leaf))
-            dtype = parse_dtype(leaf.type.dtype)
-            while parts and leaf.type.on_devices:
-                yield (i, *_take(parts, dtype))  # no variable keeps it
-            if parts:
-                _, on_host[i] = _take(parts, dtype)
-
-    targets = {
-        i: Target(leaf.type.shape, parse_dtype(leaf.type.dtype), leaf.sharding)
-        for _, i, leaf in rows
-        if leaf.type.on_devices
-    }
-    return request.tree((to_devices(targets, read_parts()) | on_host).items())
+    leaf_index: int  # in the like-tree
+    leaf: RequestedLeaf
+    stored: Stored
+    regions: list[Region]  # that this process reads; of an array on devices, its own shards
 
 
-def check_memory_to_load(
-    path: Path, request: Request, stored: Mapping[str, Stored], timeout: float
-) -> None:
-    """Raises on all processes, unless each host has the memory for `read_tensors`."""
-    needed = _memory_to_load((x.tensor, leaf) for x, _, leaf in _rows(request, stored))
-    error = partial(no_memory_to_read, path)
-    check_memory_of_hosts("load_safetensors", needed, error, timeout=timeout)
-
-
-def read_by_name(
-    path: Path, stored: Mapping[str, Stored], cast: Any, *, progress: bool
-) -> dict[str, np.ndarray]:
-    """Reads all tensors into host memory, in the order of the files."""
-    to = cast_dtype(cast)
-    Differences((), (), _packed(x.tensor for x in stored.values())).check(str(path))
-    leaves = {
-        name: RequestedLeaf(name, _leaf_type(x.tensor).cast(to), None) for name, x in stored.items()
-    }
-    check_memory(path, _memory_to_load((stored[name].tensor, x) for name, x in leaves.items()))
-    shown = show_progress(list(stored), "load_safetensors", unit="tensor", show=progress)
-    dtypes = {name: parse_dtype(x.type.dtype) for name, x in leaves.items()}
-    return {name: _cast(read_full(stored[name]), dtypes[name]) for name in shown}
-
-
-def _rows(
-    request: Request, stored: Mapping[str, Stored]
-) -> list[tuple[Stored, int, RequestedLeaf]]:
-    rows = [(stored[leaf.name], i, leaf) for i, leaf in request.to_read().items()]
+def plan_readings(request: Request, stored: Mapping[str, Stored]) -> list[Reading]:
+    """What this process reads for a request, ordered by file and offset."""
+    readings = []
+    for i, leaf in request.to_read().items():
+        regions = [full_region(leaf.shape)]
+        if leaf.sharding is not None:
+            # Each once, also if several devices hold it.
+            regions = list(dict.fromkeys(regions_here(leaf.sharding, leaf.shape).values()))
+        readings.append(Reading(i, leaf, stored[leaf.name], regions))
     # Disks and network file systems read ahead.
-    return sorted(rows, key=lambda row: (row[0].file.fileno(), row[0].tensor.start))
+    return sorted(readings, key=lambda row: (row.stored.file.fileno(), row.stored.tensor.start))
 
 
 _KEPT = 2**26  # bytes of freed blocks that the allocator keeps at most, by measurement
 
 
-def _memory_to_load(tensors: Iterable[tuple[Tensor, RequestedLeaf]]) -> int:
-    """The host memory that it takes at most to load tensors, in this order, as requested."""
+def memory_to_load(readings: Iterable[Reading]) -> int:
+    """The host memory that `read_tensors` takes at most, for readings in this order."""
     meter, sizes = Meter(), list[tuple[int, int]]()
     default = default_sharding()
-    for tensor, leaf in tensors:
-        dtype = parse_dtype(leaf.type.dtype)
-        sharding = (leaf.sharding or default) if leaf.type.on_devices else None
-        target = Target(leaf.type.shape, dtype, sharding)
-        counts = {region: math.prod(region_shape(region)) for region in _regions(leaf)}
+    for row in readings:
+        leaf, stored = row.leaf, row.stored.tensor.dtype
+        if leaf.on_devices and leaf.sharding is None:
+            leaf = leaf._replace(sharding=default)
+        counts = {region: math.prod(region_shape(region)) for region in row.regions}
         # All regions of a tensor are read before the first is moved.
-        meter.add(sum(counts.values()) * tensor.dtype.itemsize)
+        meter.add(sum(counts.values()) * stored.itemsize)
+        converts = parse_dtype(leaf.dtype) != stored
         for region, count in counts.items():
-            nbytes = count * tensor.dtype.itemsize
-            add_part(meter, target, region, nbytes=nbytes, converts=dtype != tensor.dtype)
-            if leaf.type.on_devices:
-                sizes.append((count * dtype.itemsize,) * 2)
+            add_part(meter, leaf, region, nbytes=count * stored.itemsize, converts=converts)
+            if leaf.on_devices:
+                size = count * leaf.itemsize
+                sizes.append((size, size))
     return meter.peak + kept_by_allocator(sizes, _KEPT)
 
 
-def _regions(leaf: RequestedLeaf) -> list[Region]:
-    """The regions of a tensor that this process reads: of one on devices, its own shards."""
-    if leaf.sharding is None:
-        return [full_region(leaf.type.shape)]
-    return list(dict.fromkeys(regions_here(leaf.sharding, leaf.type.shape).values()))
+def read_tensors(request: Request, readings: Sequence[Reading], *, progress: bool) -> PyTree:
+    """Reads the tree of a request."""
+    shown = show_progress(readings, "load_safetensors", unit="tensor", show=progress)
+    on_host: dict[int, np.ndarray] = {}
+
+    def read_parts() -> Iterator[Part[int]]:
+        for i, leaf, stored, regions in shown:
+            parts = _read_regions(stored, regions)
+            # One after another leaves `parts`, so that no variable keeps it.
+            while parts and leaf.on_devices:
+                yield (i, *_take(parts, leaf.dtype))
+            if parts:
+                _, on_host[i] = _take(parts, leaf.dtype)
+
+    on_devices = {row.leaf_index: row.leaf for row in readings if row.leaf.on_devices}
+    return request.tree((to_devices(on_devices, read_parts()) | on_host).items())
 
 
-def _take(parts: dict[Region, np.ndarray], dtype: np.dtype) -> tuple[Region, np.ndarray]:
+def _take(parts: dict[Region, np.ndarray], dtype: str) -> tuple[Region, np.ndarray]:
+    """Takes a region out of those that were read, with the dtype that is requested."""
     region, x = parts.popitem()
-    return region, _cast(x, dtype)
+    with np.errstate(all="ignore"):  # out of range becomes inf, as in `jnp.asarray`
+        return region, x.astype(parse_dtype(dtype), copy=False)
 
 
 def read_full(stored: Stored) -> np.ndarray:
@@ -319,10 +281,3 @@ def _read_regions(stored: Stored, regions: Iterable[Region]) -> dict[Region, np.
     except EOFError:
         raise DamagedError(f"{file.name} was cut short while it was read.") from None
     return dict(pieces)
-
-
-def _cast(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    if x.dtype == dtype:
-        return x
-    with np.errstate(all="ignore"):  # out of range becomes inf, as in `jnp.asarray`
-        return x.astype(dtype)

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from treeshard._core.jaxprs import equations
-from treeshard.testing._computations import Computation, Shards, attempt
+from treeshard.testing._computations import Computation, attempt
 from treeshard.testing._layouts import Layout
+from treeshard.testing._values import Results, Shards
 from treeshard.testing._widening import Widening
 
 # A result is wrong if it is further from that of one device than this many times the noise.
@@ -35,8 +36,6 @@ MATMUL_EPS: Mapping[str, float] = {"gpu": 2.0**-11, "tpu": 2.0**-8}
 _DRAWS = ("random_bits", "threefry2x32")
 
 _BY_ORDER = "the result depends on the order of the rows, so other orders are not noise"
-
-Results = list[np.ndarray]
 
 
 class Tolerance:
