@@ -171,6 +171,15 @@ def test_an_update_of_zeros_leaves_a_weight_frozen(update: Any, role: str) -> No
     assert roles == {"w": "trained, gathered", "masked": f"{role}, gathered"}
 
 
+def test_empty_arrays_in_a_step() -> None:
+    """As `jnp.pad` makes them: of no rows, with the dims of a weight."""
+    plan = ts.plan({"w": struct(8, 4)}, [("w", P("fsdp"))], ts.make_mesh("fsdp=8"), min_size=0)
+    padded = lambda w: jnp.pad(w[None], [(0, 0)] * 3, mode="edge")[0]  # noqa: E731
+    step = ts.jit_step(lambda s, b: ({"w": padded(s["w"]) * b.sum()}, 0), plan)
+    [leaf] = step.plan_of(plan.structs, struct(8)).leaves
+    assert str(leaf.role).startswith("used, updated")
+
+
 def test_what_all_gradients_decide_makes_no_leaf_trained() -> None:
     def step(state: Any, x: jax.Array) -> tuple[Any, Any]:
         loss = lambda w: _loss(w, x @ state["frozen"])  # noqa: E731

@@ -199,6 +199,8 @@ def _slice_result(value: Value, eqn: Any, shape: Sequence[int], result: Sequence
 def _reshape_dims(dims: Dims, shape: Sequence[int], result: Sequence[int]) -> Dims:
     """The axes of the dims that a reshape joins go to the first dim that they become."""
     new: list[tuple[str, ...]] = [()] * len(result)
+    if 0 in shape:  # no dims of an empty array join: their products are all 0
+        return tuple(new)
     i = j = 0
     while i < len(shape) and j < len(result):
         # [8, 4, 16] to [32, 16]: the dims 0 and 1 of 32 elements become dim 0

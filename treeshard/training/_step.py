@@ -80,12 +80,14 @@ class Step:
         data, data_def = tree_flatten(batch)
         program = self._program(leaves, treedef, data, data_def)
         arrays = program.state.dynamic(leaves)
-        if is_tracing():  # in a jit of the user's, which neither places nor donates
+        # In a jit of the user's, nothing can be placed, and JAX donates nothing.
+        if is_tracing():
             data = program.batch.dynamic(data)
             program.trace(arrays, data)
             new, aux = program(arrays, data)
             return program.state.combine(new), aux
         arrays, data, entry = self._place(program, arrays, data, data_def)
+        # Calls of other threads wait, so that all processes start programs in one order.
         with exclusive(self._processes), jax.set_mesh(self._mesh):
             new, aux = self._run(program, arrays, data)
             self._record(program, new, aux, entry)
@@ -160,6 +162,7 @@ class Step:
         for program in self._programs:
             if program.state.matches(leaves, treedef) and program.batch.matches(data, data_def):
                 return program
+        # Of this structure, once.
         check_tree(treedef.unflatten(leaves), self._name, "step(state, batch)", "the state")
         check_no_refs(data_def.unflatten(data), self._name, "batch")
         program = Program(
