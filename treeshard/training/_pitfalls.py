@@ -4,7 +4,7 @@ JAX donates an array's buffers, and ends the process if a call on several device
 twice, or one that is deleted. A `device_put` to one device has no effect in a program for several.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from treeshard._planning.matching import PlannedLeaf
 from treeshard.errors import (
     DeletedLeafError,
     SpecError,
+    StateError,
     listed,
     warn,
 )
@@ -78,6 +79,9 @@ def reshard_to_planned_types(arrays: list[Any], shardings: Sequence[NamedShardin
 
     Arrays of another mesh of the same devices, in other types or names of axes, are not copied.
     """
+    # As `shard` and steps return them: comparing two lists takes a tenth of looking at each array.
+    if [getattr(x, "sharding", None) for x in arrays] == shardings:
+        return arrays
     pairs = enumerate(zip(arrays, shardings, strict=True))
     others = {i: planned for i, (x, planned) in pairs if _is_typed_otherwise(x, planned)}
     if not others:
@@ -116,8 +120,13 @@ def mark_as_from_step(arrays: Sequence[Any], mesh: Mesh) -> None:
 def are_from_steps(arrays: Sequence[Any], batch: Sequence[Any], mesh: Mesh) -> bool:
     """Whether steps on this mesh returned the arrays of a state, and none of the batch's."""
     are_marked = [getattr(x, _MARK, None) for x in arrays].count(mesh) == len(arrays)
-    are_distinct = len(set(map(id, arrays))) == len(arrays)
-    return are_marked and are_distinct and not any([hasattr(x, _MARK) for x in batch])
+    is_batch_free = not any([hasattr(x, _MARK) for x in batch])
+    return are_marked and is_batch_free and are_distinct(arrays)
+
+
+def are_distinct(arrays: Sequence[Any]) -> bool:
+    """Whether no object is among some arrays twice."""
+    return len(set(map(id, arrays))) == len(arrays)
 
 
 # ------------------------------------------------------------------ arrays that share memory
@@ -134,13 +143,7 @@ def copy_shared_buffers(
     shared = _shared(arrays, batch, leaves)
     if not shared:
         return arrays
-    facts = [
-        f"{leaves[i].path}: it shares its memory with {other}, and a step that donates its state"
-        " can use that memory once, so it was copied. Make it an array of its own with"
-        " `jnp.copy`, or make the step with `donate=False`."
-        for i, other in shared.items()
-    ]
-    warn(f"{where}: {listed(f'{len(facts)} arrays of the state share memory:', facts)}")
+    warn(f"{where}: {_describe_shared(shared, leaves, ', so it was copied')}")
     originals = [arrays[i] for i in shared]
     copy = jax.jit(
         lambda arrays: [jnp.copy(x) for x in arrays], out_shardings=[x.sharding for x in originals]
@@ -148,8 +151,26 @@ def copy_shared_buffers(
     return _with(arrays, dict(zip(shared, copy(originals), strict=True)))
 
 
+def check_separate(
+    arrays: Sequence[Any], batch: Sequence[Any], leaves: Sequence[PlannedLeaf], cause: Exception
+) -> None:
+    """Raises `StateError` if a call failed for arrays that share memory."""
+    if shared := _shared(arrays, batch, leaves):
+        raise StateError(_describe_shared(shared, leaves)) from cause
+
+
+def _describe_shared(shared: Mapping[int, str], leaves: Sequence[PlannedLeaf], so: str = "") -> str:
+    facts = [
+        f"{leaves[i].path}: it shares its memory with {other}, and a step that donates its state"
+        f" can use that memory once{so}. Make it an array of its own with `jnp.copy`, or make the"
+        " step with `donate=False`."
+        for i, other in shared.items()
+    ]
+    return listed(f"{len(facts)} arrays of the state share memory:", facts)
+
+
 def _shared(
-    arrays: list[Any], batch: Sequence[Any], leaves: Sequence[PlannedLeaf]
+    arrays: Sequence[Any], batch: Sequence[Any], leaves: Sequence[PlannedLeaf]
 ) -> dict[int, str]:
     """The arrays that share memory, and what with: the batch, or the path of an earlier one."""
     owners: dict[Any, str] = {}
