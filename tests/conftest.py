@@ -6,7 +6,6 @@ import gc
 import importlib
 import os
 import pkgutil
-from collections.abc import Iterator
 from contextlib import nullcontext
 
 import annotations
@@ -14,7 +13,6 @@ import helpers
 import hypothesis
 import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 # A fifth of the time: `make test-newest` and `make test-floor` check annotations.
 CHECKS_ANNOTATIONS = "TREESHARD_ANNOTATIONS" in os.environ
@@ -37,14 +35,12 @@ if CHECKS_ANNOTATIONS:
     jax.config.update("jax_traceback_in_locations_limit", 100)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Few programs of a run are equal, so that keeping them all takes longer than to compile them again.
 jax.config.update("jax_enable_compilation_cache", False)
 # The same HLO, compiled in half the time: how fast it runs is not tested. Not where every way is
 # tried, nor for the compilers of TPUs and GPUs.
 QUICKLY = not {"TREESHARD_SOAK", "TREESHARD_TARGETS"} & {*os.environ}
 jax.config.update("jax_disable_most_optimizations", QUICKLY)
-# Where a test enables it, for programs of every size.
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 # The longest files. With `--dist loadfile` a core would be idle while the last of them runs, so
 # they run first.
@@ -52,10 +48,12 @@ LONG = (
     "placement/test_moving_across_processes.py",
     "repository/test_docs.py",
     "product/test_examples_processes.py",
-    "repository/test_package.py",
     "product/test_examples.py",
+    "training/test_waiting.py",
+    "training/test_training_processes.py",
     "core/test_processes.py",
     "checkpoint/test_preemption.py",
+    "testing/test_verdicts.py",
 )
 
 
@@ -139,18 +137,6 @@ def full_compiles():
     """Compiles with all optimizations, where a test looks at what they make of a program."""
     with helpers.compiling_quickly(False):
         yield
-
-
-@pytest.fixture(scope="module")
-def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Compiles equal programs of a test module once."""
-    jax.config.update("jax_enable_compilation_cache", True)
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("programs")))
-    compilation_cache.reset_cache()  # JAX looks once whether there is a cache
-    yield
-    jax.config.update("jax_enable_compilation_cache", False)
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture

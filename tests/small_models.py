@@ -120,14 +120,13 @@ def forward(
 def step(
     model: Model, plan: ts.Plan, way: str, *, scan: bool = False, remat: bool = False
 ) -> tuple[Any, Any]:
-    """The step, and its batch: `way` is `"jit"`, `"hand"`, or `"no hints"`."""
+    """The step, and its batch: `way` is `"jit"` or `"hand"`."""
     axes = tuple(ts.get_mesh_axis_names(plan.mesh))
     batch = P(axes)
     fsdp = "fsdp" if "fsdp" in axes else ()
     use = {
         "jit": lambda p, specs: ts.unshard(p, specs, fsdp),
         "hand": lambda p, specs: gather_params(p, fsdp, specs) if fsdp else p,
-        "no hints": lambda p, specs: p,
     }[way]
     loss = forward(model, plan, use, scan, remat)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiprocess import faults_checks, launcher, unshared_checks
+from tests.multiprocess import faults_checks, launcher
 from tests.multiprocess.states import host_state
 from treeshard._disk.files import Lock
 from treeshard.checkpoint import Checkpoints
@@ -50,7 +50,7 @@ def two(
         held.wait()
         with Lock(where / "held" / ".2.treeshard-lock", "2"):  # as if it was being saved
             return launcher.launch(
-                [unshared_checks, faults_checks],
+                faults_checks,
                 where / "two",
                 devices=2,
                 args=[small, str(where / "held"), str(own or "")],
@@ -58,7 +58,7 @@ def two(
             )
 
 
-@pytest.mark.parametrize("check", launcher.checks_of(unshared_checks, faults_checks))
+@pytest.mark.parametrize("check", launcher.checks_of(faults_checks))
 def test_two_processes(check: str, two: launcher.Verdicts, small: str, own: Path | None) -> None:
     if ("disk" in check and not small) or ("not_shared" in check and own is None):
         pytest.skip("only root can make a disk that is full, or of one process")

@@ -125,11 +125,12 @@ def test_what_is_used_and_how_it_changes() -> None:
             "moment": moment,
             "average": 0.9 * state["average"] + 0.1 * w,
             "lagging": state["w"],
+            "copy": w,
             "unused": state["unused"],
             "steps": state["steps"] + 1,
         }, value
 
-    names = ("w", "frozen", "moment", "average", "lagging", "unused")
+    names = ("w", "frozen", "moment", "average", "lagging", "copy", "unused")
     state = {name: SQUARE for name in names} | {"scale": struct(), "steps": struct()}
     assert roles_of(state, step) == {
         "w": "trained, gathered",
@@ -138,6 +139,7 @@ def test_what_is_used_and_how_it_changes() -> None:
         "moment": "updated only",
         "average": "updated only",
         "lagging": "updated only",
+        "copy": "updated only",
         "unused": "passed through",
         "steps": "used, updated",
     }
@@ -146,12 +148,15 @@ def test_what_is_used_and_how_it_changes() -> None:
 @pytest.mark.parametrize(
     ("update", "role"),
     [
-        (lambda zeros, w: -0.1 * zeros, "frozen"),
-        (lambda zeros, w: zeros / (1 + w), "frozen"),
-        (lambda zeros, w: zeros - 0.1 * w, "used, updated"),
-        (lambda zeros, w: w / (1 + zeros), "used, updated"),
+        (lambda zeros, w: w + -0.1 * zeros, "frozen"),
+        (lambda zeros, w: zeros * (1 + w) + w, "frozen"),
+        (lambda zeros, w: w - -zeros, "frozen"),
+        (lambda zeros, w: w + zeros / (1 + w), "frozen"),
+        (lambda zeros, w: w + zeros - 0.1 * w, "used, updated"),
+        (lambda zeros, w: w + w / (1 + zeros), "used, updated"),
+        (lambda zeros, w: zeros - w, "used, updated"),
     ],
-    ids=["scaled", "divided", "decayed", "divides"],
+    ids=["scaled", "multiplied", "negated", "divided", "decayed", "divides", "subtracts"],
 )
 def test_an_update_of_zeros_leaves_a_weight_frozen(update: Any, role: str) -> None:
     """As optax makes it of what it masks: `multi_transform` with `set_to_zero`, and a scale."""
@@ -160,11 +165,19 @@ def test_an_update_of_zeros_leaves_a_weight_frozen(update: Any, role: str) -> No
         loss = lambda w: _loss(w, x @ state["masked"])  # noqa: E731
         value, grad = jax.value_and_grad(loss)(state["w"])
         zeros = jnp.zeros_like(state["masked"])
-        masked = state["masked"] + update(zeros, state["masked"])
-        return {"w": state["w"] - grad, "masked": masked}, value
+        return {"w": state["w"] - grad, "masked": update(zeros, state["masked"])}, value
 
     roles = roles_of({"w": SQUARE, "masked": SQUARE}, step)
     assert roles == {"w": "trained, gathered", "masked": f"{role}, gathered"}
+
+
+def test_empty_arrays_in_a_step() -> None:
+    """As `jnp.pad` makes them: of no rows, with the dims of a weight."""
+    plan = ts.plan({"w": struct(8, 4)}, [("w", P("fsdp"))], ts.make_mesh("fsdp=8"), min_size=0)
+    padded = lambda w: jnp.pad(w[None], [(0, 0)] * 3, mode="edge")[0]  # noqa: E731
+    step = ts.jit_step(lambda s, b: ({"w": padded(s["w"]) * b.sum()}, 0), plan)
+    [leaf] = step.plan_of(plan.structs, struct(8)).leaves
+    assert str(leaf.role).startswith("used, updated")
 
 
 def test_what_all_gradients_decide_makes_no_leaf_trained() -> None:
@@ -189,6 +202,19 @@ def test_the_dtype_of_a_gather_is_in_the_trace() -> None:
     compared = _compared(_sgd(loss), SQUARE)
     dtypes = {x.kind: x.dtype for x in compared.planned if x.path is not None}
     assert dtypes == {"all-gather": "bfloat16", "reduce-scatter": "bfloat16"}
+
+
+def test_positions_stay_split_like_the_sequences_that_they_are_added_to() -> None:
+    tree = {"embed": struct(16, 32), "positions": struct(8, 32)}
+    rules = [("pos", P("seq")), (".*", None)]
+    plan = ts.plan(tree, rules, ts.make_mesh("data=2,seq=4"), min_size=0)
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        x = ts.with_sharding_constraint(x, P("data", "seq"))
+        return jnp.mean((x @ params["embed"] + params["positions"][None]) ** 2)
+
+    step = ts.jit_step(_sgd(loss), plan, batch=P("data", "seq"))
+    assert str(step.roles(plan.structs, struct(4, 8, 16))["positions"]) == "trained, split"
 
 
 def test_keys_of_chains_stay_where_they_are() -> None:

@@ -1,5 +1,6 @@
 """Messages between real processes, and the launcher that starts these processes and ends them."""
 
+import os
 import subprocess
 import sys
 import time
@@ -12,19 +13,18 @@ import pytest
 
 import treeshard as ts
 from tests.helpers import runs, wait_until
-from tests.multiprocess import exchange_checks, interrupted_checks, launcher
+from tests.multiprocess import exchange_checks, launcher
 from treeshard._core import meetings
 from treeshard._core.meetings import _absent, exchange
 
-WORKERS = (interrupted_checks, exchange_checks)
-*CHECKS, FAILING = launcher.checks_of(*WORKERS)
+*CHECKS, FAILING = launcher.checks_of(exchange_checks)
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> launcher.Verdicts:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launcher, "GRACE", 0.5)  # since one of them fails
-        return launcher.launch(WORKERS, tmp_path_factory.mktemp("exchange"), devices=1)
+        return launcher.launch(exchange_checks, tmp_path_factory.mktemp("exchange"), devices=1)
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -160,7 +160,8 @@ sys.stderr = open(2, "w")  # which is not flushed at the end of a line
 def test_a_process_that_is_out_of_step_ends_with_status_1(end: str) -> None:
     """However its program ends, and after what it has registered itself."""
     command = [sys.executable, "-c", ENDS.format(end)]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    env = os.environ | {"PYTHONUNBUFFERED": ""}
+    process = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert process.returncode == 1
     assert process.stdout == "unflushed the user's own function\n"
     assert process.stderr.endswith(

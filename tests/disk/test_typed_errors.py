@@ -2,7 +2,6 @@
 
 import errno
 import os
-import shutil
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -28,32 +27,6 @@ from treeshard.checkpoint import (
 from treeshard.interchange import save_safetensors
 
 TREE = {"w": np.ones((8, 4), np.float32)}
-
-
-def test_a_reader_that_races_keep_reads_the_later_step(tmp_path: Path, monkeypatch) -> None:
-    run = Checkpoints(tmp_path, keep=1)
-    run.save(1, {"w": TREE["w"]})
-    run.wait()
-    reader = Checkpoints(tmp_path, read_only=True)
-    read = _array_store.ArrayStore.read
-
-    def save_first(*args, **options):
-        if run.steps() == (1,):
-            run.save(2, {"w": 2 * TREE["w"]})
-            run.wait()
-        return read(*args, **options)
-
-    monkeypatch.setattr(_array_store.ArrayStore, "read", save_first)
-    with pytest.raises(ts.CheckpointError) as told:
-        reader.restore(1)
-    assert f"{tmp_path}/1 was removed while it was read" in str(told.value)
-    assert not isinstance(told.value, ts.DamagedError)
-    shutil.rmtree(tmp_path / "2")
-    run.save(1, TREE)
-    run.wait()
-    step, tree = reader.restore_latest()
-    assert (step, tree["w"].max()) == (2, 2)
-    run.close()
 
 
 def replace_by(way: str, run: Path) -> None:

@@ -4,6 +4,7 @@ import html
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,83 +40,76 @@ def plan(mesh: Mesh) -> ts.Plan:
     return ts.plan(TREE, RULES, mesh, min_size=0)
 
 
-def test_a_plan_and_the_tree_that_follows_it(
-    plan: ts.Plan, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ts.draw(plan)
-    assert capsys.readouterr().out == PICTURE
-    ts.draw(ts.shard(TREE, plan))
-    assert capsys.readouterr().out == PICTURE
-    ts.draw(plan.structs)
-    assert capsys.readouterr().out == PICTURE
+@pytest.fixture
+def drawn(capsys: pytest.CaptureFixture[str]) -> Callable[[Any], str]:
+    """What `draw` prints."""
+
+    def draw(x: Any) -> str:
+        ts.draw(x)
+        return capsys.readouterr().out
+
+    return draw
+
+
+def test_a_plan_and_the_tree_that_follows_it(plan: ts.Plan, drawn: Any) -> None:
+    for x in (plan, ts.shard(TREE, plan), plan.structs):
+        assert drawn(x) == PICTURE
+
+
+ALL = ["all of it on 0, 1, 2, 3, 4, 5, 6, 7"]
+NINE = ["0:1, 0:1, 0:1] on 0, 1, 2, 3", "0:1, 1:2] on 4, 5"]
 
 
 @pytest.mark.parametrize(
     ("shape", "spec", "parts"),
     [
-        ((), P(), ["all of it on 0, 1, 2, 3, 4, 5, 6, 7"]),
-        (
-            (1,) * 8 + (2,),
-            P(*(None,) * 8, "data"),
-            ["0:1, 0:1, 0:1] on 0, 1, 2, 3", "0:1, 1:2] on 4, 5"],
-        ),
+        ((), P(), ALL),
+        ((1,) * 8 + (2,), P(*(None,) * 8, "data"), NINE),
         ((0, 4), P(None, "fsdp"), ["[0:0, 0:1] on 0, 4"]),
     ],
     ids=["rank 0", "rank 9", "no elements"],
 )
-def test_one_array_of_any_rank(
-    mesh: Mesh, shape: Any, spec: P, parts: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    ts.draw(jax.device_put(np.ones(shape, np.float32), NamedSharding(mesh, spec)))
-    out = capsys.readouterr().out
+def test_one_array_of_any_rank(mesh: Mesh, shape: Any, spec: P, parts: Any, drawn: Any) -> None:
+    out = drawn(jax.device_put(np.ones(shape, np.float32), NamedSharding(mesh, spec)))
     assert f"└── (the array)  float32[{','.join(map(str, shape))}]  {spec}" in out
-    for part in parts:
-        assert part in out
+    assert all(part in out for part in parts)
 
 
-def test_arrays_on_no_mesh(mesh: Mesh, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arrays_on_no_mesh(mesh: Mesh, drawn: Any) -> None:
     x = jax.device_put(np.ones(4, np.float32), jax.devices()[3])
-    ts.draw(
-        {"alone": x, "host": np.ones(2), "split": ts.shard(np.ones(8, np.int8), P("fsdp"), mesh)}
-    )
-    out = capsys.readouterr().out
+    split = ts.shard(np.ones(8, np.int8), P("fsdp"), mesh)
+    out = drawn({"alone": x, "host": np.ones(2), "split": split})
     assert "3 arrays, 18 B on the fullest of 8 devices" in out
     assert "alone  float32[4]  only on device 3  16 B" in out
     assert "host  float64[2]  on no device  0 B" in out
-    ts.draw(x)
-    assert "└── all of it on 3" in capsys.readouterr().out
+    assert "└── all of it on 3" in drawn(x)
     off = NamedSharding(mesh, P("fsdp"), memory_kind="pinned_host")
-    ts.draw({"w": jax.device_put(np.ones(8, np.float32), off)})
-    assert "w  float32[8]  P('fsdp',) in host memory  0 B" in capsys.readouterr().out
+    out = drawn({"w": jax.device_put(np.ones(8, np.float32), off)})
+    assert "w  float32[8]  P('fsdp',) in host memory  0 B" in out
 
 
-def test_a_mesh_without_devices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_mesh_without_devices(drawn: Any, tmp_path: Path) -> None:
     mesh = AbstractMesh((64, 1024), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     x = jax.ShapeDtypeStruct((4096, 8), "float32", sharding=NamedSharding(mesh, P("fsdp")))
-    ts.draw(x)
-    out = capsys.readouterr().out
+    out = drawn(x)
     assert "1 array, 128 B on the fullest of 65,536 devices" in out
     assert "part" not in out
     ts.draw(x, to=tmp_path / "x.svg")
 
 
-def test_many_parts_are_counted(
-    capsys: pytest.CaptureFixture[str], mesh: Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_parts_are_counted(drawn: Any, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     x = ts.shard(np.ones((8, 8), np.float32), P("data", "fsdp"), mesh)
     for most, last in {8: "[4:8, 6:8] on 7", 5: "... and 3 more parts"}.items():
         monkeypatch.setattr("treeshard._inspection.draw._MOST_PARTS", most)
-        ts.draw(x)
-        *_, fifth, end = capsys.readouterr().out.splitlines()
+        *_, fifth, end = drawn(x).splitlines()
         assert end == f"    └── {last}"
         assert fifth == f"    ├── {'[4:8, 0:2] on 4' if most == 5 else '[4:8, 4:6] on 6'}"
 
 
-def test_paths_are_not_read_as_markup(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_paths_are_not_read_as_markup(drawn: Any, tmp_path: Path) -> None:
     tree = {"[red]": {"$x_1$ <b> :smile: \\": np.ones(2)}, "plain": np.ones(2)}
     ts.draw(tree, to=tmp_path / "x.svg")
-    ts.draw(tree)
-    for shown in (capsys.readouterr().out, words(tmp_path / "x.svg")):
+    for shown in (drawn(tree), words(tmp_path / "x.svg")):
         assert "[red]" in shown
         assert "$x_1$ <b> :smile: \\" in shown
 

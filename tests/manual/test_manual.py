@@ -176,41 +176,6 @@ def test_second_order(check_vma: bool) -> None:
     assert_close(run(PARAMS, BATCH), jax.jit(jax.value_and_grad(alone))(PARAMS, BATCH), 2e-5)
 
 
-def test_parameters_that_were_gathered_before_have_averaged_gradients() -> None:
-    """In a step, their specs in the plan are those of the shards, and not theirs."""
-    params = {"w": PARAMS["w"], "v": PARAMS["v"]}
-    plan = ts.plan({"params": params}, [(".*", ts.fsdp("fsdp"))], MESHES["1x8"], min_size=0)
-
-    def loss(p: Any, batch: Any) -> jax.Array:
-        return local(PARAMS | p, batch)
-
-    def step(state: Any, batch: Any) -> Any:
-        full = ts.unshard(state["params"])
-        _, grads = manual.value_and_grad(loss, BOTH)(full, batch)
-        return state, grads
-
-    run = ts.shard_map_step(step, plan, batch=P("fsdp"), donate=False)
-    _, grads = run(ts.shard({"params": params}, plan), BATCH)
-    assert_close(grads, jax.grad(loss)(params, BATCH))
-
-
-@checks
-def test_partly_manual(check_vma: bool) -> None:
-    """Over the axis `tensor`, the compiler partitions the code."""
-    mesh = ts.make_mesh("data=2,fsdp=2,tensor=2")
-    f = jax.shard_map(
-        manual.value_and_grad(local, BOTH, SHARDED),
-        mesh=mesh,
-        in_specs=(SHARDED, P(BOTH)),
-        out_specs=(P(), SHARDED),
-        axis_names={*BOTH},
-        check_vma=check_vma,
-    )
-    tensor = {"w": P(None, "tensor"), "b": P("tensor"), "v": P("tensor"), "s": P()}
-    params = ts.shard(PARAMS, tensor, mesh)
-    assert_close(jax.jit(f)(params, BATCH), REFERENCE)
-
-
 def test_explicit_mesh() -> None:
     mesh = ts.make_mesh("data=2,fsdp=4", axis_types="explicit")
     grad = manual.value_and_grad(local, BOTH, SHARDED)
@@ -585,21 +550,12 @@ OUTSIDE = {
 }
 
 
-@pytest.mark.parametrize("name", OUTSIDE)
-def test_called_outside_shard_map(name: str) -> None:
-    said = f"{name}: .*bound here.*inside `jax.shard_map`; outside, {OUTSIDE[name]}"
-    with pytest.raises(ts.UnknownAxisError, match=said):
-        getattr(manual, name)(X, "fsdp")
-
-
-def test_gradients_and_a_gather_over_all_axes_outside_shard_map() -> None:
+def test_called_outside_shard_map() -> None:
+    for name, instead in OUTSIDE.items():
+        said = f"{name}: .*bound here.*inside `jax.shard_map`; outside, {instead}"
+        with pytest.raises(ts.UnknownAxisError, match=said):
+            getattr(manual, name)(X, "fsdp")
     with pytest.raises(ts.UnknownAxisError, match="`jax.value_and_grad` under `jax.jit` is enough"):
         manual.value_and_grad(jnp.sum, "fsdp")(X)
     with pytest.raises(ts.UnknownAxisError, match="no axis is bound here.*`treeshard.unshard`"):
         manual.gather_params(X)
-
-
-def test_a_target_that_is_not_a_module() -> None:
-    message = "shard_module_params: 3 (int) is not callable. Pass a function of the parameters,"
-    with pytest.raises(TypeError, match=re.escape(message)):
-        manual.shard_module_params(3, "fsdp")

@@ -111,13 +111,20 @@ def test_an_nnx_model_through_its_state(mesh: Mesh) -> None:
     assert_close((value, grads), (wanted[0], jax.tree.leaves(wanted[1])))
 
 
-def test_linen_takes_no_specs() -> None:
-    message = "Linen modules carry their specs in boxes. Omit `specs`, and declare them with"
-    with pytest.raises(ts.SpecError, match=re.escape(message)):
-        manual.shard_module_params(nn.Dense, "fsdp", P("fsdp"))
+TARGETS = {
+    "specs": (nn.Dense, P("fsdp"), "Linen modules carry their specs in boxes. Omit `specs`, and"),
+    "module": (
+        nn.Dense(3),
+        None,
+        "Wrap the class Dense, and make the module from the result: `shard_module_params(",
+    ),
+    "number": (3, None, "3 (int) is not callable. Pass a function of the parameters,"),
+}
 
 
-def test_linen_wraps_classes() -> None:
-    message = "Wrap the class Dense, and make the module from the result: `shard_module_params("
-    with pytest.raises(TypeError, match=re.escape(message)):
-        manual.shard_module_params(nn.Dense(3), "fsdp")
+@pytest.mark.parametrize("name", TARGETS)
+def test_what_cannot_be_wrapped(name: str) -> None:
+    target, specs, message = TARGETS[name]
+    kind = TypeError if specs is None else ts.SpecError
+    with pytest.raises(kind, match=re.escape(message)):
+        manual.shard_module_params(target, "fsdp", specs)

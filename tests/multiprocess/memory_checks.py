@@ -4,6 +4,7 @@ On the simulated devices of a process arrays are in its own memory, so a result 
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from benchmarks._harness import peak_of
 from tests.helpers import arange, assert_same
 from tests.multiprocess.worker import Context
 from treeshard._core import hosts
+from treeshard._core.processes import exchange
 from treeshard._placement import transport
 from treeshard.checkpoint import restore, save
 from treeshard.interchange import load_safetensors, save_safetensors
@@ -43,17 +45,25 @@ def read(path: str, index: tuple[slice, ...]) -> np.ndarray:
     return rows[:, None] * SIDE + columns
 
 
-def placed() -> dict[str, jax.Array]:
+def place() -> dict[str, jax.Array]:
     return jax.block_until_ready(ts.shard(STRUCTS, SPECS, ts.make_mesh("fsdp=8"), read=read))
 
 
-def mib_of(call: Callable[[], Any]) -> float:
-    """The MiB that a call adds at its peak, after one that connected and compiled.
+placed = cache(place)
 
-    The least of two: what else the process does in the meantime only adds.
+
+def assert_adds(call: Callable[[], Any], most: float, least: float = -np.inf) -> None:
+    """Asserts how many MiB a call adds at its peak.
+
+    It is measured again if it is too much: what connects, compiles, or runs beside it only adds.
     """
-    call()
-    return min(peak_of(call)[1] for _ in range(2))
+    peak = np.inf
+    for attempt in range(3):
+        peak = min(peak, peak_of(call)[1])
+        # All processes make the call again, or none of them.
+        if not any(exchange(f"attempt {attempt}", b"too much" if peak > most else b"")):
+            break
+    assert least < peak <= most, (least, peak, most)
 
 
 def check_gather_takes_the_receiver_one_tree_and_iter_gather_one_leaf(context: Context) -> None:
@@ -63,17 +73,15 @@ def check_gather_takes_the_receiver_one_tree_and_iter_gather_one_leaf(context: C
         for _, x in ts.iter_gather(tree, to=0):
             del x
 
-    tree = placed()
-    peak = mib_of(lambda: ts.gather(tree, to=0))
-    assert peak <= (1.05 * TREE + LEAF if context.index == 0 else 0) + IN_FLIGHT, peak
-    assert peak > 0.9 * TREE or context.index != 0, peak
-    gathered = ts.gather(tree, to=0)
-    if context.index == 0:
-        assert_same(gathered, dict.fromkeys(SPECS, arange(SIDE, SIDE)))
-    del gathered
-    peak = mib_of(go_through)
-    assert peak <= (LEAF if context.index == 0 else 0) + IN_FLIGHT, peak
-    assert peak > 0.9 * LEAF or context.index != 0, peak
+    tree, receives = placed(), context.index == 0
+    if receives:
+        assert_same(ts.gather(tree, to=0), dict.fromkeys(SPECS, arange(SIDE, SIDE)))
+        assert_adds(lambda: ts.gather(tree, to=0), 1.05 * TREE + LEAF + IN_FLIGHT, 0.9 * TREE)
+        assert_adds(go_through, LEAF + IN_FLIGHT, 0.9 * LEAF)
+    else:
+        ts.gather(tree, to=0)
+        assert_adds(lambda: ts.gather(tree, to=0), IN_FLIGHT)
+        assert_adds(go_through, IN_FLIGHT)
 
 
 def check_between_meshes_every_byte_is_sent_once(context: Context) -> None:
@@ -85,12 +93,11 @@ def check_between_meshes_every_byte_is_sent_once(context: Context) -> None:
     rules = [("[02468]$", P("tensor")), (".*", P(None, "tensor"))]
     after = ts.plan(STRUCTS, rules, sampler, min_size=0)
     tree = jax.block_until_ready(ts.shard(STRUCTS, before, read=read))
-    diff = before.diff(after)
     packets.clear()
     moved = ts.reshard(tree, after)
     total = sum(x.nbytes for x in jax.tree.leaves(tree))
     training = {d.process_index for d in trainer.devices.flat}
-    assert diff.bytes == total // sampler.size
+    assert before.diff(after).bytes == total // sampler.size
     mine = total // len(training) if context.index in training else 0
     assert sum(packets) == mine, (sum(packets), mine)
     for x in jax.tree.leaves(moved):
@@ -98,38 +105,26 @@ def check_between_meshes_every_byte_is_sent_once(context: Context) -> None:
             np.testing.assert_array_equal(shard.data, arange(SIDE, SIDE)[shard.index])
     del moved
     part = sum(d.process_index == context.index for d in sampler.devices.flat) / sampler.size
-    peak = mib_of(lambda: jax.block_until_ready(ts.reshard(tree, after)))
-    assert peak <= part * TREE + 2 * part * LEAF + IN_FLIGHT, (peak, part)
+    most = part * TREE + 2 * part * LEAF + IN_FLIGHT
+    assert_adds(lambda: jax.block_until_ready(ts.reshard(tree, after)), most)
     replicas = ts.shard(arange(16, 8), P("fsdp"), ts.make_mesh({"data": context.count, "fsdp": -1}))
     packets.clear()
     assert_same(ts.gather(replicas), arange(16, 8))
     assert not packets  # each process has all of it
 
 
-def check_placing_and_reading_take_the_own_shards(context: Context) -> None:
-    mesh = ts.make_mesh("fsdp=8")
-    tree = {name: arange(SIDE, SIDE) for name in SPECS}
-    peak = mib_of(lambda: ts.shard(tree, SPECS, mesh))
-    assert peak <= 1.05 * TREE / context.count + IN_FLIGHT, peak
-    peak = mib_of(placed)
-    assert peak <= 1.05 * TREE / context.count + IN_FLIGHT, peak
-
-
-def check_restoring_takes_twice_the_own_shards(context: Context) -> None:
-    tree, step = placed(), context.directory / "step"
+def check_placing_restoring_and_exporting_take_the_own_shards(context: Context) -> None:
+    """Restoring twice of them; exporting no copy; importing the largest leaf beside them."""
+    tree, own = placed(), TREE / context.count
+    step, file = (context.directory / name for name in ("step", "x.safetensors"))
+    host = {name: arange(SIDE, SIDE) for name in SPECS}
+    assert_adds(lambda: ts.shard(host, SPECS, ts.make_mesh("fsdp=8")), 1.05 * own + IN_FLIGHT)
+    assert_adds(place, 1.05 * own + IN_FLIGHT)
     save(step, tree)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
-    del tree
-    peak = mib_of(lambda: restore(step, like))
-    assert peak <= 2 * TREE / context.count + IN_FLIGHT, peak
-
-
-def check_exporting_and_importing_take_no_copy_of_the_tree(context: Context) -> None:
-    tree, file = placed(), context.directory / "x.safetensors"
-    peak = mib_of(lambda: save_safetensors(file, tree))
-    assert peak <= IN_FLIGHT, peak
-    peak = mib_of(lambda: load_safetensors(file, tree))
-    assert peak <= 1.05 * TREE / context.count + LEAF + IN_FLIGHT, peak
+    assert_adds(lambda: restore(step, like), 2 * own + IN_FLIGHT)
+    assert_adds(lambda: save_safetensors(file, tree), IN_FLIGHT)
+    assert_adds(lambda: load_safetensors(file, tree), 1.05 * own + LEAF + IN_FLIGHT)
 
 
 def check_the_processes_of_a_host_need_its_memory_together(context: Context) -> None:

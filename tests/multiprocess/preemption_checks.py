@@ -15,24 +15,16 @@ from tests.multiprocess.worker import Context
 from treeshard.checkpoint import Checkpoints
 
 PROCESSES = (1, 2, 4) if os.environ.get("TREESHARD_SOAK") else (1, 2)  # `make soak`
-FOREVER = 10**9
 
 
-def trains(run: Path, steps: int, index: int, say: Say) -> None:
+def trains(run: Path, index: int, say: Say) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells disable it
-    state = preemption.train(run, steps, say)
-    say(f"ends with {state['step']}")
-
-
-def begin(context: Context, name: str, processes: int, steps: int = FOREVER) -> Forked:
-    body = partial(trains, context.directory / name, steps)
-    log = context.directory / f"{name}-{steps}.log"
-    return Forked(body, log, processes=processes, devices=4 // processes)
+    preemption.train(run, 10**9, say)
 
 
 def stop(runs: Forked, processes: int, signals: Sequence[tuple[int, int]]) -> int:
     """Sends signals to processes; returns the step after which all of them stop."""
-    runs.hear("0 step 100")
+    runs.hear("0 step ")
     for index, number in signals:
         runs.signal(index, number)
     assert runs.wait() == [0] * processes, runs.printed()
@@ -42,30 +34,27 @@ def stop(runs: Forked, processes: int, signals: Sequence[tuple[int, int]]) -> in
     return int(text.removeprefix("stops after step "))
 
 
+TERM, CTRL_C = signal.SIGTERM, signal.SIGINT
+# Of as many processes: the signals to each run, which goes on where the one before it has stopped.
+# A Ctrl-C in a terminal reaches all processes, some more than once; elsewhere it is passed on.
+SIGNALS = {
+    1: [[(0, TERM)], [(0, CTRL_C)] * 3],
+    2: [[(1, TERM)], [(0, CTRL_C), (1, CTRL_C)] * 2, [(1, CTRL_C)]],
+    4: [[(3, TERM)]],  # which take long to start
+}
+
+
 def check_all_stop_at_one_step_and_continue(context: Context) -> None:
-    """Whichever process receives the signal, with one and two of them, and in `make soak` four."""
+    """Whichever process receives a signal, of one, two, and in `make soak` four."""
     for processes in PROCESSES:
-        name = f"run-of-{processes}"
-        with begin(context, name, processes) as runs:
-            step = stop(runs, processes, [(processes - 1, signal.SIGTERM)])
-        assert max(int(path.name) for path in (context.directory / name).iterdir()) == step
-        if processes < 4:  # which take long to start
-            with begin(context, name, processes, step + 30) as runs:
+        name, step = f"run-of-{processes}", 0
+        for i, signals in enumerate(SIGNALS[processes]):
+            log = context.directory / f"{name}-{i}.log"
+            body = partial(trains, context.directory / name)
+            with Forked(body, log, processes=processes, devices=4 // processes) as runs:
                 assert int(runs.hear("0 begins after step")) == step
-                assert runs.wait() == [0] * processes, runs.printed()
-
-
-def check_a_ctrl_c_in_a_terminal_reaches_all_and_one_elsewhere_is_passed_on(
-    context: Context,
-) -> None:
-    once = signal.SIGINT
-    for name, processes, signals in [
-        ("burst", 1, [(0, once)] * 3),
-        ("terminal", 2, [(0, once), (1, once)] * 2),
-        ("one", 2, [(1, once)]),
-    ]:
-        with begin(context, name, processes) as runs:
-            stop(runs, processes, signals)
+                step = stop(runs, processes, signals)
+            assert max(int(path.name) for path in (context.directory / name).iterdir()) == step
 
 
 def check_a_second_ctrl_c_interrupts(context: Context) -> None:

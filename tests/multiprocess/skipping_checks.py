@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from treeshard.interchange import save_safetensors
 
 ROWS = 12  # which 2, 3 and 4 processes can split
 LARGE = (ROWS, ROWS * 2**10)  # too large for a comparison of values
+OTHER = 1  # the process that does something else
 
 
 def mesh() -> Mesh:
@@ -35,55 +37,95 @@ def full(step: int, shape: tuple[int, ...] = (ROWS,)) -> np.ndarray:
     return np.full(shape, step, np.float32)
 
 
+def sharded(tree: Any) -> Any:
+    return ts.shard(tree, P("data"), mesh())
+
+
+def local(tree: Any, *axes: str) -> Any:
+    return ts.from_process_local(tree, P(*axes), mesh())
+
+
 def global_of(context: Context, step: int) -> jax.Array:
-    part = full(step, (ROWS // context.count,))
-    return ts.from_process_local(part, P("data"), mesh())
+    return local(full(step, (ROWS // context.count,)), "data")
+
+
+def step_of(function: Callable[..., Any], state: Any, *batch: str) -> Any:
+    plan = ts.plan(state, [("w", P("data"))], mesh(), min_size=0)
+    return ts.jit_step(function, plan, batch=P(*batch), donate=False)
+
+
+def replicated(tree: Any) -> Any:
+    return ts.reshard(tree, P(), mesh())
+
+
+def iterated(tree: Any) -> Any:
+    return list(ts.iter_gather(tree))
 
 
 def assert_all_can_go_on(context: Context) -> None:
-    np.testing.assert_array_equal(ts.gather(global_of(context, 1), timeout=20), full(1))
-    placed = ts.reshard(ts.shard(full(2, LARGE), P("data"), mesh()), P(None, "data"), mesh())
-    np.testing.assert_array_equal(ts.gather(placed, timeout=20), full(2, LARGE))
+    np.testing.assert_array_equal(ts.gather(global_of(context, 1)), full(1))
+    placed = ts.reshard(sharded(full(2, LARGE)), P(None, "data"), mesh())
+    np.testing.assert_array_equal(ts.gather(placed), full(2, LARGE))
 
 
-def told(call: Callable[[], Any]) -> str:
+def told(call: Callable[..., Any], *args: Any) -> str:
     """What a call says on this process, after which another one says that it is too late."""
     with pytest.raises(ts.ProcessError) as error:
-        call()
+        call(*args)
     with pytest.raises(ts.ProcessError, match="are out of step since .*; start the run again"):
         ts.gather(ts.shard(full(1), P(), mesh()))
     start_again()
     return str(error.value)
 
 
-def check_a_read_of_another_step_is_told(context: Context) -> None:
-    """Process 1 skips the first of two reads, and so reads what is a step later."""
+def in_thread(call: Callable[..., Any], *args: Any) -> Any:
+    """The result of a call in a thread of its own."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call, *args).result()
 
-    def reshard(x: Any) -> jax.Array:
-        return ts.reshard(x, P(), mesh(), timeout=20)
 
-    local = [global_of(context, step) for step in (2, 3)]
-    sharded = [ts.shard(full(step), P("data"), mesh()) for step in (2, 3)]
-    moved = [reshard(x) for x in local]
-    for (first, second), what, read in (
-        (local, "gather", lambda x: ts.gather(x, timeout=20)),
-        (local, "reshard", reshard),
-        (sharded, "gather", lambda x: ts.gather(x, to=1, timeout=20)),
-        (moved, "iter_gather", lambda x: list(ts.iter_gather({"w": x}, timeout=20))),
+# ------------------------------------------------------------------ calls that look alike
+
+
+def check_a_read_of_another_step_or_leaf_is_told(context: Context) -> None:
+    """One process skips the first of two reads, or makes a read more: it has a later array."""
+    steps = [global_of(context, 2), global_of(context, 3)]
+    placed = [sharded(full(2)), sharded(full(3))]
+    moved = [replicated(x) for x in steps]
+    host = {name: {"w": full(i, LARGE)} for i, name in enumerate(["params", "ema"])}
+    state = sharded(host)
+    after, _ = step_of(lambda s, b: ({**s}, b.sum()), host, "data")(state, global_of(context, 1))
+    params = [state["ema"], state["params"]]
+    of_step = [after["ema"], after["params"]]
+    directory, alike = context.directory, context.directory / "alike"
+    for what, read, (first, second) in (
+        ("gather", ts.gather, steps),
+        ("reshard", replicated, steps),
+        ("gather", partial(ts.gather, to=1), placed),
+        ("iter_gather", iterated, moved),
+        ("gather", ts.gather, of_step),
+        ("iter_gather", iterated, params),
+        ("save", partial(save, alike), of_step),
+        ("save_safetensors", partial(save_safetensors, f"{alike}.safetensors"), params),
     ):
-        text = told(lambda read=read, x=(first, second)[context.index == 1]: read(x))
+        text = told(read, second if context.index == OTHER else first)
         assert text.startswith(f"{what}: the processes do not agree"), (what, text)
-        assert "made in " in text, (what, text)
+        leaves = r"made in .* as leaf ema/w on processes 0, 2; made in .* as leaf params/w on"
+        arrays = r"made in [^;]* on processes 0, 2; made in [^;]* on process 1"
+        assert re.search(leaves if isinstance(first, dict) else arrays, text), (what, text)
+        assert not list(directory.glob("alike*"))
+    for read, second in ((ts.gather, steps[1]), (replicated, steps[1]), (iterated, moved[1])):
         read(second)
+    assert_all_can_go_on(context)
 
 
 def check_a_read_that_is_skipped_between_batches_is_told(context: Context) -> None:
     """The array is one of the user's own `jit`; `from_process_local` made a batch in each step."""
     twice = jax.jit(lambda v: 2 * v)
     x = twice(global_of(context, 2))
-    if context.index == 1:  # skips the read of the first step
+    if context.index == OTHER:  # skips the read of the first step
         x = twice(global_of(context, 3))
-    text = told(lambda: ts.gather(x, timeout=20))
+    text = told(ts.gather, x)
     assert "The first: nothing on process" in text, text
     assert "; batch 2 of from_process_local: the array: float32[" in text, text
 
@@ -92,19 +134,16 @@ def check_a_read_that_is_skipped_before_another_line_is_told(context: Context) -
     """No process has the same part as another, so that no values can be compared."""
     x = jax.jit(lambda v: 2 * v)(global_of(context, 1))
 
-    def read() -> np.ndarray:
-        return ts.gather(x, timeout=20)
-
     def two_branches() -> np.ndarray:
         if context.index:
-            return read()
-        return read()
+            return ts.gather(x)
+        return ts.gather(x)
 
     def loop() -> None:
         for step in range(2):
-            if not (step == 1 and context.index == 1):
-                read()  # process 1 skips the second
-            read()
+            if not (step == 1 and context.index == OTHER):
+                ts.gather(x)
+            ts.gather(x)
 
     differ = "gather: the processes make this call at different lines: tests/multiprocess/"
     with pytest.warns(ts.ShardingWarning, match=differ) as seen:
@@ -118,31 +157,24 @@ def check_a_read_that_is_skipped_before_another_line_is_told(context: Context) -
 
 def own_loop() -> tuple[Any, Callable[[Any], Any]]:
     """A state and a step of JAX alone. It has a counter, as nearly every state does."""
-    state = {"w": ts.shard(full(0, LARGE), P("data"), mesh()), "step": ts.shard(0, P(), mesh())}
-    step = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s))
-    return state, step
+    state = {"w": sharded(full(0, LARGE)), "step": ts.shard(0, P(), mesh())}
+    return state, jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s))
 
 
 def check_a_call_that_is_skipped_in_a_loop_of_jax_alone_is_told(context: Context) -> None:
     path = context.directory / "skipped.safetensors"
-    reads: list[Callable[[Any], Any]] = [
-        lambda x: ts.gather(x, timeout=20),
-        lambda x: ts.gather(x, to=1, timeout=20),
-        lambda x: list(ts.iter_gather(x, timeout=20)),
-        lambda x: ts.reshard(x, P(), mesh(), timeout=20),
-        lambda x: save_safetensors(path, x, timeout=20),
-    ]
-    for read in reads:
+
+    def two_reads(read: Callable[[Any], Any]) -> None:
         state, step = own_loop()
+        for i in range(2):
+            state = step(state)
+            if not (i == 0 and context.index == OTHER):
+                read(state)  # which one process makes a step later
+            path.unlink(missing_ok=True)
 
-        def two_reads(read: Callable[[Any], Any] = read, state: Any = state, step: Any = step):
-            for i in range(2):
-                state = step(state)
-                if not (i == 0 and context.index == 1):
-                    read(state)  # process 1 skips the first, and makes this call a step later
-                path.unlink(missing_ok=True)
-
-        text = told(two_reads)
+    to_one = partial(ts.gather, to=1)
+    for read in (ts.gather, to_one, iterated, replicated, partial(save_safetensors, path)):
+        text = told(two_reads, read)
         assert "\n  step (values): CRC-32 " in text, text
         assert not path.exists()
 
@@ -153,107 +185,81 @@ def check_two_branches_of_an_if_stay_allowed(context: Context) -> None:
     for i in range(6):
         state = step(state)
         for _ in range(2):
-            if (i + context.index) % 4 == 0:
-                found = ts.gather(state, timeout=20)
+            if (i + context.index) % 4 == 0:  # noqa: SIM108 (the lines are the point)
+                found = ts.gather(state)
             else:
-                found = ts.gather(state, timeout=20)
+                found = ts.gather(state)
             assert found["step"] == i + 1
         if context.index == 0:
-            ts.reshard(state, P(), mesh(), timeout=20)
+            replicated(state)
         else:
-            ts.reshard(state, P(), mesh(), timeout=20)
+            replicated(state)
 
 
-def check_calls_that_look_alike_are_told(context: Context) -> None:
-    """Process 0 makes one call more, of another part of the state with the same paths."""
-    state = {name: {"w": full(i, LARGE)} for i, name in enumerate(["params", "ema"])}
-    plan = ts.plan(state, [("w", P("data"))], mesh(), min_size=0)
-    step = ts.jit_step(lambda s, b: ({**s}, b.sum()), plan, batch=P("data"), donate=False)
-    after, _ = step(ts.shard(state, plan), global_of(context, 1))
-    mine = "params" if context.index else "ema"
-    directory = context.directory
-    placed = ts.shard(state, plan)
-    for read in (
-        lambda: ts.gather(after[mine], timeout=20),
-        lambda: list(ts.iter_gather(placed[mine], timeout=20)),
-        lambda: save(directory / "alike", after[mine], timeout=20),
-        lambda: save_safetensors(directory / "alike.safetensors", placed[mine], timeout=20),
-    ):
-        text = told(read)
-        assert "w (values): made in " in text, text
-        assert " as leaf ema/w on process 0; made in " in text, text
-        assert " as leaf params/w on process" in text, text
-    assert not list(directory.glob("alike*"))
-    assert_all_can_go_on(context)
+def check_other_calls_are_both_named(context: Context) -> None:
+    x = global_of(context, 1)
+    other = context.directory / "other"
+    calls: list[Callable[[], Any]] = [lambda: save(other, {"w": x}), lambda: replicated(x)]
+    text = told(calls[context.index != 0])
+    assert "save on process 0; reshard on process" in without_lines(text), text
+    assert "A process skipped a call, or made one more." in text
+    assert not other.exists()
+
+
+# ------------------------------------------------------------------ steps and batches
 
 
 def check_a_step_that_one_process_skips_is_told(context: Context) -> None:
-    state = {"w": ts.shard(full(0), P("data"), mesh())}
-    plan = ts.plan(state, [("w", P("data"))], mesh(), min_size=0)
-    step = ts.jit_step(lambda s, b: ({"w": s["w"] + b}, 0), plan, batch=P("data"), donate=False)
+    step = step_of(lambda s, b: ({"w": s["w"] + b}, 0), {"w": full(0)}, "data")
     batch = global_of(context, 1)
-    state, _ = step(state, batch)
+    state, _ = step({"w": sharded(full(0))}, batch)
     later = step(state, batch)[0] if context.index else state  # process 0 skips it
-    text = told(lambda: save(context.directory / "never", later, timeout=20))
+    text = told(save, context.directory / "never", later)
     assert "before this call the processes have called different steps" in text, text
     assert "The first: nothing on process 0; program 1 (check_a_step_that_one" in text, text
 
 
 def check_other_values_of_a_full_leaf_are_told(context: Context) -> None:
     """At once in the first batch, and later at the next exchange."""
-    kept = ts.shard(full(1), P("data"), mesh())
-    rate = np.float32(0.1 * (1 + (context.index == 1)))
-    text = told(lambda: ts.from_process_local({"rate": rate}, P(), mesh(), timeout=20))
+    kept = sharded(full(1))
+    rate = np.float32(0.1 * (1 + (context.index == OTHER)))
+    text = told(local, {"rate": rate})
     assert text.startswith("from_process_local: the processes do not agree, and nothing was"), text
     assert "\n  rate (values): CRC-32 " in text, text
     batch = {"rate": np.float32(0.1), "x": full(context.index, (ROWS // context.count,))}
-    specs = {"rate": P(), "x": P("data")}
     for later in (np.float32(0.1), rate):
-        ts.from_process_local({**batch, "rate": later}, specs, mesh(), timeout=20)
-    text = told(lambda: ts.gather(kept, timeout=20))
+        ts.from_process_local(batch | {"rate": later}, {"rate": P(), "x": P("data")}, mesh())
+    text = told(ts.gather, kept)
     assert "made batches of different shapes or small values, and nothing was done." in text
     assert "The first: batch 2 of from_process_local: rate: float32[], x: float32[" in text, text
-    plan = ts.plan({"w": full(0)}, [("w", P("data"))], mesh(), min_size=0)
-    step = ts.jit_step(lambda s, b: (s, b["rate"]), plan, batch=P(), donate=False)
-    state = ts.shard({"w": full(0)}, plan)
-    assert "\n  batch/rate (values): CRC-32 " in told(lambda: step(state, {"rate": rate}))
+    step = step_of(lambda s, b: (s, b["rate"]), {"w": full(0)})
+    text = told(step, {"w": sharded(full(0))}, {"rate": rate})
+    assert "\n  batch/rate (values): CRC-32 " in text
 
 
 def check_batches_of_other_shapes_are_told(context: Context) -> None:
     """Each shape was seen before by all processes, and another one by each in the last batch."""
-    kept = ts.shard({"w": full(1)}, P("data"), mesh())
-    path = context.directory / "kept"
+    kept = sharded({"w": full(1)})
+    path, mixed = context.directory / "kept", context.directory / "mixed"
     save(path, kept)
-    directory = context.directory
-    plan = ts.plan({"w": full(0)}, [("w", P("data"))], mesh(), min_size=0)
-    step = ts.jit_step(lambda s, b: (s, b["x"].sum()), plan, batch=P("data"), donate=False)
+    step = step_of(lambda s, b: (s, b["x"].sum()), {"w": full(0)}, "data")
     calls: tuple[Callable[[Any], Any], ...] = (
-        lambda _: ts.gather(kept, timeout=20),
-        lambda _: save(directory / "mixed", kept, timeout=20),
-        lambda _: restore(path, kept, timeout=20),
-        lambda _: ts.reshard(kept, P(), mesh(), timeout=20),
+        lambda _: ts.gather(kept),
+        lambda _: save(mixed, kept),
+        lambda _: restore(path, kept),
+        lambda _: replicated(kept),
         lambda batch: step(kept, batch),
     )
     for call in calls:
-        for rows in (1, 2, 1 + (context.index == 1)):
-            part = {"x": full(0, (rows, 3))}
-            batch = ts.from_process_local(part, P("data"), mesh(), timeout=20)
-        text = told(lambda call=call, batch=batch: call(batch))
+        for rows in (1, 2, 1 + (context.index == OTHER)):
+            batch = local({"x": full(0, (rows, 3))}, "data")
+        text = told(call, batch)
         assert "batch 3 of from_process_local: x: float32[1,3] on process" in text, text
         assert "batch 3 of from_process_local: x: float32[2,3] on process 1" in text, text
-    assert not (directory / "mixed").exists()
+    assert not mixed.exists()
 
 
-def check_other_calls_are_both_named(context: Context) -> None:
-    x = global_of(context, 1)
-    calls: list[Callable[[], Any]] = [
-        lambda: save(context.directory / "other", {"w": x}, timeout=20),
-        lambda: ts.reshard(x, P(), mesh(), timeout=20),
-    ]
-    text = told(calls[context.index != 0])
-    assert "save on process 0; reshard on process" in without_lines(text), text
-    assert "A process skipped a call, or made one more." in text
-    assert not (context.directory / "other").exists()
+# ------------------------------------------------------------------ threads
 
 
 def check_threads_that_gather_at_once(context: Context) -> None:
@@ -281,30 +287,24 @@ def check_threads_that_gather_at_once(context: Context) -> None:
     assert_all_can_go_on(context)
 
 
-def in_thread(call: Callable[[], Any]) -> Any:
-    """The result of a call in a thread of its own."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(call).result()
-
-
 def steps_of(count: int) -> tuple[Any, list[Any]]:
     """A state, and steps that add one, two and so on, times a factor that they are given."""
-    state = {"w": ts.shard(full(0), P("data"), mesh())}
-    plan = ts.plan(state, [("w", P("data"))], mesh(), min_size=0)
 
     def adding(n: int) -> Any:
-        return ts.jit_step(lambda s, b: ({"w": s["w"] + n * b}, 0), plan, batch=P(), donate=False)
+        return step_of(lambda s, b: ({"w": s["w"] + n * b}, 0), {"w": full(0)})
 
-    return state, list(map(adding, range(1, count + 1)))
+    return {"w": sharded(full(0))}, list(map(adding, range(1, count + 1)))
 
 
 def factor(value: float) -> jax.Array:
-    return ts.from_process_local(np.float32(value), P(), mesh(), timeout=20)
+    return local(np.float32(value))
 
 
 def check_a_loop_in_a_thread_is_compared(context: Context) -> None:
-    """As one in the main thread: other steps, other small values, skipped steps."""
-    other = context.index == 1
+    """As one in the main thread: other steps, other small values, skipped steps; and a loop of JAX
+    alone by the batches of treeshard that it makes."""
+    other = context.index == OTHER
+    twice = jax.jit(lambda v: 2 * v)
 
     def swapped(state: Any, first: Any, second: Any) -> Any:
         order = [first, second, first, second, *([second, first] if other else [first, second])]
@@ -323,17 +323,25 @@ def check_a_loop_in_a_thread_is_compared(context: Context) -> None:
                 state, _ = first(state, factor(1))
         return state
 
+    def of_jax_alone(state: Any, first: Any, second: Any) -> Any:
+        for i in range(3):
+            if not (other and i == 1):
+                state = {"w": twice(global_of(context, i))}
+        return state
+
     for loop, said in {
         swapped: "The first: program 1 (steps_of",
         of_other_values: "The first: program 1 (steps_of",
         skipping: "on processes 0, 2; nothing on process 1.",
+        of_jax_alone: "The first: batch 3 of from_process_local: the array: float32[4] on"
+        " processes 0, 2; nothing on process 1.",
     }.items():
 
-        def run(loop: Callable[..., Any] = loop) -> None:
-            state, (first, second) = steps_of(2)
-            in_thread(lambda: save(context.directory / "t", loop(state, first, second), timeout=20))
+        def save_last(loop: Callable[..., Any] = loop) -> None:
+            state, steps = steps_of(2)
+            save(context.directory / "t", loop(state, *steps))
 
-        text = told(run)
+        text = told(in_thread, save_last)
         assert said in text, text
     assert not (context.directory / "t").exists()
 
@@ -345,28 +353,12 @@ def check_steps_may_move_between_threads(context: Context) -> None:
         state, (step,) = steps_of(1)
         state, _ = step(state, factor(1))
         for value in (1, second, 3):
-            batch = in_thread(lambda value=value: factor(value))
-            state, _ = in_thread(lambda batch=batch, state=state: step(state, batch))
-        return ts.gather(state, timeout=20)
+            state, _ = in_thread(step, state, in_thread(factor, value))
+        return ts.gather(state)
 
     np.testing.assert_array_equal(run(2)["w"], full(7))
-    text = told(lambda: run(2 + (context.index == 1)))
+    text = told(run, 2 + (context.index == OTHER))
     assert "The first: program 2 (steps_of.<locals>" in text, text
-
-
-def check_a_thread_with_a_loop_of_jax_alone_is_compared(context: Context) -> None:
-    """By the batches of treeshard that it makes."""
-    twice = jax.jit(lambda v: 2 * v)
-
-    def loop() -> None:
-        for step in range(3):
-            if not (context.index == 1 and step == 1):
-                x = twice(global_of(context, step))
-        ts.gather(x, timeout=20)
-
-    text = told(lambda: in_thread(loop))
-    assert "The first: batch 3 of from_process_local: the array: float32[4] on processes" in text
-    assert text.count("nothing on process 1") == 1
 
 
 def check_threads_that_make_their_first_batches_in_any_order(context: Context) -> None:
@@ -377,35 +369,33 @@ def check_threads_that_make_their_first_batches_in_any_order(context: Context) -
 
     def load(columns: int) -> Any:
         time.sleep(0.01 * context.index)
-        part = full(columns, (ROWS // context.count, columns))
-        return ts.from_process_local({"loaded": part}, P("data"), mesh(), timeout=20)
+        return local({"loaded": full(columns, (ROWS // context.count, columns))}, "data")
 
     with ThreadPoolExecutor(9) as pool:
         made = list(pool.map(load, order))
     for batch, columns in zip(made, order, strict=True):
         assert batch["loaded"].shape == (ROWS, columns)
-    ts.gather(ts.shard(full(1), P("data"), mesh()), timeout=20)
+    ts.gather(sharded(full(1)))
     # In the main thread the order is that of all calls.
-    columns = 6 + context.index // 2
-    text = told(lambda: load(columns))
+    text = told(load, 6 + context.index // 2)
     assert "\n  loaded: float32[4,6] as P('data',) on processes 0, 1; float32[4,7] as" in text, text
 
 
 def check_batches_made_in_the_background_disturb_nothing(context: Context) -> None:
-    """Two processes whose threads run at another pace, as loaders of data do."""
+    """Processes whose threads run at another pace, as loaders of data do."""
     made: list[Any] = []
 
     def load() -> None:
         for i in range(8):
             time.sleep(0.01 * context.index)
             made.append(global_of(context, i))
-            made.append(ts.shard(full(i), P("data"), mesh()))
+            made.append(sharded(full(i)))
 
     thread = threading.Thread(target=load)
     thread.start()
-    x = ts.shard(full(5, LARGE), P("data"), mesh())
+    x = sharded(full(5, LARGE))
     for _ in range(8):
-        np.testing.assert_array_equal(ts.gather(x, timeout=20), full(5, LARGE))
+        np.testing.assert_array_equal(ts.gather(x), full(5, LARGE))
     thread.join()
     for i, batch in enumerate(made):
         np.testing.assert_array_equal(ts.gather(batch), full(i // 2))

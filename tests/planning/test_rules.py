@@ -183,7 +183,10 @@ def test_all_bad_leaves_at_once() -> None:
     rules = [("q", P("data", "fsdp")), ("bias", P("fdsp")), ("nothing", None)]
     with pytest.raises(ts.UnknownAxisError) as raised:
         match(rules, TREE, MESH)
-    assert isinstance(raised.value, ts.ShardingRuleError)
+    with pytest.raises(ts.ShardingRuleError) as by_check:
+        ts.plan(TREE, rules, MESH, min_size=0).check()
+    assert str(by_check.value) == str(raised.value)
+    assert type(by_check.value) is type(raised.value)
     assert str(raised.value).splitlines() == [
         "3 leaves do not follow the rules. The mesh has data=2, fsdp=4.",
         "  attn/bias: shape (6,), P('fdsp',) by rule 1, 'bias': the mesh has no axis 'fdsp'. It has"

@@ -11,7 +11,7 @@ import pytest
 import treeshard as ts
 from examples import compile_llama, train_fsdp
 
-pytestmark = pytest.mark.usefixtures("compile_cache", "quick_compiles", "standard_promotion")
+pytestmark = pytest.mark.usefixtures("quick_compiles", "standard_promotion")
 
 TINY = ["--layers=2", "--width=64", "--heads=2", "--batch=16", "--time=16", "--text-bytes=300000"]
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from examples import fsdp_by_hand, fsdp_flax, parallel_matmuls, tensor_parallel
 
-pytestmark = pytest.mark.usefixtures("compile_cache", "quick_compiles")
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 TINY = ["--inputs=48", "--hidden=32", "--batch=64"]
 

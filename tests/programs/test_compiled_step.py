@@ -1,6 +1,7 @@
 """A compiled step tells its memory, and is the program that runs."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from treeshard._core.topologies import usable_memory
 from treeshard.communication._hlo import HloProgram
 from treeshard.programs import Memory
 from treeshard.programs._buffers import peak_of, read_type
+from treeshard.programs._memory import temporaries_of
 
 
 def _mlp(mesh: jax.sharding.Mesh, *, donate: bool = True, make=ts.jit_step, **options):
@@ -74,6 +76,18 @@ def test_memory_is_that_of_the_compiler_and_what_is_live_at_its_peak(fsdp_mesh) 
     live = sum(buffer.bytes for buffer in memory.at_peak)
     assert 0.95 * memory.temporaries <= live <= 1.05 * memory.temporaries
     assert "test_compiled_step.py:" in str(memory.at_peak[0].source)
+
+
+@pytest.mark.parametrize(
+    ("platform", "peak", "temporaries"),
+    [("tpu", 700, 400), ("tpu", 900, 500), ("tpu", 0, 500), ("cpu", 700, 500)],
+    ids=["counted twice", "not", "no peak", "one number"],
+)
+def test_temporaries_that_a_tpu_counts_twice_are_counted_once(platform, peak, temporaries) -> None:
+    names = ("argument", "output", "alias", "host_argument", "host_output", "host_alias")
+    sizes = {f"{name}_size_in_bytes": 100 for name in (*names, "host_temp")}
+    sizes |= {"temp_size_in_bytes": 500, "peak_memory_in_bytes": peak}
+    assert temporaries_of(SimpleNamespace(**sizes), platform) == temporaries
 
 
 def test_a_gathered_weight_has_its_path(fsdp_mesh) -> None:

@@ -28,7 +28,7 @@ PAGES = [str(page.relative_to(ROOT)) for page in pages()]
     "page",
     [pytest.param(page, marks=OFFLOADS if "optimizer-state" in page else ()) for page in PAGES],
 )
-@pytest.mark.usefixtures("compile_cache", "quick_compiles")
+@pytest.mark.usefixtures("quick_compiles")
 def test_a_page_prints_what_it_says(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     for block, printed in list(run(ROOT / page)):

@@ -59,7 +59,7 @@ def test_weights_that_a_tpu_casts_before_their_gather_are_no_finding(
 ) -> None:
     case = CASES[name][1](ts.make_mesh("fsdp=8"))
     compared = case.compare(text_of(name, "v5e_2x4"), mesh_of(name, "v5e_2x4"))
-    said = (f"communicates {size} as bfloat16 instead of float32",) if size else ()
+    said = (f"communicates {size} in bfloat16 instead of float32",) if size else ()
     assert compared.by_compiler == said
 
 

@@ -10,19 +10,26 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checked import (
+    BOTH,
+    MULTIPLE,
+    OFF,
+    SPREAD,
+    facts,
+    mean_square,
+    normal,
+    planned,
+    report_of,
+    report_of_step,
+)
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from treeshard import manual, testing
-from treeshard.errors import WrongResultError
 
-BOTH = ("data", "fsdp")
 pytestmark = pytest.mark.usefixtures("quick_compiles")
-
-
-def normal(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=shape).astype("float32")
+X = normal(16, 8, seed=1)
 
 
 # ------------------------------------------------------------------ one wrong leaf
@@ -42,8 +49,7 @@ def scattered(g: Any, axes: Any) -> Any:
     return lax.psum_scatter(g, axes, tiled=True)
 
 
-WHOLE, ROWS, SPREAD = P(), P("fsdp"), P(BOTH)
-MULTIPLE, OFF = "a multiple of the right result", "differs by more than rounding"
+WHOLE, ROWS = P(), P("fsdp")
 IN_MESH = "in `unchecked mesh`"
 
 
@@ -95,52 +101,27 @@ RIGHT = {
 }
 
 
-def many(p: Any, x: Any) -> jax.Array:
-    """A loss in which each leaf has a gradient of its own."""
-    return jnp.stack([jnp.mean(jnp.tanh(x @ w) ** 2) for w in p.values()]).sum()
-
-
-def facts_of(error: Any) -> dict[str, str]:
-    """What the message says of each leaf: facts, and what to change."""
-    facts: dict[str, str] = {}
-    for text in str(error.value).split("\n\n")[2:]:
-        leaves, _, fact = text.partition("): ")
-        for leaf in leaves.split("; "):
-            path = leaf.partition(" P(")[0].strip()
-            facts[path] = f"{facts.get(path, '')}{fact}\n"
-    return facts
-
-
 def test_faults_of_leaves_are_found() -> None:
     cases = LEAF_FAULTS | RIGHT
     params = {name: normal(16, 4, seed=i) / 4 for i, name in enumerate(cases)}
     specs = {name: case.spec for name, case in cases.items()}
-    rules = [(f"^{name}$", spec) for name, spec in specs.items()]
-    plan = ts.plan(params, rules, ts.make_mesh("data=2,fsdp=4"), min_size=0)
+    plan = planned(params, *((f"^{name}$", spec) for name, spec in specs.items()))
 
     def full(w: Any, spec: P) -> Any:
         return lax.all_gather(w, spec[0], tiled=True) if spec else w
 
     def body(p: Any, x: Any) -> Any:
-        value, grads = jax.value_and_grad(many)({n: full(w, specs[n]) for n, w in p.items()}, x)
+        whole = {name: full(w, specs[name]) for name, w in p.items()}
+        value, grads = jax.value_and_grad(mean_square)(whole, x)
         return mean(value), {name: cases[name].reduce(g) for name, g in grads.items()}
 
-    batch = normal(16, 16, seed=99)
-    with pytest.raises(WrongResultError) as raised:
-        testing.check_gradients(
-            many,
-            params,
-            batch,
-            plan,
-            layouts=["unchecked", "unchecked mesh"],
-            by_hand=body,
-            batch_specs=SPREAD,
-        )
-    facts = facts_of(raised)
-    missed = {n: facts.get(n) for n, x in LEAF_FAULTS.items() if x.words not in facts.get(n, "")}
-    assert missed == {}
-    assert not facts.keys() & RIGHT.keys()
-    rows = [re.split("  +", line) for line in str(raised.value).splitlines()]
+    options = {"layouts": ["unchecked", "unchecked mesh"], "batch_specs": SPREAD}
+    args = mean_square, params, normal(16, 16, seed=99), plan
+    report = report_of(testing.check_gradients, *args, by_hand=body, **options)
+    found = facts(report)
+    assert {n for n, x in LEAF_FAULTS.items() if x.words not in found.get(n, "")} == set(), found
+    assert not found.keys() & RIGHT.keys()
+    rows = [re.split("  +", line) for line in report.splitlines()]
     cells = {row[0]: row[1] for row in rows if len(row) == 4}
     assert {name: cells[name] for name in CELLS} == CELLS
 
@@ -148,7 +129,7 @@ def test_faults_of_leaves_are_found() -> None:
 @pytest.mark.usefixtures("standard_promotion")
 def test_complex_parameters() -> None:
     params = {"w": normal(8, 4) + 1j * normal(8, 4, seed=1), "activation": jnp.abs}
-    plan = ts.plan(params, [("w", WHOLE)], ts.make_mesh("data=2,fsdp=4"), min_size=0)
+    plan = planned(params)
 
     def wave(p: Any, x: Any) -> Any:
         return jnp.mean(p["activation"](x @ p["w"]) ** 2)
@@ -157,11 +138,13 @@ def test_complex_parameters() -> None:
         value, grads = manual.value_and_grad(wave, BOTH, plan)(p, x)
         return value, grads | {"w": factor * grads["w"]}
 
-    args = wave, params, normal(16, 8, seed=3), plan
     options = {"layouts": ["unchecked"], "batch_specs": SPREAD}
-    assert testing.check_gradients(*args, by_hand=partial(body, factor=1), **options).ok
-    with pytest.raises(WrongResultError, match=f"w P.*: {MULTIPLE} .x 4.000"):
-        testing.check_gradients(*args, by_hand=partial(body, factor=4), **options)
+    report = ""
+    for factor, said in {1: "Nothing is wrong.", 4: "1 result is wrong."}.items():
+        options["by_hand"] = partial(body, factor=factor)
+        report = report_of(testing.check_gradients, wave, params, X, plan, **options)
+        assert report.startswith(f"check_gradients: {said}\n"), report
+    assert facts(report)["w"].startswith(f"{MULTIPLE} (x 4.000).")
 
 
 # ------------------------------------------------------------------ faults of steps
@@ -172,7 +155,6 @@ def test_a_moment_shows_the_factor_that_adam_hides() -> None:
     adam = optax.adam(1e-3)
     params = {"w": normal(8, 4)}
     state = {"params": params, "opt": adam.init(params)}
-    plan = ts.plan(state, [(".*", None)], ts.make_mesh("data=8"), min_size=0)
 
     def step(state: Any, x: Any) -> Any:
         local = manual.vary(state["params"], "data")
@@ -183,22 +165,18 @@ def test_a_moment_shows_the_factor_that_adam_hides() -> None:
         aux = {"loss": lax.pmean(value, "data"), "one per device": jnp.ones(lax.axis_size("data"))}
         return {"params": new, "opt": opt}, aux
 
-    with pytest.raises(WrongResultError) as raised:
-        testing.check_step(
-            ts.shard_map_step(step, plan, batch=P("data")), state, normal(16, 8, seed=1)
-        )
-    facts = facts_of(raised)
-    assert facts["step 1: opt/0/mu/w"].startswith(f"{MULTIPLE} (x 8.000; x 4.000 in `mesh`).")
+    plan = planned(state, mesh="data=8")
+    report = report_of_step(step, state, X, plan, make=ts.shard_map_step, layouts=None)
+    found = facts(report)
+    assert found["step 1: opt/0/mu/w"].startswith(f"{MULTIPLE} (x 8.000; x 4.000 in `mesh`).")
     of_aux = "step 1: aux/one per device P(): has the shape (8,), where one device gives (1,)."
-    assert of_aux in str(raised.value)
-    assert not facts.keys() & {"step 1: params/w", "step 1: aux/loss", "step 2: opt/0/mu/w"}
-    assert "step 2 is not measured where step 1 is wrong already" in str(raised.value)
+    assert of_aux in report
+    assert not found.keys() & {"step 1: params/w", "step 1: aux/loss", "step 2: opt/0/mu/w"}
+    assert "step 2 is not measured where step 1 is wrong already" in report
 
 
 def test_a_fault_of_the_second_step_is_found() -> None:
-    plan = ts.plan(
-        {"w": normal(8, 4), "count": np.int32(0)}, [(".*", None)], ts.make_mesh("data=8")
-    )
+    state = {"w": normal(8, 4), "count": np.int32(0)}
 
     def step(state: Any, x: Any) -> Any:
         value, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(state["w"])
@@ -206,42 +184,32 @@ def test_a_fault_of_the_second_step_is_found() -> None:
         grad = grad * (1 + again * (ts.get_axes_size_in_mesh("data") - 1))
         return {"w": state["w"] - 0.1 * grad, "count": state["count"] + 1}, value
 
-    state = {"w": normal(8, 4), "count": np.int32(0)}
-    with pytest.raises(WrongResultError) as raised:
-        testing.check_step(ts.jit_step(step, plan, batch=P("data")), state, normal(16, 8, seed=1))
-    facts = facts_of(raised)
-    assert facts.keys() == {"step 2: w"}
-    assert facts["step 2: w"].startswith(f"{MULTIPLE} (x 8.000; x 4.000 in `mesh`).")
+    report = report_of_step(step, state, X, planned(state, mesh="data=8"), layouts=None)
+    assert facts(report).keys() == {"step 2: w"}
+    assert facts(report)["step 2: w"].startswith(f"{MULTIPLE} (x 8.000; x 4.000 in `mesh`).")
 
 
 def test_a_narrow_sum_does_not_hide_behind_the_size_of_the_parameter() -> None:
     """An update of 1e-5 of the parameter is rounded to 1% by float32, and is off by 0.2%."""
     state = {"float32": 100 + normal(8, 4), "bfloat16": 100 + normal(8, 4, seed=2)}
-    plan = ts.plan(state, [(".*", None)], ts.make_mesh("data=8"), min_size=0)
 
     def step(state: Any, x: Any) -> Any:
-        value, grads = jax.value_and_grad(many)(manual.vary(state, "data"), x / 100)
+        value, grads = jax.value_and_grad(mean_square)(manual.vary(state, "data"), x / 100)
         new = dict(state)
         for dtype, g in grads.items():
             g = g.astype(dtype) if lax.axis_size("data") > 1 else g
             new[dtype] = state[dtype] - 1e-2 * lax.pmean(g, "data").astype("float32")
         return new, lax.pmean(value, "data")
 
-    with pytest.raises(WrongResultError) as raised:
-        testing.check_step(
-            ts.shard_map_step(step, plan, batch=P("data")),
-            state,
-            normal(16, 8, seed=1),
-            layouts=["plan"],
-        )
-    assert facts_of(raised).keys() == {"step 1: bfloat16"}
-    assert facts_of(raised)["step 1: bfloat16"].startswith(OFF)
-    assert re.search(r"step \{1..2\}: float32 +ok +\de-06%", str(raised.value)), str(raised.value)
+    plan = planned(state, mesh="data=8")
+    report = report_of_step(step, state, X, plan, make=ts.shard_map_step)
+    assert facts(report).keys() == {"step 1: bfloat16"}
+    assert facts(report)["step 1: bfloat16"].startswith(OFF)
+    assert re.search(r"step \{1..2\}: float32 +ok +\de-06%", report), report
 
 
 def test_a_step_whose_state_was_not_compared_is_not_ok() -> None:
     state = {"skipped": normal(8, 4), "frozen": normal(8, 4, seed=2), "count": np.int32(0)}
-    plan = ts.plan(state, [(".*", None)], ts.make_mesh("data=8"), min_size=0)
 
     def step(state: Any, x: Any) -> Any:
         of_weights = lambda w: jnp.mean((x @ (w["skipped"] + w["frozen"])) ** 2)  # noqa: E731
@@ -253,11 +221,7 @@ def test_a_step_whose_state_was_not_compared_is_not_ok() -> None:
         frozen = state["frozen"] - 0.1 * jnp.zeros_like(grads["frozen"])
         return state | {"skipped": skipped, "frozen": frozen, "count": count}, value
 
-    with pytest.raises(WrongResultError) as raised:
-        testing.check_step(
-            ts.jit_step(step, plan, batch=P("data")), state, normal(16, 8, seed=1), layouts=["plan"]
-        )
-    text = str(raised.value)
+    text = report_of_step(step, state, X, planned(state, mesh="data=8"))
     assert text.startswith("check_step: Nothing of the state was compared.\n"), text
     for name in ("skipped", "frozen"):
         assert re.search(rf"not compared: .*step {{1..2}}: {name}.* .zero on one device", text)
@@ -270,7 +234,7 @@ def test_shards_taken_for_full_weights_are_found(by_hand: str) -> None:
     columns = P(None, "fsdp")
     specs = {"shard": columns, "permuted": SPREAD, "summed": WHOLE, "right": columns}
     state = {name: normal(16, 8, seed=i) / 4 for i, name in enumerate(specs)}
-    plan = ts.plan(state, [*specs.items()], ts.make_mesh("data=2,fsdp=4"), min_size=0)
+    plan = planned(state, *specs.items())
 
     def step(state: Any, x: Any) -> Any:
         full = {
@@ -279,7 +243,7 @@ def test_shards_taken_for_full_weights_are_found(by_hand: str) -> None:
             "summed": state["summed"],
             "right": lax.all_gather(state["right"], "fsdp", axis=1, tiled=True),
         }
-        value, grads = jax.value_and_grad(many)(manual.vary(full, BOTH), x)
+        value, grads = jax.value_and_grad(mean_square)(manual.vary(full, BOTH), x)
         of_right = lax.psum_scatter(grads["right"], "fsdp", scatter_dimension=1, tiled=True)
         reduced = {
             "shard": mean(grads["shard"], "data"),
@@ -295,13 +259,10 @@ def test_shards_taken_for_full_weights_are_found(by_hand: str) -> None:
 
     kinds = {"shard_map_step": (ts.shard_map_step, step), "own shard_map": (ts.jit_step, mapped)}
     make, fn = kinds[by_hand]
-    with pytest.raises(WrongResultError) as raised:
-        testing.check_step(
-            make(fn, plan, batch=SPREAD), state, normal(16, 16, seed=9), layouts=["plan"]
-        )
-    facts = facts_of(raised)
-    assert facts.keys() == {"step 1: shard", "step 1: permuted", "step 1: summed", "step 1: aux"}
-    assert facts["step 1: summed"].startswith(f"{MULTIPLE} (x 8.000).")
+    report = report_of_step(fn, state, normal(16, 16, seed=9), plan, make=make, specs=SPREAD)
+    found = facts(report)
+    assert found.keys() == {"step 1: shard", "step 1: permuted", "step 1: summed", "step 1: aux"}
+    assert found["step 1: summed"].startswith(f"{MULTIPLE} (x 8.000).")
 
 
 # ------------------------------------------------------------------ minibatches
@@ -311,7 +272,6 @@ def weighted_step(rows_only: bool, key: Any = None, **options: Any) -> Any:
     """A step in minibatches, of a loss with as many classes as the batch has rows."""
     batch = {"x": normal(16, 8), "classes": np.arange(16) % 7, "weights": abs(normal(16, seed=4))}
     state = {"w": normal(8, 16, seed=5) / 4}
-    plan = ts.plan(state, [("w", WHOLE)], ts.make_mesh("data=8"), min_size=0)
 
     def step(state: Any, batch: Any) -> Any:
         def loss(w: Any, rows: Any, key: Any) -> Any:
@@ -333,15 +293,13 @@ def weighted_step(rows_only: bool, key: Any = None, **options: Any) -> Any:
         grad, metrics = ts.training.accumulate_gradients(grad_fn, rows, 2, key)
         return {"w": state["w"] - 0.1 * grad}, metrics
 
-    run = ts.jit_step(step, plan, batch={"x": P("data"), "classes": P("data"), "weights": P()})
-    return run, state, batch
+    specs = {"x": P("data"), "classes": P("data"), "weights": P()}
+    return ts.jit_step(step, planned(state, mesh="data=8"), batch=specs), state, batch
 
 
 def test_an_array_that_is_cut_and_is_no_row_is_found() -> None:
-    with pytest.raises(WrongResultError) as raised:
-        testing.check_step(*weighted_step(rows_only=False), layouts=["plan"])
-    text = str(raised.value)
-    assert facts_of(raised) == {"step 1: w": f"{OFF}: the table says how far.\n  In: one pass.\n"}
+    text = report_of(testing.check_step, *weighted_step(rows_only=False), layouts=["plan"])
+    assert facts(text) == {"step 1: w": f"{OFF}: the table says how far.\n  In: one pass.\n"}
     assert re.search(r"\nstep 1: w +ok +off \d+% ", text), text
     assert "it cuts an array that is not one of rows, or the loss is not a mean over rows" in text
 
@@ -366,10 +324,7 @@ def test_minibatches_of_rows_pass(options: dict[str, Any], note: str) -> None:
 
 @pytest.mark.parametrize("is_mean", [True, False])
 def test_a_mean_of_parts_is_named_where_the_loss_is_not_a_mean_over_rows(is_mean: bool) -> None:
-    random = np.random.default_rng(0)
-    x = random.normal(size=(32, 8)).astype("float32")
-    state = {"w": random.normal(size=8).astype("float32")}
-    plan = ts.plan(state, [("w", P("fsdp"))], ts.make_mesh("fsdp=8"), min_size=0)
+    x, state = normal(32, 8), {"w": normal(8, seed=1)}
 
     def step(state, x):
         def loss(w, x):
@@ -382,13 +337,8 @@ def test_a_mean_of_parts_is_named_where_the_loss_is_not_a_mean_over_rows(is_mean
         grads, _ = ts.training.accumulate_gradients(grad_fn, x, 1, axis_names="fsdp")
         return {"w": state["w"] - 0.1 * grads}, ()
 
-    run = ts.jit_step(step, plan, donate=False)
-    if is_mean:
-        assert "accumulate_gradients" not in str(
-            testing.check_step(run, state, x, layouts=["plan"])
-        )
-        return
-    with pytest.raises(WrongResultError) as caught:
-        testing.check_step(run, state, x, layouts=["plan"])
+    plan = planned(state, ("w", P("fsdp")), mesh="fsdp=8")
+    report = report_of_step(step, state, x, plan, specs=P("fsdp"))
     said = "by `accumulate_gradients(axis_names=)`: those of the batch, only if the loss is a mean"
-    assert said in str(caught.value)
+    assert (said in report) == (not is_mean), report
+    assert bool(facts(report)) == (not is_mean), report

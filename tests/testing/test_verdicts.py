@@ -1,7 +1,6 @@
 """Verdicts carry their evidence: what was not compared is not said to be right."""
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,6 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checked import (
+    BOTH,
+    MULTIPLE,
+    OFF,
+    SPREAD,
+    facts,
+    normal,
+    planned,
+    report_of,
+    report_of_step,
+)
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -16,22 +26,9 @@ import treeshard as ts
 from treeshard import manual, testing
 from treeshard.errors import SpecError, WrongResultError
 
-BOTH = ("data", "fsdp")
-SPREAD = P(BOTH)
-MESH = "data=2,fsdp=4"
 pytestmark = pytest.mark.usefixtures("quick_compiles", "standard_promotion")
-
-
-def normal(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=shape).astype("float32")
-
-
 BATCH = normal(16, 8, seed=3)
 PARAMS = {"up": normal(8, 16) / 3, "down": normal(16, 8, seed=2) / 4}
-
-
-def planned(tree: Any, *rules: Any, mesh: str = MESH) -> ts.Plan:
-    return ts.plan(tree, [*rules, (".*", None)], ts.make_mesh(mesh), min_size=0)
 
 
 def loss(p: Any, x: Any) -> jax.Array:
@@ -43,21 +40,12 @@ def checked(
     params: Any,
     batch: Any,
     body: Any = None,
-    *,
-    layouts: Sequence[str] = ("unchecked",),
+    layout: str = "unchecked",
     specs: Any = SPREAD,
-    **options: Any,
 ) -> str:
-    """The report of a check by hand, wrong or right."""
-    plan = planned(params)
-    options |= {"by_hand": body, "batch_specs": specs, "layouts": layouts}
-    try:
-        return str(testing.check_gradients(loss, params, batch, plan, **options))
-    except WrongResultError as error:
-        return str(error)
-
-
-OFF, MULTIPLE = "differs by more than rounding", "a multiple of the right result"
+    """The report of a check in one layout."""
+    options = {"by_hand": body, "batch_specs": specs, "layouts": [layout]}
+    return report_of(testing.check_gradients, loss, params, batch, planned(params), **options)
 
 
 def averaged(loss: Any, *unreduced: str) -> Any:
@@ -69,12 +57,6 @@ def averaged(loss: Any, *unreduced: str) -> Any:
         return lax.pmean(value, BOTH), mean | {name: grads[name] for name in unreduced}
 
     return body
-
-
-def problem(report: str, leaf: str) -> str:
-    """What a report says of a leaf."""
-    texts = [text for text in report.split("\n\n")[2:] if f"{leaf} P(" in text.partition("):")[0]]
-    return "\n".join(texts)
 
 
 # ------------------------------------------------------------------ random numbers
@@ -108,35 +90,21 @@ OF_KEYED = (SPREAD, P())
 MASK = (np.arange(16) % 2 < 1 + (np.arange(16) < 8)).astype("float32")
 
 
-@pytest.mark.parametrize(
-    ("loss", "batch", "body", "specs", "leaf", "words"),
-    [
-        (masked, (BATCH, MASK), averaged(masked), SPREAD, "down", OFF),
-        (dropout, KEYED, folding(averaged(dropout, "up")), OF_KEYED, "up", OFF),
-        (
-            dropout,
-            KEYED,
-            averaged(dropout),
-            OF_KEYED,
-            "loss",
-            "the key is not folded along `data` and `fsdp`",
-        ),
-        (
-            dropout,
-            KEYED,
-            folding(averaged(dropout)),
-            (P("data"), P()),
-            "loss",
-            "the key is folded along `fsdp`, where devices have the same rows",
-        ),
-    ],
-    ids=["masked", "not-averaged", "not-folded", "folded"],
-)
-def test_faults_of_losses_are_found(
-    loss: Any, batch: Any, body: Any, specs: Any, leaf: str, words: str
-) -> None:
+NOT_FOLDED = "the key is not folded along `data` and `fsdp`"
+FOLDED = "the key is folded along `fsdp`, where devices have the same rows"
+FAULTS: dict[str, Any] = {
+    "masked": (masked, (BATCH, MASK), averaged(masked), SPREAD, "down", OFF),
+    "not averaged": (dropout, KEYED, folding(averaged(dropout, "up")), OF_KEYED, "up", OFF),
+    "not folded": (dropout, KEYED, averaged(dropout), OF_KEYED, "loss", NOT_FOLDED),
+    "folded": (dropout, KEYED, folding(averaged(dropout)), (P("data"), P()), "loss", FOLDED),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_of_losses_are_found(fault: str) -> None:
+    loss, batch, body, specs, leaf, words = FAULTS[fault]
     report = checked(loss, PARAMS, batch, body, specs=specs)
-    assert words in problem(report, leaf), report
+    assert words in facts(report)[leaf], report
 
 
 def test_numbers_that_one_device_cannot_repeat_are_not_checked() -> None:
@@ -154,7 +122,6 @@ def test_numbers_that_one_device_cannot_repeat_are_not_checked() -> None:
 def test_a_key_in_the_state_is_repeated() -> None:
     """A step by hand whose key is in its state, split, and then folded."""
     state = {**PARAMS, "key": jax.random.key(1)}
-    plan = planned(state, mesh="data=8")
 
     def step(state: Any, x: Any) -> Any:
         key, own = jax.random.split(state["key"])
@@ -165,13 +132,11 @@ def test_a_key_in_the_state_is_repeated() -> None:
         down = state["down"] - 0.1 * lax.pmean(grads["down"], "data")
         return {"up": up, "down": down, "key": key}, lax.pmean(value, "data")
 
-    with pytest.raises(WrongResultError) as raised:
-        testing.check_step(
-            ts.shard_map_step(step, plan, batch=P("data")), state, BATCH, layouts=["plan"]
-        )
-    assert "(x 8.000)" in problem(str(raised.value), "step 1: up")
-    assert not problem(str(raised.value), "step 1: down")
-    assert re.search(r"step 1: down +ok", str(raised.value))
+    plan = planned(state, mesh="data=8")
+    report = report_of_step(step, state, BATCH, plan, make=ts.shard_map_step)
+    assert "(x 8.000)" in facts(report)["step 1: up"]
+    assert "step 1: down" not in facts(report)
+    assert re.search(r"step 1: down +ok", report)
 
 
 # ------------------------------------------------------------------ what is not compared
@@ -196,7 +161,7 @@ def test_what_cannot_be_compared_is_said() -> None:
 
 
 def test_a_check_that_compared_nothing_does_not_pass() -> None:
-    report = checked(dropout, PARAMS, KEYED, layouts=["minibatches"], specs=OF_KEYED)
+    report = checked(dropout, PARAMS, KEYED, layout="minibatches", specs=OF_KEYED)
     assert report.startswith("check_gradients: Nothing was compared.\n")
     why = "the loss draws random numbers, and minibatches draw others"
     assert f"minibatches: not compared, since {why}" in report
@@ -208,42 +173,33 @@ def test_layouts_may_raise_if_the_caller_says_so_but_not_the_plans() -> None:
             raise ValueError("too few rows")
         return loss(p, x)
 
-    def report(mesh: str, *expected: str) -> str:
+    def check(mesh: str, *expected: str) -> testing.Report:
         args = of_all_rows, PARAMS, BATCH, planned(PARAMS, mesh=mesh)
         layouts = ("plan", "mesh", "minibatches")
-        try:
-            return str(testing.check_gradients(*args, layouts=layouts, expected_to_raise=expected))
-        except WrongResultError as error:
-            return f"{error} from {error.__cause__!r}"
+        return testing.check_gradients(*args, layouts=layouts, expected_to_raise=expected)
 
-    head = "check_gradients: 1 layout raised.\n"
-    cause = "from ValueError('too few rows')"
-    refused = report(MESH)
-    assert refused.startswith(f"{head}minibatches raised ValueError: too few rows\n")
-    assert refused.endswith(cause)
-    allowed = report(MESH, "minibatches")
+    mesh, head = "data=2,fsdp=4", "check_gradients: 1 layout raised.\n"
+    with pytest.raises(WrongResultError) as raised:
+        check(mesh)
+    assert str(raised.value).startswith(f"{head}minibatches raised ValueError: too few rows\n")
+    assert repr(raised.value.__cause__) == "ValueError('too few rows')"
+    allowed = str(check(mesh, "minibatches"))
     assert allowed.startswith(
         "check_gradients: Nothing is wrong in 2 of 3 layouts; the others were not compared.\n"
     )
     why = "minibatches: not compared, since it raised ValueError: too few rows, as expected"
     assert why in allowed
-    of_plan = report("data=8", "plan", "minibatches")
+    of_plan = report_of(check, "data=8", "plan", "minibatches")
     assert of_plan.startswith(f"{head}plan raised ValueError: too few rows\n")
 
 
 # ------------------------------------------------------------------ data
 
 
-# What is done to the gradient of the first factor of each adapter, and what is said of it.
-ADAPTER_FAULTS = {
-    "unsynchronised": (lambda g: g, OFF),
-    "slightly": (lambda g: 1.001 * lax.pmean(g, BOTH), f"{MULTIPLE} (x 1.001)"),
-}
-
-
 def test_zeros_hide_no_fault_of_the_layers_before_them() -> None:
     """LoRA, whose second factors are initialised with zeros."""
-    factors = {name: normal(8, 4, seed=5 + i) for i, name in enumerate(ADAPTER_FAULTS)}
+    faults = {"unsynchronised": OFF, "slightly": f"{MULTIPLE} (x 1.001)"}
+    factors = {name: normal(8, 4, seed=5 + i) for i, name in enumerate(faults)}
     adapters = {"a": factors, "b": {name: np.zeros((4, 16), "float32") for name in factors}}
 
     def adapted(p: Any, x: Any) -> jax.Array:
@@ -252,13 +208,14 @@ def test_zeros_hide_no_fault_of_the_layers_before_them() -> None:
 
     def body(p: Any, x: Any) -> Any:
         value, grads = jax.value_and_grad(adapted)(p, x)
-        wrong = {name: change(grads["a"][name]) for name, (change, _) in ADAPTER_FAULTS.items()}
+        slightly = 1.001 * lax.pmean(grads["a"]["slightly"], BOTH)
+        wrong = grads["a"] | {"slightly": slightly}
         return lax.pmean(value, BOTH), {"a": wrong, "b": lax.pmean(grads["b"], BOTH)}
 
     report = checked(adapted, adapters, BATCH, body)
     assert report.startswith("check_gradients: 2 results are wrong.\n"), report
-    for name, (_, words) in ADAPTER_FAULTS.items():
-        assert words in problem(report, f"a/{name}"), report
+    for name, words in faults.items():
+        assert words in facts(report)[f"a/{name}"], report
 
 
 def test_a_batch_of_equal_rows_is_refused() -> None:
@@ -278,7 +235,7 @@ def test_leaves_without_a_gradient_are_not_said_to_be_right() -> None:
     def decaying(p: Any, x: Any) -> jax.Array:
         return loss(p, x) + jnp.sum(p["decayed"] ** 2)
 
-    report = checked(decaying, params, BATCH, averaged(decaying), layouts=("plan",))
+    report = checked(decaying, params, BATCH, averaged(decaying), layout="plan")
     assert report.startswith(
         "check_gradients: Nothing is wrong in 3 of 5 results; the others were not compared.\n"
     ), report
@@ -314,8 +271,8 @@ def test_an_error_that_is_just_visible_is_seen() -> None:
         value, grads = right(p, x)
         return value, grads | {"down": factor * grads["down"]}
 
-    with pytest.raises(WrongResultError, match="down P"):
-        testing.check_gradients(*args, by_hand=wrong, **options)
+    found = facts(report_of(testing.check_gradients, *args, by_hand=wrong, **options))
+    assert found.keys() == {"down"}
 
 
 def test_what_cannot_be_widened_is_compared_in_its_own_dtype() -> None:
@@ -387,7 +344,6 @@ def test_the_sign_of_rounding_is_not_compared(
     optimizer = optax.lion(1e-3)
     params = PARAMS | {"zero": zero}
     state = {"params": params, "opt": optimizer.init(params)}
-    plan = planned(state, mesh="data=8")
 
     def step(state: Any, x: Any) -> Any:
         value, grads = jax.value_and_grad(loss)(manual.vary(state["params"], "data"), x)
@@ -397,14 +353,11 @@ def test_the_sign_of_rounding_is_not_compared(
         params = optax.apply_updates(state["params"], updates)
         return {"params": params, "opt": opt}, lax.pmean(value, "data")
 
-    run = ts.shard_map_step(step, plan, batch=P("data"))
-    try:
-        report = str(testing.check_step(run, state, batch, layouts=["plan"]))
-    except WrongResultError as error:
-        report = str(error)
-    moment = problem(report, "step 1: opt/0/mu/up")
+    plan = planned(state, mesh="data=8")
+    report = report_of_step(step, state, batch, plan, make=ts.shard_map_step)
+    moment = facts(report).get("step 1: opt/0/mu/up", "")
     assert (f"{MULTIPLE} (x 8.000)" in moment) == (factor == 8), report
-    assert "zero" not in report.partition("\n\n")[2].partition("\n\n")[2], report  # no problem
+    assert not any("zero" in path for path in facts(report)), report
     [missing] = re.findall("not compared: .*params/zero.*", report)
     assert "the sign of a gradient that is zero but for rounding" in missing
     assert re.search(r"params/down +ok", report), report
@@ -443,14 +396,10 @@ def test_shards_in_place_of_whole_leaves_are_found() -> None:
         }
         return jax.tree.map(lambda p, update: p - 0.01 * update, state, updates), value
 
-    with pytest.raises(WrongResultError) as raised:
-        testing.check_step(
-            ts.shard_map_step(step, plan, batch=SPREAD), state, BATCH, layouts=["plan"]
-        )
-    text = str(raised.value)
+    report = report_of_step(step, state, BATCH, plan, make=ts.shard_map_step, specs=SPREAD)
     for leaf in PARAMS:
-        assert problem(text, f"step 1: shards/{leaf}"), text
-        assert not problem(text, f"step 1: gathered/{leaf}"), text
+        assert f"step 1: shards/{leaf}" in facts(report), report
+        assert f"step 1: gathered/{leaf}" not in facts(report), report
 
 
 # ------------------------------------------------------------------ steps
@@ -466,10 +415,8 @@ def test_a_division_by_the_number_of_devices_shows() -> None:
         value, grads = jax.value_and_grad(loss)(state, x)
         return {n: state[n] - 0.1 * g / jax.device_count() for n, g in grads.items()}, value
 
-    step = ts.jit_step(divided, planned(PARAMS), batch=SPREAD)
-    with pytest.raises(WrongResultError) as raised:
-        testing.check_step(step, PARAMS, BATCH, layouts=["plan"])
-    assert f"{MULTIPLE} (x 0.125)" in problem(str(raised.value), "step 1: up")
+    report = report_of_step(divided, PARAMS, BATCH, planned(PARAMS), specs=SPREAD)
+    assert f"{MULTIPLE} (x 0.125)" in facts(report)["step 1: up"]
     assert jax.device_count() == 8
 
 
@@ -480,14 +427,13 @@ def test_a_key_that_a_step_does_not_change_is_noted() -> None:
         return state | {n: state[n] - 0.1 * g for n, g in grads.items()}, value
 
     state = {**PARAMS, "key": jax.random.key(1)}
-    report = testing.check_step(
-        ts.jit_step(step, planned(state), batch=SPREAD), state, BATCH, layouts=["plan"]
-    )
+    report = report_of_step(step, state, BATCH, planned(state), specs=SPREAD)
     note = (
         "key: the step returns this key as it was, so each step draws the same random numbers"
         " unless it is folded with a number that changes"
     )
-    assert note in report.notes
+    assert f"\n{note}" in report
+    assert report.startswith("check_step: Nothing is wrong.\n")
 
 
 def test_a_restored_state_goes_on() -> None:
@@ -498,16 +444,12 @@ def test_a_restored_state_goes_on() -> None:
         grown = 2 if ts.get_axes_size_in_mesh("data") == 4 else 1
         return new | {"up": state["up"] + grown * (new["up"] - state["up"])}, value
 
-    step = ts.jit_step(by_size, plan, batch=SPREAD)
-    with pytest.raises(WrongResultError) as raised:
-        testing.check_step(step, PARAMS, BATCH, layouts=["restored"], restore_on="data=4,fsdp=2")
-    lines = str(raised.value).splitlines()
-    assert lines[0] == "check_step: 1 result is wrong."
-    assert (
-        "restored: data=2, fsdp=4; batch P(('data', 'fsdp'),); step 2 restored on data=4, fsdp=2"
-        in lines
-    )
-    assert problem(str(raised.value), "step 2: up")
+    options = {"specs": SPREAD, "layouts": ["restored"], "restore_on": "data=4,fsdp=2"}
+    report = report_of_step(by_size, PARAMS, BATCH, plan, **options)
+    assert report.startswith("check_step: 1 result is wrong.\n")
+    layout = "data=2, fsdp=4; batch P(('data', 'fsdp'),); step 2 restored on data=4, fsdp=2"
+    assert f"\nrestored: {layout}\n" in report
+    assert facts(report).keys() == {"step 2: up"}
 
 
 def test_layouts_are_chosen_by_name() -> None:

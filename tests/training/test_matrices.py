@@ -134,7 +134,11 @@ def resized(state: Any, plan: ts.Plan) -> Any:
 
     def resize(x: Any, new: Any) -> Any:
         more = new.shape[0] - x.shape[0]
-        return x[: len(x) + more] if more < 0 else jnp.pad(x, [(0, more)] + [(0, 0)] * (x.ndim - 1))
+        return (
+            x[: len(x) + more]
+            if more < 0
+            else jnp.pad(x, [(0, more)] + [(0, 0)] * (x.ndim - 1), "edge")
+        )
 
     stacks = jax.tree.map(resize, state["opt"].matrices, plan.structs["opt"].matrices)
     return {**state, "opt": state["opt"]._replace(matrices=stacks)}
@@ -185,6 +189,44 @@ def test_experts_are_a_stack_where_they_are() -> None:
     norm = lambda x: np.linalg.norm(x, axis=(-1, -2), keepdims=True)  # noqa: E731
     assert_close(updates, jax.tree.map(lambda x: x / norm(x), grads))
     assert len(optimizer.init(grads).matrices) == 2
+
+
+def test_what_fills_up_a_stack_is_as_finite_as_its_matrices() -> None:
+    mesh = ts.make_mesh("fsdp=8")
+    grads = {"w": np.full((3, 16, 8), 2, "float32")}
+    plan = ts.plan(grads, [("w", P(None, "fsdp"))], mesh, min_size=0)
+
+    def by_norm(g: Any, _state: Any, _params: Any) -> Any:
+        unit = jax.tree.map(lambda x: x / jnp.linalg.norm(x), g)
+        return unit, unit
+
+    optimizer = by_matrix(optax.GradientTransformation(lambda p: p, by_norm), plan)
+    update = jax.jit(lambda g: optimizer.update(g, optimizer.init(g)))
+    with jax.debug_nans(True):  # zeros would be divided by zero, and kept in the state
+        updates, _ = update(ts.shard(grads, plan))
+    assert_close(updates, {"w": grads["w"] / np.sqrt(16 * 8 * 4)})
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_numbers_go_to_each_matrix(kind: str) -> None:
+    mesh = ts.make_mesh("fsdp=8", axis_types=kind)
+    grads = {"w": np.ones((2, 16, 8), "float32"), "b": np.ones(8, "float32")}
+    plan = ts.plan(grads, [("w", P(None, "fsdp")), ("b", None)], mesh, min_size=0)
+
+    def update(g: Any, state: Any, _params: Any = None, *, value: Any = 0, scale: Any = 1) -> Any:
+        return jax.tree.map(lambda x: x * value * scale, g), state
+
+    inner = optax.GradientTransformationExtraArgs(lambda _: (), update)
+    optimizer = by_matrix(inner, plan)
+
+    def run(g: Any, value: Any) -> Any:
+        return optimizer.update(g, optimizer.init(g), value=value, scale=2)[0]
+
+    with jax.set_mesh(mesh):
+        updates = jax.jit(run)(ts.shard(grads, plan), jnp.float32(3))
+    assert_close(updates, jax.tree.map(lambda x: 6 * x, grads))
+    with pytest.raises(ts.errors.ArgumentError, match="update got value, .* share numbers. Pass"):
+        run(grads, grads)
 
 
 def test_a_state_is_never_that_of_other_matrices() -> None:

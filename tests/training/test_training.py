@@ -167,6 +167,7 @@ def by_hand(plan: ts.Plan, batch: Any) -> Any:
     return shard_map_step(step, plan, batch=batch, donate=False)
 
 
+@pytest.mark.usefixtures("quick_compiles")
 def test_steps_by_jit_and_by_hand_equal_one_device(mesh, compiles) -> None:
     def start(key: Any) -> Any:
         return init(key, optax.sgd(0.1))
@@ -246,6 +247,7 @@ def test_as_a_decorator(initialised) -> None:
         jit_step(train_step, batch=P("fsdp"))
 
 
+@pytest.mark.usefixtures("quick_compiles")
 def test_inside_another_jit(initialised, step, fsdp_mesh) -> None:
     state, plan = initialised
     params, static = eqx.partition(state, eqx.is_array)

@@ -54,7 +54,7 @@ def rows_of_page() -> list[Row]:
 TABLE = rows_of_page()
 NAMES = {"jax": jax, "jnp": jnp, "lax": lax, "ts": ts, "P": P}
 
-pytestmark = pytest.mark.usefixtures("compile_cache", "quick_compiles", "loose_promotion")
+pytestmark = pytest.mark.usefixtures("quick_compiles", "loose_promotion")
 
 
 @pytest.fixture

@@ -288,7 +288,9 @@ def set_origin(
 def origin(x: Any, among: Sequence[int]) -> str:
     """The call of these processes that made an array; empty if it is not known."""
     participants, call, name = getattr(x, _ORIGIN, ((), "", ""))
-    return f"{call} as leaf {name}" if participants == tuple(among) else ""
+    if participants != tuple(among):
+        return ""
+    return f"{call} as leaf {name}" if name else call  # of an array alone
 
 
 def set_checksum(x: jax.Array, text: str) -> None:

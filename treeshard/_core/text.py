@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
-from pathlib import Path
 from string import ascii_letters
 from typing import Any, TypeVar
 
@@ -178,21 +177,6 @@ def named_processes(processes: Sequence[int]) -> str:
     if len(processes) > 2 and last - first + 1 == len(processes):
         return f"processes {first} to {last}"
     return "processes " + ", ".join(map(str, processes))
-
-
-# ------------------------------------------------------------------ lines of code
-
-
-def is_line(line: str | None, asked: str) -> bool:
-    """Whether `/home/me/model.py:31` is the line asked for: `model.py:31`, or all of `model.py`."""
-    file, _, number = asked.rpartition(":")
-    if not number.isdigit():
-        file, number = asked, ""
-    at, _, at_number = (line or "").rpartition(":")
-    if number and number != at_number:
-        return False
-    parts, wanted = Path(at).parts, Path(file).parts
-    return parts[-len(wanted) :] == wanted if wanted else True
 
 
 # ------------------------------------------------------------------ folding

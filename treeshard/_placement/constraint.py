@@ -66,12 +66,9 @@ from treeshard._planning.plan_in_force import (
     mesh_in_force,
     row_axes,
 )
-from treeshard.errors import SpecError, did_you_mean, listed, warn
+from treeshard.errors import NEAR_MISS, SpecError, did_you_mean, listed, warn
 
 Uneven = Literal["warn", "error", "drop", "keep"]
-
-# "dp" is another name than "fsdp" (similarity 0.67); "fdsp" (0.75) is a misspelling.
-_NEAR_MISS = 0.75
 
 
 def with_sharding_constraint(
@@ -253,6 +250,7 @@ def _find_specs(
         source = PlanInForce(specs, row_axes(default_batch(specs)))
         specs = source.specs_of(tree, *_CALL)
     elif specs is None:
+        # A function that makes a state also runs the model, before anything is sharded.
         if plan_in_force.value is INITIALISING:
             return None
         mesh = context_mesh()
@@ -279,7 +277,7 @@ def _warn_of_misspelled(axes: Sequence[str], specs: Sequence[Any]) -> None:
     """Warns of axes that no spec names, and that resemble one that is named."""
     named = get_names_from_partition_spec(specs)
     for name in axes:
-        hint = did_you_mean(name, named, _NEAR_MISS)
+        hint = did_you_mean(name, named, NEAR_MISS)
         if hint and name not in named:
             warn(f"unshard: no spec names the axis {name!r}, so nothing is gathered.{hint}")
 
@@ -469,6 +467,7 @@ def _report(
     is_uneven = any(target.misfit({"indivisible"}) for target in adjusted.values())
     advice = _KEEP if uneven == "keep" and is_uneven else ""
     raise_misfits(tree, misfits, where, "constraints do not fit:", advice=advice)
+    # An axis that another mesh has is dropped in silence: a model is written for many meshes.
     paths = leaf_paths(tree)
     warnings = [
         f"{paths[i] or 'the array'}: {why}"
@@ -482,7 +481,7 @@ def _report(
 
 
 def _explain_applied_in_part(note: Adjustment, target: ResolvedSpec, uneven: Uneven) -> str:
-    """What to warn of, if anything: an axis of another mesh is dropped in silence."""
+    """What to warn of, if anything."""
     if note.kind == "indivisible" and uneven == "warn":
         mesh = describe_mesh(target.mesh)
         return f"{note.why} The mesh: {mesh}. It is constrained to {target.spec} instead."
@@ -500,7 +499,7 @@ def _is_misspelled(note: Adjustment, target: ResolvedSpec) -> bool:
         return False
     used = get_names_from_partition_spec(target.spec)
     unused = set(axis_sizes(cast(AnyMesh, target.mesh))).difference(used)
-    return any(did_you_mean(axis, unused, _NEAR_MISS) for axis in note.axes)
+    return any(did_you_mean(axis, unused, NEAR_MISS) for axis in note.axes)
 
 
 # ------------------------------------------------------------------ applying it

@@ -210,27 +210,26 @@ def _joint_structs(
     """The structs of the joint arrays; raises one error for all leaves that cannot be joined."""
     check_no_refs(tree, WHERE)
     joints: dict[int, jax.ShapeDtypeStruct] = {}
-    misfits: dict[int, TreeShardError] = {}
+    misfits: dict[int, TreeShardError | None] = {}
     for i, resolved in resolve_on_devices(tree, specs, mesh, WHERE).items():
-        lacking = None if may_lack_values else unmovable(leaves[i])
-        joint = lacking or _joint_struct(leaves[i], resolved)
-        if isinstance(joint, TreeShardError):
-            misfits[i] = joint
-        else:
-            joints[i] = joint
+        misfit = None if may_lack_values else unmovable(leaves[i])
+        try:
+            joints[i] = _joint_struct(leaves[i], resolved)
+        except TreeShardError as error:
+            misfit = misfit or error
+        misfits[i] = misfit
     raise_unmovable(tree, misfits, WHERE)
     return joints
 
 
-def _joint_struct(part: Any, resolved: ResolvedSpec) -> jax.ShapeDtypeStruct | TreeShardError:
-    """The struct of the joint array of parts like this one, or why there cannot be one."""
+def _joint_struct(part: Any, resolved: ResolvedSpec) -> jax.ShapeDtypeStruct:
+    """The struct of the joint array of parts like this one. Raises as `raise_misfits` reads it."""
     # The others would pass shards of the same array, and not parts of a larger one.
     if is_spread(part):
-        why = "it is already on devices of several processes. `reshard` moves it."
-        return LeafError(why)
+        raise LeafError("it is already on devices of several processes. `reshard` moves it.")
     # Whether axes divide a dim, the length of the joint array decides.
     if misfit := resolved.misfit(UNPLACEABLE - {"indivisible"}):
-        return misfit
+        raise misfit
     shape = _joint_shape(tuple(part.shape), resolved.mesh, resolved.requested)
     if None in shape:
         why = (
@@ -238,16 +237,16 @@ def _joint_struct(part: Any, resolved: ResolvedSpec) -> jax.ShapeDtypeStruct | T
             " which part each of them passes. Order the devices of the mesh so that each process"
             " has parts of its own, or pass the full array on each, to `shard`."
         )
-        return SpecError(resolved.requested_text(), why)
+        raise SpecError(resolved.requested_text(), why)
     spec, adjustments = project(resolved.requested, resolved.mesh, shape)
     joint = replace(resolved, spec=spec, adjustments=adjustments)
     misfit = joint.misfit()
     if misfit is None:
         return jax.ShapeDtypeStruct(shape, device_dtype(part.dtype), sharding=joint.sharding)
     if shape == tuple(part.shape):
-        return misfit
+        raise misfit
     requested, why = misfit.args
-    return type(misfit)(requested, f"joined, the parts have shape {shape}. {why}")
+    raise type(misfit)(requested, f"joined, the parts have shape {shape}. {why}")
 
 
 @lru_cache(maxsize=1024)

@@ -47,7 +47,7 @@ def plan_copies(
             continue
         shape = tuple(leaf.shape)
         decision, is_whole = _ALONE, True
-        if (counterpart := original.counterpart(followed)) is not None:
+        if (counterpart := followed.counterpart) is not None:
             decision, is_whole = counterpart.decision, shape == counterpart.shape
         key = id(decision), followed.spec, shape
         if key not in known:

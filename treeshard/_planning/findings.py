@@ -29,7 +29,6 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from treeshard._core.mesh import axis_sizes
 from treeshard._core.paths import shared_names
 from treeshard._core.specs import (
-    MISFITS,
     Adjustment,
     all_axes,
     axes_of,
@@ -48,13 +47,13 @@ from treeshard._planning.matching import (
     state_with_parameters,
 )
 from treeshard._planning.planned import PlannedTree
-from treeshard._planning.rules import kind_of
+from treeshard._planning.rules import ERRORS, kind_of
 from treeshard._planning.tactics import Tactic
-from treeshard.errors import counted, did_you_mean
+from treeshard.errors import NEAR_MISS, counted, did_you_mean
 
 T = TypeVar("T")
 
-_ERRORS = MISFITS | {"unmatched", "path-collision"}
+_ERRORS = ERRORS | {"path-collision"}
 
 
 class Finding(NamedTuple):
@@ -216,10 +215,15 @@ def _similar_path(pattern: str, leaves: Iterable[PlannedLeaf]) -> str:
 
 
 def _absent_logical_axes(plan: PlannedTree) -> Iterator[Finding]:
-    """Logical rules that name an axis that the mesh lacks: misspelt, or meant for another mesh."""
+    """Logical rules with a misspelt axis.
+
+    One list of rules serves meshes with different axes, so an absent axis alone is no mistake.
+    """
+    axes = axis_sizes(plan.mesh)
     for note, leaves in _group_by_note(plan, {"logical-axis-not-in-mesh"}):
-        fix = "Correct the logical rule. If it is for meshes that have this axis, ignore this."
-        yield Finding(note.kind, note.why, fix, _paths(leaves), leaves[0].rule)
+        if any(did_you_mean(axis, axes, NEAR_MISS) for axis in note.axes):
+            fix = "Correct the logical rule."
+            yield Finding(note.kind, note.why, fix, _paths(leaves), leaves[0].rule)
 
 
 # ------------------------------------------------------------------ small leaves

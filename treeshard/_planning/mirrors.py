@@ -30,11 +30,11 @@ class Followed(NamedTuple):
 
     Attributes:
         spec: Its spec.
-        source: The index of its counterpart among the original's leaves; `None` without one.
+        counterpart: The leaf of the original that it was made from; `None` without one.
     """
 
     spec: PartitionSpec
-    source: int | None = None
+    counterpart: PlannedLeaf | None = None
 
 
 _ALONE = Followed(PartitionSpec())
@@ -75,10 +75,6 @@ class Original:
                     endings[ending] = dropped, members
         return {ending: indices for ending, (_, indices) in endings.items()}
 
-    def counterpart(self, followed: Followed) -> PlannedLeaf | None:
-        """The leaf that a leaf follows."""
-        return None if followed.source is None else self.leaves[followed.source]
-
     def kept(self, index: int, dims: Dims) -> Followed:
         """The spec of a leaf that keeps these dims of the original's leaf `index`."""
         spec = self.specs[index]
@@ -87,7 +83,7 @@ class Original:
             of_dims = dim_entries(spec, len(self.shapes[index]))
             new = [None if dim is None else of_dims[dim] for dim in dims]
             self._kept[key] = with_entries(spec, new)
-        return Followed(self._kept[key], index)
+        return Followed(self._kept[key], self.leaves[index])
 
 
 def follow(tree: Any, original: Original) -> list[Followed]:

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec
 from treeshard._core.arguments import check_tree, describe_argument
 from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh, describe_mesh
 from treeshard._core.paths import PyTree
-from treeshard._core.spec_trees import ResolvedSpec, SpecTree
-from treeshard._core.specs import MISFITS, Adjustment, is_logical
+from treeshard._core.spec_trees import SpecTree
+from treeshard._core.specs import MISFITS, is_logical
 from treeshard._planning.matching import SMALL, SMALL_FIX, ReadRules, Row, decide
 from treeshard._planning.tactics import Tactic
 from treeshard.errors import ShardingRuleError, listed, misfit_error, warn
@@ -100,14 +100,13 @@ def match_partition_rules(
 # ------------------------------------------------------------------ strictness
 
 
+# The kinds of adjustments that `Plan.check` raises for.
+ERRORS = MISFITS | {"unmatched"}
+
+
 def rules_error(rows: Iterable[Row], mesh: AnyMesh | None) -> ShardingRuleError | None:
     """One error for all leaves that do not follow the rules, or `None`."""
-    facts: list[str] = []
-    kinds: set[str] = set()
-    for path, shape, decision in rows:
-        if errors := decision.errors:
-            facts.append(_fact(path, shape, decision, errors))
-            kinds.update(error.kind for error in errors)
+    facts, kinds = _facts_and_kinds(rows, ERRORS)
     if not facts:
         return None
     where = f"The mesh has {describe_mesh(mesh)}." if mesh is not None else "No mesh was given."
@@ -117,14 +116,6 @@ def rules_error(rows: Iterable[Row], mesh: AnyMesh | None) -> ShardingRuleError 
     if "unmatched" in kinds:
         message += '\nTo replicate leaves that no other rule matches, add a last rule (".*", None).'
     return misfit_error(kinds, ShardingRuleError)(message)
-
-
-def _fact(path: str, shape: Any, decision: ResolvedSpec, adjustments: Iterable[Adjustment]) -> str:
-    why = " ".join(each.why for each in adjustments)
-    if decision.rule is None:
-        return f"{path}: shape {shape}, {why}"
-    by = f"{decision.requested} by rule {decision.rule}, {decision.pattern!r}"
-    return f"{path}: shape {shape}, {by}: {why}"
 
 
 def warn_of_moves(rows: Iterable[Row], kinds: frozenset[str]) -> None:
@@ -141,16 +132,30 @@ def describe_moves(rows: Iterable[Row], kinds: frozenset[str]) -> str | None:
     """
     if os.environ.get("LOG_SHARDING_MOVE", "") not in ("", "0"):
         kinds = kinds | MISFITS | SMALL | {"too-small"}
-    facts: list[str] = []
-    some_small = False
-    for path, shape, decision in rows if kinds else ():
-        if adjustments := [each for each in decision.adjustments if each.kind in kinds]:
-            facts.append(_fact(path, shape, decision, adjustments))
-            some_small = some_small or any(each.kind in SMALL for each in adjustments)
+    facts, found = _facts_and_kinds(rows, kinds)
     if not facts:
         return None
     message = listed(f"{len(facts)} leaves are not sharded as their rules say:", facts)
-    return f"{message}\n{SMALL_FIX}" if some_small else message
+    return message if found.isdisjoint(SMALL) else f"{message}\n{SMALL_FIX}"
+
+
+def _facts_and_kinds(
+    rows: Iterable[Row], kinds: frozenset[str]
+) -> tuple[list[str], frozenset[str]]:
+    """A line for each leaf with adjustments of these kinds, and the kinds that there are."""
+    facts: list[str] = []
+    found: set[str] = set()
+    for path, shape, decision in rows:
+        notes = [note for note in decision.adjustments if note.kind in kinds]
+        if not notes:
+            continue
+        found.update(note.kind for note in notes)
+        why = " ".join(note.why for note in notes)
+        if decision.rule is not None:
+            by = f"{decision.requested} by rule {decision.rule}, {decision.pattern!r}"
+            why = f"{by}: {why}"
+        facts.append(f"{path}: shape {shape}, {why}")
+    return facts, frozenset(found)
 
 
 # ------------------------------------------------------------------ actions

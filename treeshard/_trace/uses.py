@@ -228,32 +228,26 @@ class Walk:
     def _apply_product(self, eqn: Any, operands: list[Value], at: Place) -> Value:
         """The result of a product. A dim over which it runs independently may stay split."""
         # dot_general[dimension_numbers=(([1], [0]), ([], []))]: the dims of each side over which
-        # it sums, and those over which it runs independently, as over experts
-        contracted, batched = eqn.params["dimension_numbers"]
-        along = [set[str](), set[str]()]
-        kept: list[Value] = []
-        for side in (0, 1):
-            dims = operands[side].dims
-            along[side] = {axis for dim in batched[side] if dims for axis in dims[dim]}
-            kept.append(self._use(eqn, eqn.invars[side], operands[side], at, along[side]))
-        left, right = (
-            value.dims or ((),) * x.aval.ndim for value, x in zip(kept, eqn.invars, strict=True)
-        )
-        of_batch = [left[i] or right[j] for i, j in zip(*batched, strict=True)]
-        others = [
-            axes
-            for side, dims in enumerate((left, right))
-            for dim, axes in enumerate(dims)
-            if dim not in contracted[side] and dim not in batched[side]
-        ]
-        return Value(dims=_drop_repeated_axes(of_batch + others))
+        # it sums, and those over which it runs independently, as over experts. The result has the
+        # latter first, then all others.
+        independent: list[list[tuple[str, ...]]] = []
+        others: list[tuple[str, ...]] = []
+        sides = zip(eqn.invars, operands, *eqn.params["dimension_numbers"], strict=True)
+        for variable, operand, summed, batched in sides:
+            dims = operand.dims_of_rank(variable.aval.ndim)
+            along = {axis for dim in batched for axis in dims[dim]}
+            kept = self._use(eqn, variable, operand, at, along).dims_of_rank(len(dims))
+            independent.append([kept[dim] for dim in batched])
+            others += [kept[i] for i in range(len(kept)) if i not in (*summed, *batched)]
+        first = [left or right for left, right in zip(*independent, strict=True)]
+        return Value(dims=_drop_repeated_axes(first + others))
 
     def _apply_constraint(self, eqn: Any, value: Value, at: Place) -> Value:
         """The result of a constraint, which may gather its operand."""
         sharding = eqn.params.get("sharding") or eqn.params["dst_sharding"]
         rank = eqn.outvars[0].aval.ndim
         dims = list(dims_of(sharding.spec, rank)) if hasattr(sharding, "spec") else [()] * rank
-        before = value.dims or ((),) * rank
+        before = value.dims_of_rank(rank)
         for dim in eqn.params.get("unconstrained_dims", ()):
             dims[dim] = before[dim]
         named = {axis for dim in dims for axis in dim}
@@ -481,8 +475,7 @@ def is_last_step(groups: Sequence[Sequence[int]] | None) -> bool:
 
 
 def _is_key(variable: Any) -> bool:
-    dtype = getattr(variable.aval, "dtype", None)  # tokens have none
-    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(variable.aval.dtype, jax.dtypes.prng_key)
 
 
 def _literal(literal: Any) -> Value:

@@ -50,6 +50,10 @@ class Value(NamedTuple):
         dims = tuple(tuple(axis for axis in dim if axis not in axes) for dim in self.dims)
         return self._replace(dims=dims)
 
+    def dims_of_rank(self, rank: int) -> Dims:
+        """The axes of each dim; those that are unknown, as of constants, are taken for none."""
+        return self.dims or ((),) * rank
+
     @property
     def axes(self) -> set[str]:
         """All axes that split it."""
@@ -90,13 +94,12 @@ def join_branches(first: Value, second: Value) -> Value:
     if first.is_zero or second.is_zero:
         known = second if first.is_zero else first
         return known._replace(**common)
-    changed = first.is_changed or second.is_changed
-    leaves = first.leaves & second.leaves
-    # Where one branch has fewer leaves in it, the values of the branches differ.
-    if first.leaves != second.leaves and leaves:
-        changed = True
-    dims = first.dims if first.dims == second.dims else ()
-    return first._replace(leaves=leaves, dims=dims, is_changed=changed, **common)
+    return first._replace(
+        leaves=first.leaves & second.leaves,
+        dims=first.dims if first.dims == second.dims else (),
+        is_changed=first.is_changed or second.is_changed,
+        **common,
+    )
 
 
 # ------------------------------------------------------------------ ops
@@ -131,7 +134,7 @@ def elementwise_result(name: str, operands: Sequence[Value], whole: Sequence[Val
     if (name == "mul" and any(zeros)) or (name == "div" and zeros[0]):
         return Value(is_zero=True)
     if not whole:
-        return Value(is_zero=all(zeros) and name in ("add", "sub"))
+        return Value()
     adds_zero = (name in ("add", "sub") and zeros[-1]) or (name == "add" and zeros[0])
     keeps = name in KEEP_ELEMENTS or adds_zero
     new = merge_values(whole)
@@ -155,8 +158,7 @@ LAY_OUT = frozenset(
 def layout_result(eqn: Any, value: Value) -> Value:
     """The result of an op of `LAY_OUT`."""
     shape, result, params = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, eqn.params
-    # Dims may be unknown, as those of constants: they are taken for not split.
-    dims = value.dims or ((),) * len(shape)
+    dims = value.dims_of_rank(len(shape))
     if eqn.primitive.name == "reshape":
         dims = _reshape_dims(dims, shape, result)
     elif eqn.primitive.name == "transpose":
@@ -197,6 +199,8 @@ def _slice_result(value: Value, eqn: Any, shape: Sequence[int], result: Sequence
 def _reshape_dims(dims: Dims, shape: Sequence[int], result: Sequence[int]) -> Dims:
     """The axes of the dims that a reshape joins go to the first dim that they become."""
     new: list[tuple[str, ...]] = [()] * len(result)
+    if 0 in shape:  # no dims of an empty array join: their products are all 0
+        return tuple(new)
     i = j = 0
     while i < len(shape) and j < len(result):
         # [8, 4, 16] to [32, 16]: the dims 0 and 1 of 32 elements become dim 0

@@ -41,7 +41,6 @@ from treeshard._core.arrays import (
     region_shape,
     regions_here,
     to_host,
-    to_read,
 )
 from treeshard._core.text import parse_dtype
 from treeshard._disk.leaves import SavedLeaf, Shape
@@ -182,16 +181,21 @@ def _index(region: Region) -> tuple[slice, ...]:
 # ------------------------------------------------------------------ writing
 
 
+def _own_parts(x: Any) -> list[tuple[Region, Any]]:
+    """The parts of an array that this process stores, not copied: its shards, or all of it."""
+    if isinstance(x, jax.Array) and not _is_one_part(x):
+        regions = regions_here(x.sharding, x.shape)
+        return [(regions[shard.device], shard.data) for shard in primary_shards(x)]
+    # Each process has a numpy array of its own, and process 0 stores it for all.
+    is_stored = isinstance(x, jax.Array) or jax.process_index() == 0
+    return [(full_region(x.shape), x)] if is_stored else []
+
+
 def memory_to_save(arrays: Arrays) -> int:
     """The host memory that `copies` and `write_arrays` take, and to compare replicas before."""
     copied = small = read = 0
     for x in arrays.values():
-        parts: list[Any] = [x]
-        if isinstance(x, jax.Array) and not _is_one_part(x):
-            parts = [shard.data for shard in x.addressable_shards if shard.replica_id == 0]
-        elif not isinstance(x, jax.Array) and jax.process_index() != 0:
-            parts = []
-        sizes = [part.nbytes for part in parts]
+        sizes = [part.nbytes for _, part in _own_parts(x)]
         copied += sum(sizes)
         small += sum(size for size in sizes if size < SMALL)
         if isinstance(x, jax.Array) and not is_on_host(x):
@@ -205,27 +209,22 @@ def copies(arrays: Arrays) -> dict[str, Parts]:
     """Copies of what this process stores, by leaf path, so that the arrays may change."""
     # All transfers from devices begin before the first is waited for. The shards are kept until
     # they are copied, since a new handle of a shard would not have what was transferred.
-    shards: dict[str, list[Any]] = {
-        leaf: list(primary_shards(x))
+    parts = {leaf: _own_parts(x) for leaf, x in arrays.items()}
+    for leaf, of_leaf in parts.items():
+        for _, part in of_leaf:
+            if part is not arrays[leaf]:
+                part.copy_to_host_async()
+    return {
+        leaf: [(region, _copied(x, part)) for region, part in parts.pop(leaf)]
         for leaf, x in arrays.items()
-        if isinstance(x, jax.Array) and not _is_one_part(x)
     }
-    for of_leaf in shards.values():
-        for shard in of_leaf:
-            shard.data.copy_to_host_async()
-    return {leaf: _copied(x, shards.pop(leaf, [])) for leaf, x in arrays.items()}
 
 
-def _copied(x: Any, shards: list[Any]) -> Parts:
-    if not isinstance(x, jax.Array):
-        # Each process has an array of its own, and process 0 stores it for all.
-        return [(full_region(x.shape), np.array(x))] if jax.process_index() == 0 else []
-    if _is_one_part(x):
-        return [(full_region(x.shape), to_host(x))]
+def _copied(x: Any, part: Any) -> np.ndarray:
+    if part is x:
+        return to_host(x)
     # On the host, `np.asarray` of a shard is a view of memory that a donation gives away.
-    as_numpy = np.array if to_read(x) is x else np.asarray
-    regions = regions_here(x.sharding, x.shape)
-    return [(regions[shard.device], as_numpy(shard.data)) for shard in shards]
+    return np.array(part) if is_on_host(x) else np.asarray(part)
 
 
 def write_arrays(path: epath.Path, rows: Iterable[SavedLeaf], parts: dict[str, Parts]) -> bool:

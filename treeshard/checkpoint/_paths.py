@@ -42,6 +42,13 @@ MARK = "treeshard-mark"  # which every process must see before it writes
 TEMPORARY = ".orbax-checkpoint-tmp"  # suffix of the name of an incomplete checkpoint
 COMMITTED = "commit_success.txt"  # marks a complete checkpoint where directories cannot be renamed
 
+# The names beside a checkpoint `7`, all of which readers ignore:
+# 1. `7.orbax-checkpoint-tmp`: it is being written. Or it was replaced, by an exchange of names.
+# 2. `7.orbax-checkpoint-tmp-replaced`: it is being replaced where names cannot be exchanged. After
+#    a kill between two renames it gets its name back.
+# 3. `7.orbax-checkpoint-tmp-1f2e3d4c-removed`: a thread is removing it.
+# 4. `.7.treeshard-lock` while it is written, and `.treeshard-lock` while a run is open.
+# The next save of `7` removes 1 and 2; the next run that opens the directory removes all.
 _LOCK = "treeshard-lock"
 _OF_ORBAX = ("_CHECKPOINT_METADATA", "_METADATA", "orbax.checkpoint")
 _STEP = re.compile("0|[1-9][0-9]*")

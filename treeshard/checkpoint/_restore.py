@@ -5,8 +5,8 @@ regions that its devices will hold, whoever wrote them. All that the processes e
 they make the same call, and what they could not read.
 
 A region that is read is converted in host memory, moved to its devices, and freed, before many
-others are read. TensorStore compares the checksum of each chunk. Process 0 looks whether the files
-are the ones that were saved, since an intact chunk of another step has a valid checksum, too.
+others are read. TensorStore compares the checksum of each chunk. An intact chunk of another step
+has a valid checksum, too, so the files are compared with the ones that were saved.
 """
 
 import json
@@ -57,6 +57,7 @@ from treeshard.checkpoint._array_store import (
     store_key,
 )
 from treeshard.checkpoint._paths import (
+    MANIFEST,
     changed_files,
     checkpoint_path,
     explaining,
@@ -176,7 +177,7 @@ def table_at(path: epath.Path) -> LeafTable:
         table = from_text(text)
     except (DamagedError, FormatError) as error:
         raise type(error)(f"{path}: {error}") from None
-    # The table is whole. It may still be that of another checkpoint.
+    # The table is whole, and may still be from another checkpoint. The seal is beside the arrays.
     if seal(path) != str(crc32(text.encode())):
         raise DamagedError(f"{path}: the table of leaves does not belong to the arrays beside it.")
     return table
@@ -235,11 +236,14 @@ def _read_together(
         errors: dict[str, str] = {}
         shown = show_progress(rows, WHERE, show=progress)
         arrays = _read_arrays(store, _reads(shown, targets), targets, errors)
-        # One process compares the files for all, which share them: each of N processes has written
-        # some, and N times N would be opened.
-        if among is not None or jax.process_index() == 0:
-            # An error of its own says more about a leaf than that its file has changed.
-            errors = _leaves_in(changed_files(path, files), rows, store) | errors
+        # Each of N processes has written files, and N times N would be opened if all compared all:
+        # one process does. The others compare the root of the index alone. It names every file that
+        # they read, by names that no other save has drawn, and they may see a copy of the
+        # checkpoint of their own.
+        if among is None and jax.process_index() != 0:
+            files = {name: facts for name, facts in files.items() if name == MANIFEST}
+        # An error of its own says more about a leaf than that its file has changed.
+        errors = _leaves_in(changed_files(path, files), rows, store) | errors
         check()
         messages.append(json.dumps(errors).encode())
     errors_anywhere: dict[str, str] = {}

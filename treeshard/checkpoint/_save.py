@@ -124,6 +124,7 @@ def begin(
         raise ValueError(f"{WHERE}(on_divergence={on_divergence!r}): it is 'error' or 'warn'.")
     first = jax.process_index() == 0
     with ExitStack() as held:
+        # What can be known to fail fails here, on all processes, before anything is written.
         with require_agreement(WHERE, timeout=timeout, reads=False) as facts:
             facts["the path"] = str(path)
             table, arrays = pack(tree, facts)
@@ -134,6 +135,7 @@ def begin(
                 check_vacant(path, replace=replace)
         needed, lacks = memory_to_save(arrays), partial(_no_memory, path)
         check_memory_of_hosts(WHERE, needed, lacks, threads=THREADS, timeout=timeout)
+        # Once all have the same arrays: to read one waits for the program that makes it.
         _check_copies(arrays, timeout, on_divergence)
         if first:
             # After a failure, or of what was replaced; before the lock is released.
@@ -229,7 +231,7 @@ def _finish(
     leaves = list(copied)
     with held:
         with _stage(path, "written", AS_LONG_AS_IT_TAKES) as messages:
-            if me != 0:
+            if me != 0:  # before a byte is written where process 0 would not find it
                 check_mark(partial / MARK, mark, timeout)
             has_written = write_arrays(partial, table.leaves, copied)
             files: FileFacts = {}  # in a file system, what process 0 must see
@@ -278,12 +280,14 @@ def _commit(path: epath.Path, table: LeafTable, written: Sequence[FileFacts], re
         flush(partial / ARRAYS / SEAL)
         flush(partial / ARRAYS)
         flush(partial)
+    # All else is found in the table, so it is read once more before it may replace a checkpoint.
     if (partial / TABLE / TABLE_FILE).read_text() != text:
         raise CheckpointError("the table of leaves that was written reads otherwise.")
     if not is_local(path):
         (path / COMMITTED).write_text("")
         return ""
     put_in_place(partial, path, replace=replace)
+    # From here on there is a checkpoint, so what fails must not say that there is none.
     try:
         flush(path.parent)
     except OSError as error:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from treeshard._core.mesh import MeshLike
-from treeshard._core.text import columns, human_bytes, is_line
-from treeshard.communication._arguments import Argument, paths_by_number
+from treeshard._core.text import columns, human_bytes
+from treeshard.communication._arguments import paths_by_number
 from treeshard.communication._dataflow import (
     Context,
     Dataflow,
@@ -31,7 +31,7 @@ from treeshard.communication._program import (
     ReadProgram,
     read_program,
 )
-from treeshard.errors import CommunicationError, SpecError
+from treeshard.errors import CommunicationError
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 RARE_KINDS = ("collective-broadcast", "ragged-all-to-all", "send")
@@ -68,8 +68,8 @@ class Collective:
         rank: The number of dims of the buffer; 0 for a scalar such as a loss.
         completes: The kind of the collective that it belongs to, if it only shifts the rows of
             a padded result into place; else `None`.
-        is_widened: Whether the text shows that the backend widened the dtype: the data has a
-            narrower one before.
+        is_widened: Whether the text shows a wider dtype than the data has before: of a cast of the
+            step, or of the backend.
         is_inserted: Whether XLA marks it as inserted by its partitioner; only newer versions do.
         within: The mesh axes along which the devices of a group differ, where groups span only
             a part of them, as with `axis_index_groups`; else `None`.
@@ -104,13 +104,7 @@ class Collective:
         return _product(self.bytes, self.count)
 
 
-def collectives(
-    program: CompiledProgram,
-    mesh: MeshLike | None = None,
-    *,
-    line: str | None = None,
-    leaf: str | None = None,
-) -> list[Collective]:
+def collectives(program: CompiledProgram, mesh: MeshLike | None = None) -> list[Collective]:
     """Lists what a program moves between devices, with the tree paths of the arrays it moves.
 
     An op on several buffers gives one entry per buffer; only an all-to-all gives one for all,
@@ -124,9 +118,6 @@ def collectives(
         mesh: The mesh that the program runs on, to name its axes: a mesh, or text such as
             `"data=2,fsdp=4"`. By default it is read from the program's shardings; the text of
             HLO alone does not name axes.
-        line: Only what this line of code moves: `"model.py:31"`, or all lines of `"model.py"`.
-        leaf: Only the data of this leaf, by its path in the plan, `"layers/0/w"`, or of the leaves
-            below `"layers"`. If several arguments have it, with the name of one: `"state/0"`.
 
     Returns:
         A `Collective` per buffer, in program order. If a program calls one function from several
@@ -136,7 +127,6 @@ def collectives(
         FormatError: If the text is not HLO, is truncated, or contains a collective that cannot be
             parsed.
         MeshError: If the program is partitioned over another number of devices than `mesh` has.
-        SpecError: If several arguments of the program have the leaf.
         TypeError: If `program` is none of these, such as a function that was not compiled.
 
     Examples:
@@ -147,34 +137,7 @@ def collectives(
         >>> moved.kind, moved.axes, moved.bytes, moved.wire_bytes, moved.count
         ('all-gather', ('fsdp',), 2048, 1792, 1)
     """
-    read = read_program(program, mesh)
-    paths = None if leaf is None else _paths_of(leaf, read.arguments)
-    return [
-        x
-        for x in CollectiveReader(read).all()
-        if (line is None or is_line(x.source, line)) and (paths is None or x.path in paths)
-    ]
-
-
-def _paths_of(leaf: str, arguments: Sequence[Argument]) -> set[str]:
-    """The arguments that are a leaf or below a branch, whose path begins in one of them.
-
-    Raises `SpecError` if several arguments have such a leaf.
-    """
-
-    def below(path: str) -> bool:
-        return f"{path}/".startswith(f"{leaf}/")
-
-    paths = {argument.path for argument in arguments}
-    named = {path for path in paths if below(path)}  # by the argument's name too
-    found = named or {path for path in paths if below(path.partition("/")[2])}
-    arguments_with_it = sorted({path.partition("/")[0] for path in found})
-    if len(arguments_with_it) > 1:
-        raise SpecError(
-            f"collectives: the arguments {' and '.join(map(repr, arguments_with_it))} have a leaf"
-            f" {leaf!r}. Name the argument too: `leaf={f'{arguments_with_it[0]}/{leaf}'!r}`."
-        )
-    return found
+    return list(CollectiveReader(read_program(program, mesh)).all())
 
 
 # ------------------------------------------------------------------ budgets

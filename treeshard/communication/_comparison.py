@@ -22,7 +22,6 @@ from treeshard._core.text import columns, human_bytes
 from treeshard._planning.axis_names import idle_axes
 from treeshard._planning.plan import Plan
 from treeshard._trace.roles import Roles, roles_of
-from treeshard.communication._arguments import Argument
 from treeshard.communication._collectives import (
     Collective,
     CollectiveReader,
@@ -40,6 +39,9 @@ from treeshard.communication._hlo import HloProgram, Op
 from treeshard.communication._matching import Matcher
 from treeshard.communication._program import MEGASCALE, ReadProgram, read_program
 from treeshard.errors import SpecError, counted, listed
+
+# The path of an argument, and its sharding in the program; `None` if JAX drops it.
+_Placed = tuple[str, Any]
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,10 @@ class Comparison:
         matrices: What `training.by_matrix` moves: gradients of matrices to the devices that update
             them, and the updates back. Likewise.
         by_compiler: What only the platform's compiler decides, a phrase each: on CPUs, full
-            gradients are all-reduced, and 16-bit floats are widened; elsewhere, gathers may be in
+            gradients are all-reduced, and 16-bit weights are widened; elsewhere, gathers may be in
             a narrower dtype, or become all-reduces.
+        other_dtypes: The gradients and updates that are communicated in another dtype than planned,
+            a phrase for each pair of dtypes. The step may cast them, or the compiler.
         platform: The platform of the program, such as `"cpu"`.
         leaves: For each of `compiled`, the leaf that it moves or whose gradient it reduces, by its
             path in the plan; `None` for other values. Gradients of one size have one of the leaves
@@ -96,6 +100,7 @@ class Comparison:
     batch_sums: tuple[Collective, ...] = ()
     matrices: tuple[Collective, ...] = ()
     by_compiler: tuple[str, ...] = ()
+    other_dtypes: tuple[str, ...] = ()
     platform: str | None = None
     leaves: tuple[str | None, ...] = ()
 
@@ -145,6 +150,8 @@ class Comparison:
             name = f"{self.platform.upper()} compiler" if self.platform else "compiler"
             others = " Compilers for TPUs and GPUs need not." if self.platform == "cpu" else ""
             notes.append(f"The {name} {' and '.join(self.by_compiler)}.{others}")
+        if self.other_dtypes:
+            notes.append(f"Gradients and updates: {' and '.join(self.other_dtypes)}.")
         return notes
 
 
@@ -197,9 +204,10 @@ def compare_communication(plan: Plan, step: Any, state: PyTree, batch: PyTree) -
     _check_returns_state(plan, traced.jaxpr.out_avals)
     read = read_program(traced.lower().compile(), plan.mesh)
     # The compiled program knows how its arguments are sharded, also where only the step says so.
+    shardings = [(x.path, x.struct and x.struct.sharding) for x in read.arguments]
     count = len(plan.leaves)
-    _check_placed(plan, read.arguments[:count])
-    along = _batch_spec(plan, read.arguments[count:])
+    _check_placed(plan, shardings[:count])
+    along = _batch_spec(plan, shardings[count:])
     roles = roles_of(traced.jaxpr.jaxpr, plan, batch_axes(plan, along))
     return compare_step(plan, along, roles, read)
 
@@ -225,6 +233,7 @@ def compare_step(plan: Plan, batch: SpecTree, roles: Roles, read: ReadProgram) -
         tuple(matcher.sums),
         tuple(matcher.matrices),
         tuple(matcher.list_compiler_choices()),
+        tuple(matcher.list_other_dtypes()),
         read.platform,
         tuple(matcher.leaves),
     )
@@ -297,16 +306,17 @@ def _trace_step(step: Callable[[Any, Any], Any], state: PyTree, batch: PyTree) -
 def _check_state(plan: Plan, state: PyTree) -> None:
     pairs = zip(leaf_paths(state), tree_leaves(state), strict=True)
     arrays = [(path, x) for path, x in pairs if has_shape(x)]
+    planned = [(leaf.path, leaf) for leaf in plan.leaves]
+    if [(path, _form(x)) for path, x in arrays] == [(path, _form(x)) for path, x in planned]:
+        return
     facts = [
         f"{path}: {_describe(x)} in the state, {_describe(leaf)} in the plan."
-        for path, x, leaf in pair(arrays, ((leaf.path, leaf) for leaf in plan.leaves))
-        if x is None or leaf is None or (x.shape, device_dtype(x.dtype)) != _form(leaf)
+        for path, x, leaf in pair(arrays, planned)
+        if x is None or leaf is None or _form(x) != _form(leaf)
     ]
-    in_order = [path for path, _ in arrays] == [leaf.path for leaf in plan.leaves]
-    if facts or not in_order:
-        facts = facts or ["it has the same arrays in another order."]
-        headline = "compare_communication: the state does not match the plan:"
-        raise SpecError(listed(headline, facts, headed=True))
+    headline = "compare_communication: the state does not match the plan:"
+    facts = facts or ["it has the same arrays in another order."]
+    raise SpecError(listed(headline, facts, headed=True))
 
 
 def _form(leaf: Any) -> tuple[Any, Any]:
@@ -327,12 +337,11 @@ def _check_returns_state(plan: Plan, results: Sequence[Any]) -> None:
         )
 
 
-def _check_placed(plan: Plan, arguments: Sequence[Argument]) -> None:
+def _check_placed(plan: Plan, shardings: Sequence[_Placed]) -> None:
     facts: list[str] = []
-    for argument, leaf, planned in zip(
-        arguments, plan.leaves, plan.sharding_of_each(), strict=True
+    for (_, actual), leaf, planned in zip(
+        shardings, plan.leaves, plan.sharding_of_each(), strict=True
     ):
-        actual = None if argument.struct is None else argument.struct.sharding
         # JAX drops arguments that the step does not use, and then does not know.
         if actual is not None and not actual.is_equivalent_to(planned, len(leaf.shape)):
             spec = getattr(actual, "spec", actual)
@@ -343,16 +352,15 @@ def _check_placed(plan: Plan, arguments: Sequence[Argument]) -> None:
         raise SpecError(listed(headline, facts, headed=True) + place)
 
 
-def _batch_spec(plan: Plan, arguments: Sequence[Argument]) -> PartitionSpec:
+def _batch_spec(plan: Plan, shardings: Sequence[_Placed]) -> PartitionSpec:
     """The axes that shard the arguments which are not the state, as one spec."""
     split: set[str] = set()
-    for argument in arguments:
-        sharding = None if argument.struct is None else argument.struct.sharding
+    for path, sharding in shardings:
         if isinstance(sharding, NamedSharding):
             split.update(get_names_from_partition_spec(sharding))
         elif sharding is not None and not sharding.is_fully_replicated:
             raise SpecError(
-                f"compare_communication: {argument.path}: the program does not say along which axes"
+                f"compare_communication: {path}: the program does not say along which axes"
                 " it is sharded. Place the batch as in your loop, for example with"
                 " `treeshard.shard(batch, specs, mesh)`."
             )

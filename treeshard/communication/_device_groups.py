@@ -56,8 +56,6 @@ def groups_of(text: str, devices: int | None, axes: Mapping[str, int]) -> Groups
     except _UNREADABLE:
         return UNKNOWN
     size = table.shape[1]
-    if size == 1:
-        return Groups(1, ())
     if math.prod(axes.values()) != table.size:
         return Groups(size, None)
     along = _axes_within(table, axes)

@@ -53,9 +53,11 @@ _REDUCTIONS = ("all-reduce", "reduce-scatter")
 # The op that a name ends in: `jit(step)/reduce_sum`, or one of several that were combined:
 # `jit(step)/(reduce_sum:transpose(jvp())/dot_general)`
 _SUM = re.compile(r"\breduce_\w+(?=[:)]|$)")
+# What is in another dtype, by a cast of the step or by the compiler
+_OF_GRADIENTS = "{{size}} in {} instead of {}"
 # What only the compiler decides
 _IN_FULL = "all-reduces full gradients ({size}) where a reduce-scatter was planned"
-_IN_DTYPE = "communicates {{size}} as {} instead of {}"
+_IN_DTYPE = "communicates {{size}} in {} instead of {}"
 _BY_REDUCING = "gathers {size} by all-reduces, which send twice the bytes"
 _MERGED = "gathers once what the step gathers several times"
 
@@ -183,6 +185,8 @@ class Matcher:
         self.filed: dict[_Difference, list[tuple[Collective, str | None]]] = defaultdict(list)
         # The collectives of each choice of the compiler, by what is said of it.
         self.choices: dict[str, list[Collective]] = defaultdict(list)
+        # Likewise those of gradients and updates in another dtype than planned.
+        self.cast: dict[str, list[Collective]] = defaultdict(list)
         self.gathers: list[_Gather] = []
         of_gradients: dict[str, list[PlannedTransfer]] = defaultdict(list)
         leaves = {leaf.path: leaf for leaf in plan.leaves}
@@ -302,14 +306,19 @@ class Matcher:
     def _note_planned(self, moved: _Moved, planned: PlannedTransfer) -> None:
         """Notes a collective that is planned, but perhaps in another dtype or by another op.
 
-        The dtype of a planned gather is the one in the trace, so the compiler chose the other:
-        those for CPUs have no collectives of 16-bit floats, and products of TPUs round to bfloat16.
-        A planned reduction has the dtype of its gather: the trace may cast between the two.
+        The dtype of a weight's planned gather is the one in the trace, so the compiler chose the
+        other: those for CPUs have no collectives of 16-bit floats, and products of TPUs round to
+        bfloat16. A planned reduction has the dtype of that gather, and an update that of its leaf:
+        there the trace may cast too.
         """
         collective = moved.collective
         self.leaves[moved.number] = planned.path
-        if jnp.dtype(collective.dtype).itemsize != jnp.dtype(planned.dtype).itemsize:
-            self.choices[_IN_DTYPE.format(collective.dtype, planned.dtype)].append(collective)
+        dtypes = collective.dtype, planned.dtype
+        if jnp.dtype(dtypes[0]).itemsize != jnp.dtype(dtypes[1]).itemsize:
+            if planned.why in ("gradient", "update"):
+                self.cast[_OF_GRADIENTS.format(*dtypes)].append(collective)
+            else:
+                self.choices[_IN_DTYPE.format(*dtypes)].append(collective)
         if planned.kind == "all-gather" and (collective.wire_bytes or 0) >= (collective.bytes or 0):
             self.choices[_BY_REDUCING].append(collective)
 
@@ -405,10 +414,13 @@ class Matcher:
 
     def list_compiler_choices(self) -> Iterator[str]:
         """What only the compiler decides."""
-        for choice, moved in sorted(self.choices.items()):
-            yield choice.format(size=bytes_text(total_bytes(moved)))
+        yield from _with_sizes(self.choices)
         if any(x.left and self._is_merged(x) for x in self.gathers):
             yield _MERGED
+
+    def list_other_dtypes(self) -> Iterator[str]:
+        """The gradients and updates in another dtype than planned."""
+        yield from _with_sizes(self.cast)
 
     def list_unplanned(self) -> Iterator[Unplanned]:
         """The differences, and last the planned transfers that the program does not have."""
@@ -435,6 +447,11 @@ class Matcher:
         if account.left == account.total:
             return any(not x.left for x in self.gathers if x.planned == account.planned)
         return account.left % account.all_layers == 0
+
+
+def _with_sizes(moved: Mapping[str, Sequence[Collective]]) -> Iterator[str]:
+    for text, collectives in sorted(moved.items()):
+        yield text.format(size=bytes_text(total_bytes(collectives)))
 
 
 def _append(collected: list[Collective], moved: _Moved) -> bool:

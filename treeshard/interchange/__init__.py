@@ -115,6 +115,7 @@ def save_safetensors(
     where = "save_safetensors"
     check_path(path, where, "save_safetensors(path, tree)")
     to = file_path(path)
+    # Everything that can fail is checked here on all processes, before a file is created.
     with require_agreement(where, timeout=timeout) as facts:
         most = parse_bytes(max_file_size) if isinstance(max_file_size, str) else max_file_size
         tensors = tensors_of(tree, rename, where)
@@ -124,10 +125,12 @@ def save_safetensors(
         facts["the path"] = str(to)
         facts |= {file.path.name: f"{len(file.head)} bytes of header" for file in files}
         facts |= {x.name: f"{x.code}{list(x.shape)}" for x in rows}
+        # Processes that hold the same array must have made it in the same call: one of them writes.
         for name, x in tensors.items():
             facts.add_origin(name, x, range(jax.process_count()))
     names = names_to_write(tensors, where, timeout)
     names_with_bar = show_progress(names, where, unit="tensor", show=progress)
+    # One after another, so that host memory holds the shards of a single tensor.
     values = ((name, pieces_of(tensors[name])) for name in names_with_bar)
     write_files(to, files, values, where, timeout)
 

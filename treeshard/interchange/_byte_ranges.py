@@ -46,6 +46,7 @@ def write(file: int, at: int, shape: Sequence[int], pieces: Iterable[Piece]) -> 
             data = np.empty(region_shape(block), data.dtype)
             for region, items in parts:
                 data[relative_slices(region, block)] = items
+        # A copy only if the order of the bytes or of the dims is another one.
         little = np.ascontiguousarray(data, data.dtype.newbyteorder("<"))
         _transfer(os.pwrite, file, at, shape, block, little)
 
@@ -58,6 +59,7 @@ def read(file: int, at: int, shape: Sequence[int], pieces: Iterable[Piece]) -> N
     """Fills pieces of an array from where `write` puts them; or raises `EOFError`."""
     for block, parts in _blocks(pieces):
         data = parts[0].items
+        # A run of bytes can be read into an array only where that is contiguous, too.
         if len(parts) > 1 or not data.flags.c_contiguous:
             data = np.empty(region_shape(block), data.dtype)
         _transfer(_read_into, file, at, shape, block, data)
@@ -79,7 +81,7 @@ def _transfer(
     data: np.ndarray,
 ) -> None:
     """Moves the bytes of a block, one contiguous run at a time."""
-    rest = data.reshape(-1).view(np.uint8).data
+    rest = data.reshape(-1).view(np.uint8).data  # the same memory, which `move` may fill
     starts, length = runs(block, shape)
     for start in (at + starts.reshape(-1) * data.itemsize).tolist():
         run, rest = rest[: length * data.itemsize], rest[length * data.itemsize :]

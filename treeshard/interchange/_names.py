@@ -11,7 +11,7 @@ from itertools import chain, islice
 
 from treeshard.errors import MismatchError, listed
 
-_NO_LAYER = -1
+_NO_LAYER = -1  # the number of a tensor whose pattern has no group `layer`
 
 _UNMATCHED = "{tensor}: no pattern matches it. `(pattern, None)` leaves it out."
 _UNUSED = "pattern {i} {pattern!r}: no tensor matches it first."
@@ -56,6 +56,7 @@ def map_tensors(
     patterns = [re.compile(pattern) for pattern, _ in pairs]
     facts: list[str] = []
     used: set[int] = set()
+    # By name and number of the layer. A list has several tensors only if they share a name.
     layers_of: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for tensor in dict.fromkeys(names):
         matches = ((i, pattern.fullmatch(tensor)) for i, pattern in enumerate(patterns))
@@ -63,7 +64,7 @@ def map_tensors(
         if match is None:
             facts.append(_UNMATCHED.format(tensor=tensor))
             continue
-        used.add(i)
+        used.add(i)  # also if it leaves the tensor out: a pattern without any is a typing error
         name = pairs[i][1]
         if name is not None:
             layer = int(match.groupdict().get("layer") or _NO_LAYER)
@@ -85,6 +86,7 @@ def _misfits(name: str, layers: Mapping[int, list[str]]) -> Iterator[str]:
     for tensors in groups:
         if len(tensors) > 1:
             yield _SHARED.format(name=name, tensors=" and ".join(tensors))
+    # A name may claim a number of any size, so no more than the first gaps are looked for.
     last = max(layers)
     missing = [*islice((str(i) for i in range(last) if i not in layers), 5)]
     if missing:

@@ -182,6 +182,7 @@ def tensor_request(
         for name, x in stored.items()
     }
     names = partial(tensor_names, rename=rename, where=where)
+    # As of a checkpoint, so that both say the same of what differs.
     request = read_request(types, like, placing, cast=cast, names=names, where=where)
     for leaf in request.to_read().values():
         code = stored[leaf.name].tensor.code

@@ -108,6 +108,6 @@ def _sum_moved(collectives: Iterable[Collective]) -> dict[str, int | None]:
     for moved in collectives:
         what = moved.path or _COMPUTED
         # CPUs move 16 bits as 32: without this, a step that casts no more would look the same.
-        widened = " (widened by the compiler)" if moved.is_widened else ""
+        widened = " (widened)" if moved.is_widened else ""
         groups[f"{moved.kind} over {axes_text(moved.axes)}: {what}{widened}"].append(moved)
     return {name: total_bytes(group) for name, group in groups.items()}

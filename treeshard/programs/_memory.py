@@ -167,7 +167,7 @@ def temporaries_of(analysis: Any, platform: str) -> int:
     The compiler for TPUs says two numbers. That of temporaries counts some memory twice, which may
     come to more than a device has in programs that it accepts. The peak is of all memory, also what
     is on the host and in the chip's vector memory. The smaller is near the addresses that it
-    assigns.
+    assigns. Of some programs it does not say the peak, which is 0 then.
     """
     temporaries: int = analysis.temp_size_in_bytes
     if platform != "tpu":
@@ -179,7 +179,8 @@ def temporaries_of(analysis: Any, platform: str) -> int:
         + (analysis.host_output_size_in_bytes - analysis.host_alias_size_in_bytes)
         + analysis.host_temp_size_in_bytes
     )
-    return min(temporaries, analysis.peak_memory_in_bytes - others)
+    at_peak = analysis.peak_memory_in_bytes - others
+    return min(temporaries, at_peak) if at_peak > 0 else temporaries
 
 
 def _capacity(device: Any) -> int | None:

@@ -27,7 +27,6 @@ from treeshard.testing._noise import (
     BLIND,
     LIMIT,
     MATMUL_EPS,
-    Results,
     Tolerance,
     float_dtypes,
     norm,
@@ -36,6 +35,7 @@ from treeshard.testing._noise import (
 )
 from treeshard.testing._own_rows import OwnRows
 from treeshard.testing._report import UNCHECKED, Finding, Problem, Report, percent
+from treeshard.testing._values import Results
 from treeshard.testing._widening import Widening
 
 # ------------------------------------------------------------------ words

@@ -1,8 +1,4 @@
-"""How a computation runs in a layout: the gradients of a loss, and two steps in a row.
-
-Results are read shard by shard from every device. `np.asarray` of an array would read one replica
-of each shard, and so miss those that differ where JAX was told that they are the same.
-"""
+"""How a computation runs in a layout: the gradients of a loss, and two steps in a row."""
 
 import tempfile
 from collections import Counter
@@ -25,40 +21,43 @@ from jax.tree_util import tree_flatten, tree_leaves
 from treeshard._core.arrays import (
     StaticSplit,
     array_text,
-    data_of,
     has_gradient,
     has_shape,
     is_array,
     is_key,
     is_raw_key,
-    is_spread,
-    to_host,
 )
 from treeshard._core.contexts import in_one_pass
 from treeshard._core.paths import PyTree, leaf_paths, path_under
 from treeshard._core.spec_trees import specs_of_leaves
 from treeshard._core.specs import axes_of, entries
-from treeshard._placement.gather import gather
 from treeshard._placement.shard import shard
 from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import PlanInForce, row_axes
 from treeshard.errors import SpecError, StateError
 from treeshard.testing._layouts import Layout
 from treeshard.testing._report import Finding
+from treeshard.testing._values import (
+    Results,
+    Shards,
+    apply_change,
+    change_of,
+    count_finite,
+    move_off_value,
+    on_host,
+    scale_of,
+    shards_of,
+    values_of,
+)
 from treeshard.testing._widening import Widening
 from treeshard.training._accumulation import accumulate_gradients
 from treeshard.training._step import Step
 from treeshard.training._type_errors import sharding_type_errors
 
-# The values of a result: of each device, the index of its shard, and the shard itself.
-Shards = dict[Any, tuple[tuple[slice, ...], np.ndarray]]
 Axes = tuple[str, ...]
 # The index of a device along each axis, and the size of the axis.
 Position = Mapping[str, tuple[Any, Any]]
 T = TypeVar("T")
-
-# Parameters are moved off their values once, by this part of their scale.
-_MOVED = 1e-2
 
 _ABSENT = Finding("by_hand returns no gradient for it.", "absent")
 _OTHER_SHAPE = "each device has a gradient of {grad}, and its shard is {shard}."
@@ -82,7 +81,7 @@ class Computation:
         self.plan = plan
         self.split = StaticSplit(leaves, treedef, has_shape)
         # What its differentiated or updated leaves are before it runs.
-        self.start = [_host(x) for x in self.split.dynamic(leaves)]
+        self.start = [on_host(x) for x in self.split.dynamic(leaves)]
         if [np.shape(x) for x in self.start] != [leaf.shape for leaf in plan.leaves]:
             plan_paths = [leaf.path for leaf in plan.leaves]
             raise SpecError(
@@ -91,7 +90,7 @@ class Computation:
             )
         data, batch_def = tree_flatten(batch)
         self.batch_split = StaticSplit(data, batch_def, has_shape)
-        self.batch = [_host(x) for x in self.batch_split.dynamic(data)]
+        self.batch = [on_host(x) for x in self.batch_split.dynamic(data)]
         # What was seen while a result was traced, by the layout's name and the result's index.
         self.notes: dict[tuple[str, int], Finding] = {}
         # What it returns; of a step, this is known when it has run.
@@ -117,27 +116,18 @@ class Computation:
     def move_off(self, layout: Layout) -> None:
         """Moves the parameters off values, such as zeros, for which a gradient is not general."""
 
-    def after(self, results: Sequence[np.ndarray]) -> list[Any]:
-        """What its leaves are after the first of two steps."""
-        raise NotImplementedError
-
     def key_orders(self, layout: Layout) -> list[Axes]:
         """The axes, in order, by whose index a device may have folded its key."""
         raise NotImplementedError
 
     def run_as_device(
-        self,
-        layout: Layout,
-        batch: list[Any],
-        position: Position,
-        order: Axes,
-        start: list[Any] | None = None,
-    ) -> list[np.ndarray]:
+        self, layout: Layout, start: list[Any] | None, batch: list[Any], folded: Position
+    ) -> Results:
         """What a device gets from its rows, with keys folded by its index along some axes."""
         raise NotImplementedError
 
-    def _call(self, layout: Layout, arrays: list[Any], data: list[Any]) -> list[Any]:
-        """The results as arrays; traced too."""
+    def _make(self, layout: Layout) -> Callable[[list[Any], list[Any]], list[Any]]:
+        """A function of arrays and of the batch that returns the results in a layout."""
         raise NotImplementedError
 
     # -------------------------------------------------------------- runs
@@ -158,9 +148,9 @@ class Computation:
 
     def alone(
         self, layout: Layout, start: list[Any] | None = None, batch: list[Any] | None = None
-    ) -> list[np.ndarray]:
+    ) -> Results:
         """The results in a layout of one device."""
-        return _values(self.run(layout, start, batch))
+        return values_of(self.run(layout, start, batch))
 
     def run(
         self,
@@ -184,7 +174,7 @@ class Computation:
     def _results(
         self, layout: Layout, arrays: list[Any], data: list[Any], position: Position
     ) -> list[Shards]:
-        return _shards(self._on_mesh(layout, arrays, data, position))
+        return shards_of(self._on_mesh(layout, arrays, data, position))
 
     def _on_mesh(
         self, layout: Layout, arrays: list[Any], data: list[Any], position: Position
@@ -203,6 +193,14 @@ class Computation:
         run = self._once(f"program {id(traced)}", compiled)  # `narrow` keeps the trace
         with self._enter(layout):
             return run(*tree_leaves((position, arrays, data)))
+
+    def after(self, results: Results) -> list[Any]:
+        """What its leaves are after the first of two steps."""
+        start = list(self.start)
+        for output, result in zip(self.outputs[: self.first], results, strict=False):
+            if output.base is not None:
+                start[output.base] = apply_change(self.start[output.base], result)
+        return start
 
     def trace(
         self, layout: Layout, position: Position | None = None, data: Sequence[Any] | None = None
@@ -226,6 +224,10 @@ class Computation:
 
         return narrow._once(f"trace {_key(layout)} {[*position]} {shapes}", traced)
 
+    def _call(self, layout: Layout, arrays: list[Any], data: list[Any]) -> list[Any]:
+        """The results as arrays; traced too."""
+        return self._once(_key(layout), lambda: self._make(layout))(arrays, data)
+
     def _once(self, key: str, make: Callable[[], Any]) -> Any:
         if key not in self._made:
             self._made[key] = make()
@@ -233,8 +235,8 @@ class Computation:
 
     @contextmanager
     def _enter(self, layout: Layout) -> Iterator[None]:
-        # Constraints with a bare `PartitionSpec` need a mesh, and `_shards` must be without: in it,
-        # JAX computes nothing from the shard of one device.
+        # Constraints with a bare `PartitionSpec` need a mesh, and `shards_of` must be without: in
+        # it, JAX computes nothing from the shard of one device.
         types = sharding_type_errors(layout.mesh)
         mesh, one_pass = jax.set_mesh(layout.mesh), in_one_pass(layout.one_pass)
         with mesh, types, one_pass, _devices_are(layout.mesh):
@@ -280,12 +282,12 @@ class Gradients(Computation):
 
     def move_off(self, layout: Layout) -> None:
         given, random = self.start, np.random.default_rng(0)
-        typical = max((_scale(given[i]) for i in self.differentiated), default=0.0) or 1.0
+        typical = max((scale_of(given[i]) for i in self.differentiated), default=0.0) or 1.0
         moved = list(given)
         for i in self.differentiated:
-            moved[i] = _move_off_value(given[i], typical, random)
+            moved[i] = move_off_value(given[i], typical, random)
         # A variance of zero, say, may not become negative.
-        if _count_finite(self.alone(layout, moved)) >= _count_finite(self.alone(layout, given)):
+        if count_finite(self.alone(layout, moved)) >= count_finite(self.alone(layout, given)):
             self.start = moved
 
     def key_orders(self, layout: Layout) -> list[Axes]:
@@ -295,22 +297,14 @@ class Gradients(Computation):
         return [order for some in subsets(layout.split_axes) for order in permutations(some)]
 
     def run_as_device(
-        self,
-        layout: Layout,
-        batch: list[Any],
-        position: Position,
-        order: Axes,
-        start: list[Any] | None = None,
-    ) -> list[np.ndarray]:
-        if order:
-            number = _axis_index(position, order)
+        self, layout: Layout, start: list[Any] | None, batch: list[Any], folded: Position
+    ) -> Results:
+        if folded:
+            number = _axis_index(folded, tuple(folded))
             batch = [jax.random.fold_in(x, number) if is_raw_key(x) else x for x in batch]
         return self.alone(layout.alone(), start, batch)
 
-    def _call(self, layout: Layout, arrays: list[Any], data: list[Any]) -> list[Any]:
-        return self._once(_key(layout), lambda: self._make(layout))(arrays, data)
-
-    def _make(self, layout: Layout) -> Any:
+    def _make(self, layout: Layout) -> Callable[[list[Any], list[Any]], list[Any]]:
         rows = row_axes(layout.batch_specs)
         if self.is_by_hand(layout):
             # Here `out_specs` say how results are sharded.
@@ -396,41 +390,29 @@ class Steps(Computation):
         return subsets(layout.split_axes) if self.step.is_by_hand else [()]
 
     def run_as_device(
-        self,
-        layout: Layout,
-        batch: list[Any],
-        position: Position,
-        order: Axes,
-        start: list[Any] | None = None,
-    ) -> list[np.ndarray]:
+        self, layout: Layout, start: list[Any] | None, batch: list[Any], folded: Position
+    ) -> Results:
         alone = layout.alone()
-        if not order:
+        if not folded:
             return self.alone(alone, start, batch)
         # The key may be in the state, and folded after it was split: the step itself folds it.
-        folded = {axis: (at * (axis in order), size) for axis, (at, size) in position.items()}
+        position = {axis: folded.get(axis, (0, size)) for axis, size in layout.mesh.shape.items()}
         # A step of its own: `jit` would reuse what it traced for the indices of one device.
-        return _values(self.run(replace(alone, name="one of several"), start, batch, folded))
-
-    def after(self, results: Sequence[np.ndarray]) -> list[Any]:
-        start = list(self.start)
-        for output, result in zip(self.outputs[: self.first], results, strict=False):
-            if output.base is not None:
-                start[output.base] = _apply_change(self.start[output.base], result)
-        return start
+        return values_of(self.run(replace(alone, name="one of several"), start, batch, position))
 
     def _results(
         self, layout: Layout, arrays: list[Any], data: list[Any], position: Position
     ) -> list[Shards]:
         count, out = len(arrays), []
-        before = _shards(arrays)
+        before = shards_of(arrays)
         for number in (1, 2):
             if number == 2 and layout.second is not None:
                 arrays, data = self._save_and_restore(arrays, layout.second)
-                layout, before = layout.second, _shards(arrays)
+                layout, before = layout.second, shards_of(arrays)
             results = self._on_mesh(layout, arrays, data, position)
             # A copy, since the step donates its state: the next one reuses the memory.
-            arrays, after = results[:count], _shards(results)
-            changes = [_change(old, new) for old, new in zip(before, after, strict=False)]
+            arrays, after = results[:count], shards_of(results)
+            changes = [change_of(old, new) for old, new in zip(before, after, strict=False)]
             out += [*changes, *after[count:]]
             before = after[:count]
         # What a step returns beside its state is known when it has run.
@@ -458,13 +440,17 @@ class Steps(Computation):
         data = shard(self.batch, self.batch_specs(layout), layout.mesh, check="form")
         return list(state.values()), data
 
-    def _call(self, layout: Layout, arrays: list[Any], data: list[Any]) -> list[Any]:
-        step = self._once(_key(layout), lambda: self.step.on(layout.plan, layout.batch_specs))
-        state, aux = step(self.split.combine(arrays), self.batch_split.combine(data))
-        more = zip(leaf_paths(aux), tree_leaves(aux), strict=True)
-        arrays_of_aux = {path_under("aux", path): x for path, x in more if is_array(x)}
-        self._aux = list(arrays_of_aux)
-        return [*self.split.dynamic(tree_leaves(state)), *arrays_of_aux.values()]
+    def _make(self, layout: Layout) -> Callable[[list[Any], list[Any]], list[Any]]:
+        step = self.step.on(layout.plan, layout.batch_specs)
+
+        def call(arrays: list[Any], data: list[Any]) -> list[Any]:
+            state, aux = step(self.split.combine(arrays), self.batch_split.combine(data))
+            more = zip(leaf_paths(aux), tree_leaves(aux), strict=True)
+            arrays_of_aux = {path_under("aux", path): x for path, x in more if is_array(x)}
+            self._aux = list(arrays_of_aux)
+            return [*self.split.dynamic(tree_leaves(state)), *arrays_of_aux.values()]
+
+        return call
 
 
 def _value_of(out: Any) -> Any:
@@ -550,87 +536,6 @@ def _axis_index(position: Position, axes: Axes) -> Any:
     return number
 
 
-# ------------------------------------------------------------------ values
-
-
-def _values(result: Sequence[Shards]) -> list[np.ndarray]:
-    """The results of one device."""
-    return [x for shards in result for _, x in shards.values()]
-
-
-def _apply_change(old: Any, result: np.ndarray) -> Any:
-    """A leaf after a step, from how it changed; of integers and keys, from what they are."""
-    if is_key(old):
-        data = jnp.asarray(result.astype("uint32"))
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(old))
-    if jnp.issubdtype(old.dtype, jnp.floating):
-        result = old.astype("float64") + result
-    return np.asarray(result).astype(old.dtype)
-
-
-def _count_finite(arrays: Sequence[np.ndarray]) -> int:
-    return sum(int(np.isfinite(x).sum()) for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact))
-
-
-def _move_off_value(x: Any, typical: float, random: np.random.Generator) -> Any:
-    """The array with each number changed by a part of its size; zeros alone by one of `typical`."""
-    wide = np.asarray(x).astype("complex128" if np.iscomplexobj(x) else "float64")
-    steps = _MOVED * random.standard_normal(wide.shape)
-    wide = wide * (1 + steps) if np.any(wide) else typical * steps
-    return np.asarray(wide).astype(x.dtype)
-
-
-def _scale(x: Any) -> float:
-    """The root of the mean square."""
-    return float(np.linalg.norm(np.asarray(x).ravel().astype("complex128"))) / max(x.size, 1) ** 0.5
-
-
 def subsets(axes: Sequence[str]) -> list[Axes]:
     """All choices of axes, the smallest first."""
     return [s for n in range(len(axes) + 1) for s in combinations(axes, n)]
-
-
-def _host(x: Any) -> Any:
-    x = gather(x) if is_spread(x) else to_host(x)
-    return x if is_key(x) else np.asarray(x).astype(jax.dtypes.canonicalize_dtype(x.dtype))
-
-
-def _shards(arrays: Sequence[Any]) -> list[Shards]:
-    """A copy of the shard of each device, those of other processes included."""
-    arrays = [data_of(x) for x in arrays]
-    spread = {i: _stack_shards(x) for i, x in enumerate(arrays) if is_spread(x)}
-    everywhere = dict(zip(spread, gather(list(spread.values())), strict=True))
-    shards: list[Shards] = []
-    for i, x in enumerate(arrays):
-        indices = x.sharding.devices_indices_map(x.shape)
-        values = {s.device: np.array(s.data) for s in x.addressable_shards}
-        if i in everywhere:
-            values = dict(zip(indices, everywhere[i], strict=True))
-        shards.append({device: (indices[device], _real(x)) for device, x in values.items()})
-    return shards
-
-
-def _real(x: np.ndarray) -> np.ndarray:
-    """The numbers of an array as real ones: a complex number becomes two, on a last dim."""
-    return np.stack((np.real(x), np.imag(x)), -1) if np.iscomplexobj(x) else x
-
-
-def _stack_shards(x: jax.Array) -> jax.Array:
-    """The shards of an array, replicas included, stacked on dim 0."""
-    # JAX takes the replicas of a shard to be equal, so a sharding in which each device has a row
-    # of its own is the only way to read all of them.
-    devices = list(x.sharding.devices_indices_map(x.shape))
-    target = NamedSharding(Mesh(devices, ("device",)), PartitionSpec("device"))
-    shape = (len(devices), *x.sharding.shard_shape(x.shape))
-    own = [jnp.expand_dims(s.data, 0) for s in x.addressable_shards]
-    return jax.make_array_from_single_device_arrays(shape, target, own)
-
-
-def _change(old: Shards, new: Shards) -> Shards:
-    """How much each number changed; of integers and keys, what they are now."""
-    changes: Shards = {}
-    for device, (index, x) in new.items():
-        if jnp.issubdtype(x.dtype, jnp.floating):
-            x = np.asarray(x.astype("float64") - old[device][1].astype("float64"))
-        changes[device] = index, x
-    return changes

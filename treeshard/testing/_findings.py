@@ -7,11 +7,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from treeshard.testing._computations import Axes, Shards
+from treeshard.testing._computations import Axes
 from treeshard.testing._layouts import Layout
 from treeshard.testing._noise import BLIND, LIMIT, Tolerance, distance, finite, norm
 from treeshard.testing._own_rows import OwnRows
 from treeshard.testing._report import Finding
+from treeshard.testing._values import Shards
 
 # ------------------------------------------------------------------ words
 

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from treeshard._core.jaxprs import equations
-from treeshard.testing._computations import Computation, Shards, attempt
+from treeshard.testing._computations import Computation, attempt
 from treeshard.testing._layouts import Layout
+from treeshard.testing._values import Results, Shards
 from treeshard.testing._widening import Widening
 
 # A result is wrong if it is further from that of one device than this many times the noise.
@@ -35,8 +36,6 @@ MATMUL_EPS: Mapping[str, float] = {"gpu": 2.0**-11, "tpu": 2.0**-8}
 _DRAWS = ("random_bits", "threefry2x32")
 
 _BY_ORDER = "the result depends on the order of the rows, so other orders are not noise"
-
-Results = list[np.ndarray]
 
 
 class Tolerance:
@@ -66,6 +65,8 @@ class Tolerance:
         bases = ((i, output.base) for i, output in enumerate(computation.outputs))
         starts = ((i, computation.start[base]) for i, base in bases if base is not None)
         self._rounding = {i: _rounding_of(x) for i, x in starts if _is_float(x)}
+        # What `of` has found since the last sample: each layout asks it for the same shards.
+        self._of: dict[tuple[int, str], float] = {}
         random = np.random.default_rng(0)
         self._add_perturbed(layout, random)
         # What rounding moves by its size, such as an optimizer that takes signs, proves nothing.
@@ -98,6 +99,7 @@ class Tolerance:
 
     def _add(self, moved: Mapping[int, np.ndarray]) -> None:
         """Takes a sample as noise."""
+        self._of.clear()
         for i, x in moved.items():
             self.noise[i] = np.asarray(np.maximum(self.noise[i], x))
 
@@ -110,11 +112,17 @@ class Tolerance:
     def with_reference(self, reference: Sequence[np.ndarray]) -> "Tolerance":
         """The same noise around other results."""
         other = copy(self)
-        other.reference = list(reference)
+        other.reference, other._of = list(reference), {}
         return other
 
     def of(self, i: int, index: Any = ...) -> float:
         """The noise of a shard of a result, as a Euclidean norm."""
+        key = i, str(index)  # Python 3.11 has no hash of slices
+        if key not in self._of:
+            self._of[key] = self._find_noise(i, index)
+        return self._of[key]
+
+    def _find_noise(self, i: int, index: Any) -> float:
         if i not in self.noise:
             return 1e-30
         noise = self.noise[i]

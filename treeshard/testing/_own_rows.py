@@ -11,9 +11,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from treeshard._core.spec_trees import get_names_from_partition_spec
-from treeshard.testing._computations import Axes, Computation, Shards, attempt, subsets
+from treeshard.testing._computations import Axes, Computation, attempt, subsets
 from treeshard.testing._layouts import Layout
-from treeshard.testing._noise import LIMIT, Results, Tolerance, distance
+from treeshard.testing._noise import LIMIT, Tolerance, distance
+from treeshard.testing._values import Results, Shards
 
 
 class OwnRows:
@@ -54,13 +55,12 @@ class OwnRows:
         for place, device in np.ndenumerate(mesh.devices):
             pairs = zip(mesh.shape.items(), place, strict=True)
             position = {axis: (at, size) for (axis, size), at in pairs}
+            folded = {axis: position[axis] for axis in order}
             indices = [index[device] for index in maps]
-            key = str((indices, [position[axis] for axis in order]))
+            key = str((indices, folded))
             if key not in computed:
                 batch = [x[index] for x, index in zip(computation.batch, indices, strict=True)]
-                computed[key] = computation.run_as_device(
-                    self.layout, batch, position, order, start
-                )
+                computed[key] = computation.run_as_device(self.layout, start, batch, folded)
             of_devices.append(computed[key])
         stacked = [np.stack(x) for x in zip(*of_devices, strict=True)]
         return [x.reshape(*mesh.devices.shape, *x.shape[1:]) for x in stacked]

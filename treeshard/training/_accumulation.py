@@ -139,12 +139,15 @@ def accumulate_gradients(
     def grads_of_rows(rows: list[Any], key: Any) -> tuple[PyTree, PyTree]:
         return grad_fn(split.combine(rows), key)
 
+    # In a plain `jit`, no mesh is in force.
     mesh = _mesh_of_types(leaves) if is_in_jit() and context_mesh() is None else None
     with nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh):
+        # Along axes of a `shard_map` around this call, each device has its part of the batch.
         by_hand = tuple(axis for axis in names if axis in manual_axes())
         mapped = tuple(axis for axis in names if axis not in by_hand)
         parts = _size_of(mapped)
         _check_divides(split.dynamic(leaf_paths(batch)), rows, num_minibatches, parts)
+        # A check compares the step with what it gives in one pass.
         count = 1 if in_one_pass.value else num_minibatches
         keys = None if key is None else jax.random.split(key, count)
         grads_of_minibatch = _checking_gradients(grads_of_rows, by_hand)
@@ -194,6 +197,7 @@ def _summed_up(
         new = jax.tree.map(jnp.add, total, grad_fn(*minibatch_and_key))
         return jax.tree.map(pinned, new), None
 
+    # A scan needs the types of its sums before its first pass.
     types: list[Any] = []
 
     def typed(minibatch_and_key: tuple[Any, Any]) -> None:
@@ -204,6 +208,7 @@ def _summed_up(
     # The structs that `eval_shape` returns have no sharding on a mesh that has Auto axes too.
     jax.eval_shape(typed, jax.tree.map(lambda x: x[0], (minibatches, keys)))
     zeros = jax.tree.map(_zeros, types[0])
+    # By this name `check_step` knows that a step can be run in one pass too.
     with jax.named_scope(IN_MINIBATCHES) if count > 1 else nullcontext():
         return jax.lax.scan(add, zeros, (minibatches, keys), length=count)[0]
 
@@ -439,6 +444,7 @@ def _check_lengths(batch: PyTree, split: StaticSplit, count: int) -> None:
     if len({*lengths}) < 2:
         return
     paths = split.dynamic(leaf_paths(batch))
+    # The most frequent length is that of the rows; of several, the longest.
     usual = max(lengths, key=lambda length: (lengths.count(length), length))
     odd = [i for i, length in enumerate(lengths) if length != usual]
     headline = (

@@ -103,6 +103,7 @@ def value_and_grad(
     def value_and_grad_of_loss(params: PyTree, *args: Any) -> tuple[Any, PyTree]:
         check_no_refs(params, "value_and_grad")
         step = current_plan()
+        # A plan that is passed is in force inside, as the plan of a step is.
         if given is not None and (step is None or step.plan is not given.plan):
             return given.inside(value_and_grad_of_loss)(params, *args)
         if step is not None and step.is_by_hand:
@@ -111,6 +112,7 @@ def value_and_grad(
         own = None if mesh is None else _specs_of_gradients(params, specs, step)
         leaves, treedef = tree_flatten(params)
         _check_no_shards(leaves, specs_of_leaves(own, params), is_planned=own is not specs)
+        # JAX differentiates floating-point arrays alone; the loss gets all leaves.
         split = StaticSplit(leaves, treedef, has_gradient)
         arrays = split.dynamic(leaves)
         grad_specs = split.dynamic(specs_of_leaves(own, params))
@@ -125,6 +127,7 @@ def value_and_grad(
         differentiate = jax.value_and_grad(run, has_aux=True)
         with nullcontext() if mesh is None else sharding_type_errors(mesh):
             if waiting:
+                # Types shard these gradients, and a constraint would end the wait.
                 from treeshard.training._waiting import grads_with_deferred_sum
 
                 value, aux, grads = grads_with_deferred_sum(differentiate, arrays, waiting)

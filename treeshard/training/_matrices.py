@@ -78,8 +78,8 @@ def by_matrix(
 
     In the state, all that belongs to a matrix is stacked under `matrices`, also its count of steps.
     A rule shards dim 0, `("opt/matrices/", P("fsdp"))`, with `min_size=0` for the counts. Stacks
-    have zeros at the end if the axes do not divide `n`; these are matrices of their own, and change
-    no other.
+    have copies of the last matrix at the end if the axes do not divide `n`; these are matrices of
+    their own, and change no other.
 
     Args:
         optimizer: An `optax.GradientTransformation`. `update` is called with gradients, state
@@ -90,10 +90,12 @@ def by_matrix(
             such as an embedding, or the biases of stacked layers.
 
     Returns:
-        An object like `optimizer`, with `init(params)` and `update(grads, state, params)`.
+        An object like `optimizer`, with `init(params)` and `update(grads, state, params)`; further
+        arguments by name, such as `value=loss`, must be numbers, and each matrix gets them.
 
     Raises:
-        ArgumentError: If `optimizer` has no `init` and `update`, or `plan` is not a plan.
+        ArgumentError: If `optimizer` has no `init` and `update`, or `plan` is not a plan. When
+            called, if a further argument is not a number.
         SpecError: When called, if leaves are not in the plan. Lists all of them.
         ShardingRuleError: If the plan has errors, as `Plan.check_before_use`, whose warnings apply
             too.
@@ -158,8 +160,9 @@ class _ByMatrix:
         return ByMatrixState(states, rest)
 
     def update(
-        self, updates: PyTree, state: ByMatrixState, params: PyTree = None, **_: Any
+        self, updates: PyTree, state: ByMatrixState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, ByMatrixState]:
+        _check_numbers(extra_args)
         leaves, treedef = tree_flatten(updates)
         stacks = self._find_stacks(updates)
         weights, other_weights = None, None
@@ -167,7 +170,7 @@ class _ByMatrix:
             weights = treedef.flatten_up_to(params)
             other_weights = _without(stacks, weights, treedef)
         others = _without(stacks, leaves, treedef)
-        others, rest = self.optimizer.update(others, state.rest, other_weights)
+        others, rest = self.optimizer.update(others, state.rest, other_weights, **extra_args)
         # The optimizer returns `None` for matrices, as it got them; their updates go there.
         results = treedef.flatten_up_to(others)
         states: dict[str, PyTree] = {}
@@ -175,7 +178,7 @@ class _ByMatrix:
             run = self._on_auto_axes(partial(self._update_stack, stack), (stack.specs, stack.spec))
             old_state = state.matrices[stack.name]
             own_weights = None if weights is None else _select(weights, stack)
-            new, new_state = run(_select(leaves, stack), old_state, own_weights)
+            new, new_state = run(_select(leaves, stack), old_state, own_weights, extra_args)
             states[stack.name] = new_state
             for i, x in zip(stack.members, new, strict=True):
                 results[i] = x
@@ -186,11 +189,18 @@ class _ByMatrix:
         return jax.vmap(self.optimizer.init)(self._concatenate(stack, params))
 
     def _update_stack(
-        self, stack: _Stack, updates: list[Any], state: PyTree, params: list[Any] | None
+        self,
+        stack: _Stack,
+        updates: list[Any],
+        state: PyTree,
+        params: list[Any] | None,
+        extra_args: Mapping[str, Any],
     ) -> tuple[list[Any], PyTree]:
         of_params = None if params is None else self._stack(stack, params)
         of_updates = self._stack(stack, updates)
-        new, state = jax.vmap(self.optimizer.update)(of_updates, state, of_params)
+        new, state = jax.vmap(partial(self.optimizer.update, **extra_args))(
+            of_updates, state, of_params
+        )
         return self._unstack(stack, new, updates), state
 
     # ---------------------------------------------------------------- stacks
@@ -245,9 +255,13 @@ class _ByMatrix:
     def _concatenate(self, stack: _Stack, leaves: Sequence[Any]) -> Any:
         matrices = jnp.concatenate([x.reshape(-1, *x.shape[-2:]) for x in leaves])
         devices = part_count(all_axes(entries(stack.spec)), axis_sizes(self.plan.mesh))
-        # Zeros are matrices of their own under `vmap`, so they change no other's update.
+        # Copies of the last matrix are matrices of their own under `vmap`, so they change no other
+        # update. What is computed of zeros might be NaN, and `jax_debug_nans` would raise.
         padding = -len(matrices) % devices
-        return jnp.pad(matrices, [(0, padding), (0, 0), (0, 0)])
+        if not padding:
+            return matrices
+        copies = jnp.broadcast_to(matrices[-1:], (padding, *matrices.shape[1:]))
+        return jnp.concatenate([matrices, copies])
 
     def _unstack(self, stack: _Stack, matrices: Any, like: Sequence[Any]) -> list[Any]:
         """The leaves of a stack, sharded as they are planned."""
@@ -308,3 +322,14 @@ def _without(stacks: Sequence[_Stack], leaves: Sequence[Any], treedef: Any) -> P
     """The tree with `None` instead of matrices."""
     stacked = {i for stack in stacks for i in stack.members}
     return treedef.unflatten([None if i in stacked else x for i, x in enumerate(leaves)])
+
+
+def _check_numbers(extra_args: Mapping[str, Any]) -> None:
+    """Raises `ArgumentError` for what a single matrix would not know its part of, such as trees."""
+    for name, x in extra_args.items():
+        if getattr(x, "shape", None) != () and not isinstance(x, int | float):
+            raise ArgumentError(
+                f"by_matrix: update got {name}, {describe_argument(x)}. Each matrix is updated"
+                " alone, and all of them can only share numbers. Pass it to an optimizer outside:"
+                " `optax.chain(by_matrix(optimizer, plan), other)`."
+            )

@@ -107,6 +107,7 @@ def map_metrics(
     def of_node(x: Any) -> Any:
         if isinstance(x, Metrics):
             return tree_map(add, x)
+        # Exactly dicts: what a subclass does with its values is not known here.
         if type(x) is not dict:
             return average(x)
         return {

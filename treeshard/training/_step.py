@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.extend.core import ClosedJaxpr
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 from jax.tree_util import tree_flatten, tree_leaves
 
 from treeshard._core.arguments import check_no_refs, check_tree
@@ -21,7 +21,6 @@ from treeshard._core.meetings import (
     record_step,
     set_origin,
 )
-from treeshard._core.mesh import axes_of_type
 from treeshard._core.paths import PyTree
 from treeshard._core.processes import participating_processes
 from treeshard._core.reports import report
@@ -31,11 +30,13 @@ from treeshard._planning.plan_in_force import PlanInForce, row_axes
 from treeshard.errors import ArgumentError, TreeShardError
 from treeshard.training._batch import BatchPlacement, structs_of
 from treeshard.training._pitfalls import (
+    are_distinct,
+    are_from_steps,
     check_not_deleted,
+    check_separate,
     check_sharded,
     copy_shared_buffers,
-    has_deleted,
-    mark_as_separate,
+    mark_as_from_step,
     reshard_to_planned_types,
 )
 from treeshard.training._program import Program, StepFn
@@ -74,9 +75,6 @@ class Step:
         self._batches = BatchPlacement(batch, self._mesh, self._processes, self._name)
         self._programs: list[Program] = []
         self._is_attached = is_attached(self._mesh.devices.flat[0])
-        self._has_types = bool(axes_of_type(self._mesh, AxisType.Explicit))
-        # On one device JAX refuses deleted and shared arrays, and leaves all as they are.
-        self._looks_first = self._mesh.size > 1 or self._has_types
 
     def __call__(self, state: PyTree, batch: PyTree, *others: Any) -> tuple[PyTree, Any]:
         self._validate(others)
@@ -84,12 +82,14 @@ class Step:
         data, data_def = tree_flatten(batch)
         program = self._program(leaves, treedef, data, data_def)
         arrays = program.state.dynamic(leaves)
-        if is_tracing():  # in a jit of the user's, which neither places nor donates
+        # In a jit of the user's, nothing can be placed, and JAX donates nothing.
+        if is_tracing():
             data = program.batch.dynamic(data)
             program.trace(arrays, data)
             new, aux = program(arrays, data)
             return program.state.combine(new), aux
         arrays, data, entry = self._place(program, arrays, data, data_def)
+        # Calls of other threads wait, so that all processes start programs in one order.
         with exclusive(self._processes), jax.set_mesh(self._mesh):
             new, aux = self._run(program, arrays, data)
             self._record(program, new, aux, entry)
@@ -121,14 +121,34 @@ class Step:
         processes compare of the batch at their next exchange."""
         data, entry = self._batches.place(data, data_def)
         data = program.batch.dynamic(data)
-        if self._looks_first or not program.is_traced:
-            # What is nowhere yet has no sharding in its type, and JAX would trace another program.
-            are_placed = not self._has_types or all(
-                [getattr(x, "committed", False) for x in arrays]
-            )
-            types = not (program.is_traced and are_placed)
-            arrays = self._ready(program, arrays, data, types=types)
+        # Looking at 1000 arrays takes a tenth of a call on one device, and there JAX refuses those
+        # that are deleted or share memory. Only one that is in the state twice is copied.
+        if program.is_traced and self._mesh.size == 1 and are_distinct([*arrays, *data]):
+            return arrays, data, entry
+        check_not_deleted(arrays, program.leaves)
+        if not are_from_steps(arrays, data, self._mesh):
+            arrays = reshard_to_planned_types(arrays, program.shardings)
+            if self._donate:
+                arrays = copy_shared_buffers(arrays, data, program.leaves, self._name)
         return arrays, data, entry
+
+    def _run(self, program: Program, arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
+        """What the program returns; it is traced at its first call."""
+        try:
+            if not program.is_traced:
+                program.trace(arrays, data)
+            return program(arrays, data)
+        except TreeShardError:
+            raise
+        except (ValueError, RuntimeError) as error:
+            # Looking at the shardings of all arrays before each call would take longer than JAX
+            # takes to refuse them. A program that failed while it ran has deleted its arguments.
+            if not isinstance(error, jax.errors.JaxRuntimeError):
+                check_not_deleted(arrays, program.leaves)
+                check_sharded(arrays, program.leaves, program.shardings, error)
+                if self._donate:
+                    check_separate(arrays, data, program.leaves, error)
+            raise
 
     def _record(self, program: Program, new: list[Any], aux: Any, entry: str) -> None:
         """Notes what the step has returned: for the other processes, and for its next call."""
@@ -137,8 +157,8 @@ class Step:
             set_origin(new, self._processes, call, [leaf.path for leaf in program.leaves])
             set_origin(tree_leaves(aux), self._processes, f"{call}, aux,")
             record_step(self._processes, f"{self._called(program)}, {entry}")
-        if self._donate and self._looks_first:
-            mark_as_separate(new)
+        if self._donate and self._mesh.size > 1:
+            mark_as_from_step(new, self._mesh)
 
     def _called(self, program: Program) -> str:
         """Names a program to other processes, which have called theirs in the same order."""
@@ -151,6 +171,7 @@ class Step:
         for program in self._programs:
             if program.state.matches(leaves, treedef) and program.batch.matches(data, data_def):
                 return program
+        # Of this structure, once.
         check_tree(treedef.unflatten(leaves), self._name, "step(state, batch)", "the state")
         check_no_refs(data_def.unflatten(data), self._name, "batch")
         program = Program(
@@ -163,37 +184,6 @@ class Step:
         )
         self._programs.append(program)
         return program
-
-    def _ready(
-        self, program: Program, arrays: list[Any], data: list[Any], *, types: bool
-    ) -> list[Any]:
-        """The arrays of a state as JAX takes them, of the plan's types too if it is to look at
-        `types`: raises for deleted ones, copies shared ones."""
-        check_not_deleted(arrays, program.leaves)
-        if types:
-            arrays = reshard_to_planned_types(arrays, program.shardings)
-        return (
-            copy_shared_buffers(arrays, data, program.leaves, self._name)
-            if self._donate
-            else arrays
-        )
-
-    def _run(self, program: Program, arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
-        try:
-            if not program.is_traced:
-                program.trace(arrays, data)
-            return program(arrays, data)
-        except TreeShardError:
-            raise
-        except Exception as error:
-            # A program that fails while it runs has deleted what was donated to it by then.
-            if isinstance(error, jax.errors.JaxRuntimeError) and has_deleted(arrays):
-                raise
-            ready = self._ready(program, arrays, data, types=True)
-            check_sharded(ready, program.leaves, program.shardings, error)
-            if ready is arrays:
-                raise
-        return program(ready, data)
 
     # -------------------------------------------------------------- before a call
 
