@@ -51,11 +51,11 @@ class SpecCarrier:
         """Raises if its specs must not be applied. Every function that applies them calls it."""
 
 
-def get_names_from_partition_spec(specs: SpecTree) -> list[str]:
+def get_names_from_partition_spec(partition_specs: SpecTree) -> list[str]:
     """Returns the mesh axes that specs name, each once, in order of first appearance.
 
     Args:
-        specs: A spec, a `NamedSharding`, a `Plan`, or any tree of specs. `None`, tuples
+        partition_specs: A spec, a `NamedSharding`, a `Plan`, or any tree of specs. `None`, tuples
             and `UNCONSTRAINED` are allowed.
 
     Examples:
@@ -66,7 +66,8 @@ def get_names_from_partition_spec(specs: SpecTree) -> list[str]:
         EasyLM and EasyDeL's function of this name.
     """
     names: dict[str, None] = {}
-    tree = specs.specs if isinstance(specs, SpecCarrier) else specs
+    is_carrier = isinstance(partition_specs, SpecCarrier)
+    tree = partition_specs.specs if is_carrier else partition_specs
     for leaf in tree_leaves(tree, is_leaf=is_spec):
         # The entries of a spec may be given on their own too: a tree of names.
         axes = all_axes(entries(leaf) if is_spec(leaf) else [leaf])

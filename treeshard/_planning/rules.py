@@ -124,13 +124,18 @@ def warn_of_moves(rows: Iterable[Row], kinds: frozenset[str]) -> None:
         warn(message)
 
 
+def logs_moves() -> bool:
+    """Whether `LOG_SHARDING_MOVE` is on in the environment, by the words that EasyDeL knows."""
+    return os.environ.get("LOG_SHARDING_MOVE", "").strip().lower() in ("true", "yes", "1", "on")
+
+
 def describe_moves(rows: Iterable[Row], kinds: frozenset[str]) -> str | None:
     """One message about all leaves with adjustments of these kinds; `None` if there are none.
 
-    With `LOG_SHARDING_MOVE` in the environment, also about trimmed specs and leaves that are
+    If `LOG_SHARDING_MOVE` is on in the environment, also about trimmed specs and leaves that are
     replicated for their size.
     """
-    if os.environ.get("LOG_SHARDING_MOVE", "") not in ("", "0"):
+    if logs_moves():
         kinds = kinds | MISFITS | SMALL | {"too-small"}
     facts, found = _facts_and_kinds(rows, kinds)
     if not facts:

@@ -244,7 +244,7 @@ def find_specs(
     Args:
         tree: Any pytree.
         axes: The axes over which it is gathered or averaged.
-        call: How to pass specs, for messages: `"gather_params(params, axis_names, {})"`.
+        call: How to pass specs, for messages: `"gather_params(params, axis_name, {})"`.
         are_gradients: As in `PlanInForce.specs_of`.
 
     Raises:
