@@ -279,7 +279,7 @@ def _beyond_rank(
         return []
     extra = len(requested) - len(shape)
     last = "the last entry" if extra == 1 else f"the last {extra} entries"
-    advice = f"Drop {last}." if kind == "rank" else f"It is sharded without {last}."
+    advice = f"Drop {last}." if kind == "rank" else f"It is applied without {last}."
     why = (
         f"{spec} has {counted(len(requested), 'entry')}, but shape {shape} has"
         f" {counted(len(shape), 'dim')}. {advice}"
