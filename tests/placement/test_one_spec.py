@@ -211,6 +211,20 @@ def test_what_reads_specs_reads_them_alike() -> None:
     assert compat.analyze_sharding_strategy(tree, SPEC, mesh)
 
 
+def test_a_step_by_hand_gets_shards_of_each_rank() -> None:
+    mesh = mesh_of("auto")
+    plan = ts.plan({"w": np.ones(8)}, [("w", None)], mesh, min_size=0)
+    seen: dict[str, tuple[int, ...]] = {}
+
+    def step(state: Any, batch: Any) -> Any:
+        seen.update({name: x.shape for name, x in batch.items()})
+        return state, 0.0
+
+    tree = {"ids": IDS, "labels": LABELS, "n": np.float32(1)}
+    training.shard_map_step(step, plan, batch=SPEC)(ts.shard({"w": np.ones(8)}, plan), tree)
+    assert seen == {"ids": (2, 8), "labels": (2,), "n": ()}
+
+
 def test_shards_by_hand_are_as_shard_map_cuts_them() -> None:
     """JAX raises for `in_specs` that are too long, and a shard taken for a full array is wrong."""
     mesh = mesh_of("auto")
