@@ -3,6 +3,7 @@
 Its shardings are compared with big_vision's in `tests/product/test_migration_big_vision.py`.
 """
 
+import re
 from typing import Any
 
 import jax
@@ -14,7 +15,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from treeshard.compat import register_op
 from treeshard.compat._big_vision import _ops
 
 MESH = mesh_of(data=2, model=4)
@@ -42,7 +42,7 @@ def test_the_threshold_of_fsdp_is_in_bytes() -> None:
 
 @pytest.fixture
 def last() -> Any:
-    @register_op
+    @ts.Registry.register("shardings.last")
     def last(axis, *, answer=None):
         """Shards the last dim."""
         return lambda cur_spec, mesh, name, x: answer or (*cur_spec[:-1], axis)
@@ -77,12 +77,18 @@ def test_ops_that_do_not_return_a_spec(last, answer) -> None:
     assert "for shape (8, 8). Return a spec or a tuple with one entry per dim" in text
 
 
-def test_names_of_big_visions_ops_are_taken() -> None:
-    def fsdp(axis):
-        return lambda cur_spec, mesh, name, x: cur_spec
-
-    with pytest.raises(ts.ShardingRuleError, match="'fsdp' is big_vision's. Use another name"):
-        register_op(fsdp)
+@pytest.mark.parametrize(
+    ("name", "message"),
+    {
+        "shardings.fsdp": "'fsdp' is big_vision's. Use another name",
+        "last": "'last' is not the name of an op. Write `Registry.register(\"shardings.my_op\")`",
+        "preprocess_ops.last": "'preprocess_ops.last' is not the name of an op",
+        "shardings.a-b": "'shardings.a-b' is not the name of an op",
+    }.items(),
+)
+def test_names_that_no_op_can_have(name: str, message: str) -> None:
+    with pytest.raises(ts.ShardingRuleError, match=re.escape(f"Registry.register: {message}")):
+        ts.Registry.register(name)
 
 
 def test_scalars_need_no_pattern() -> None:

@@ -55,8 +55,8 @@ def total(tree: Any) -> Any:
     return jnp.sum(tree["b"])
 
 
-def hand(use: Callable[..., Any], *args: Any) -> Call:
-    return lambda *_: by_hand(lambda tree: use(tree, *args))
+def hand(use: Callable[..., Any], *args: Any, **options: Any) -> Call:
+    return lambda *_: by_hand(lambda tree: use(tree, *args, **options))
 
 
 BATCH = np.ones((8, 2), "float32")
@@ -97,7 +97,7 @@ CALLS: dict[str, Call] = {
     "by_matrix": lambda tree, _: training.by_matrix(optax.sgd(0.1), PLAN).init(tree),
     "gather_params": hand(manual.gather_params, "fsdp", P()),
     "sync_gradients": hand(manual.sync_gradients, "fsdp", P()),
-    "shard_params": hand(manual.shard_params, "fsdp", P()),
+    "shard_params": hand(manual.shard_params, "fsdp", specs=P()),
     "vary": hand(manual.vary, "fsdp"),
     "manual.value_and_grad": hand(lambda t: manual.value_and_grad(total, "fsdp", P())(t)),
     "partition_specs": lambda tree, _: manual.partition_specs(tree),

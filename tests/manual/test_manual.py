@@ -538,6 +538,19 @@ def test_bad_input(name: str) -> None:
         inside(call, tree)
 
 
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("specs", [P("fsdp"), {"a": P("fsdp")}, None], ids=["spec", "tree", "none"])
+def test_specs_in_the_place_of_the_threshold(specs: Any) -> None:
+    kind = type(specs).__name__
+    why = f"min_weight_size is {kind}, but it is a number of elements. Pass specs by name: "
+    message = f"shard_params: {why}`shard_params(params, axis_name, specs=specs)`."
+    with pytest.raises(TypeError, match=re.escape(message)):
+        inside(lambda t: manual.shard_params(t, "fsdp", specs), {"a": X})
+    message = f"shard_module_params: {why}`shard_module_params(target, axis_name, specs=specs)`."
+    with pytest.raises(TypeError, match=re.escape(message)):
+        manual.shard_module_params(jnp.sum, "fsdp", specs)
+
+
 OUTSIDE = {
     "shard_params": "`treeshard.shard` places whole trees.",
     "gather_params": "`treeshard.unshard` gathers under `jax.jit`",

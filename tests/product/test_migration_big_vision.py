@@ -87,6 +87,8 @@ def test_infer_sharding(ours) -> None:
     with pytest.warns(ts.ShardingWarning, match=r"(?s)head/kernel.*head/wide"):
         found = ours(tree=TREE, strategy=[("img/.*", "fsdp('data')")])
     assert short(found) == old_infer(TREE, [("img/.*", old_fsdp)])
+    with pytest.raises(ts.ShardingRuleError, match="fsdpp is not a tactic. Did you mean 'fsdp'"):
+        ours(tree=TREE, strategy=[(".*", "fsdpp('data')")])
 
 
 @row("""("kernel", "fsdp('data')")""")

@@ -157,6 +157,22 @@ def test_mesh_in_force(ours) -> None:
         assert not ts.names_in_current_mesh("dp", "tp")
 
 
+@row('get_axes_size_in_mesh("tp", mesh)')
+def test_axes_size(ours) -> None:
+    with pytest.raises(KeyError, match="no axis 'tp'"):
+        ours()
+    assert ours(mesh="tp=8") == 8
+
+
+@row("MIN_SHARDING_SIZE")
+def test_settings(ours, monkeypatch) -> None:
+    for size, words in {"7": "true yes 1 on", "16384": "false no 0 off"}.items():
+        monkeypatch.setenv("MIN_SHARDING_SIZE", size)
+        for word in words.split():
+            monkeypatch.setenv("LOG_SHARDING_MOVE", word)
+            assert ours() == (int(size), word in ("true", "yes", "1", "on"))
+
+
 @row("get_names_from_partition_spec(specs)")
 def test_names(ours) -> None:
     named = NamedSharding(row.mesh, P("dp"))

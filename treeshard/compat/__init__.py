@@ -7,7 +7,7 @@ people arrive with is translated here, so that the rest has one form of each thi
 | name | known from | in new code |
 |---|---|---|
 | `infer_sharding` | big_vision | `plan(...).shardings`, by rules with tactics |
-| `register_op` | big_vision | a function `(path, leaf) -> spec` is an action of a rule |
+| `Registry` | big_vision | a function `(path, leaf) -> spec` is an action of a rule |
 | `create_pattern_based_partition_spec` | EasyDeL | rules: `[("attention", P("data"))]` |
 | `logical_to_mesh_spec` | Flax, MaxText | names instead of a spec, under `logical_axis_rules` |
 | `analyze_sharding_strategy` | EasyDeL | `print(plan)`, `step.communication` |
@@ -27,7 +27,7 @@ from typing import Any
 from treeshard._planning.rules import logs_moves
 from treeshard._planning.tactics import min_size_in_force
 from treeshard.compat._analysis import analyze_sharding_strategy
-from treeshard.compat._big_vision import infer_sharding, register_op
+from treeshard.compat._big_vision import Registry, infer_sharding
 from treeshard.compat._dataclasses import auto_pytree
 from treeshard.compat._logical import logical_to_mesh_spec
 from treeshard.compat._partition_manager import PartitionManager, apply_logical_sharding
@@ -38,6 +38,7 @@ __all__ = [
     "LOG_SHARDING_MOVE",
     "MIN_SHARDING_SIZE",
     "PartitionManager",
+    "Registry",
     "analyze_sharding_strategy",
     "apply_logical_sharding",
     "auto_pytree",
@@ -46,7 +47,6 @@ __all__ = [
     "get_shardings_with_structure",
     "infer_sharding",
     "logical_to_mesh_spec",
-    "register_op",
 ]
 
 

@@ -49,7 +49,7 @@ def infer_sharding(params: PyTree, strategy: Strategy, mesh: MeshLike) -> SpecTr
             `"shard_dim('model', -1) | fsdp('data')"`, which is parsed and never evaluated,
             or a `Tactic`.
             `fsdp` is `fsdp(axis, min_size_to_shard_mb=4)`: leaves of that many MiB or fewer
-            are replicated. Ops of your own (`register_op`) are called by their names.
+            are replicated. Ops of your own (`Registry`) are called by their names.
         mesh: The mesh to shard over; it may be an `AbstractMesh`, or text.
 
     Returns:
@@ -162,42 +162,56 @@ def _user_op(call: str, update: Update) -> Tactic:
 _ops: dict[str, MakeTactic] = {**TACTICS, "fsdp": _fsdp}
 
 
-def register_op(factory: Callable[..., Update]) -> MakeTactic:
-    """Registers an op of your own, for strategies to call by its name.
-
-    Args:
-        factory: A function that returns an update `(cur_spec, mesh, name, x) -> spec`.
-            `cur_spec` has one entry per dim. The spec that is returned must too, and may be a
-            plain tuple. A later factory of the same name replaces this one.
-
-    Returns:
-        A function of the same arguments that returns a tactic.
-
-    Raises:
-        ShardingRuleError: If the name is that of a tactic or an op of big_vision.
+class Registry:
+    """The registry of ops of your own, which strategies call by their names.
 
     Examples:
-        >>> @register_op
+        >>> @Registry.register("shardings.shard_last")
         ... def shard_last(axis):
         ...     return lambda cur_spec, mesh, name, x: cur_spec[:-1] + (axis,)
         >>> infer_sharding(jax.numpy.ones(8), [("", "shard_last('data')")], "data=8").spec
         P('data',)
 
     Source:
-        `Registry.register("shardings.shard_last")` in big_vision.
+        big_vision's class of this name, which registers preprocessing too.
     """
-    name = factory.__name__
-    if name in TACTICS:
-        raise ShardingRuleError(f"register_op: {name!r} is big_vision's. Use another name.")
 
-    # The tactic prints as its call, by which a plan and an error name it.
-    @wraps(factory)
-    def make(*args: Any, **options: Any) -> Tactic:
-        call = [*map(repr, args), *(f"{key}={value!r}" for key, value in options.items())]
-        return _user_op(f"{name}({', '.join(call)})", factory(*args, **options))
+    @staticmethod
+    def register(name: str) -> Callable[[Callable[..., Update]], MakeTactic]:
+        """Returns a decorator that registers a function as an op.
 
-    _ops[name] = make
-    return make
+        The function returns an update `(cur_spec, mesh, name, x) -> spec`. `cur_spec` has one
+        entry per dim. The spec that is returned must too, and may be a plain tuple. A later
+        function of the same name replaces this one. The decorated function takes the same
+        arguments and returns a tactic.
+
+        Args:
+            name: `"shardings."` and the name that strategies call.
+
+        Raises:
+            ShardingRuleError: If the name does not start with `"shardings."`, cannot be called, or
+                is that of a tactic or an op of big_vision.
+        """
+        prefix, _, op = name.partition(".")
+        if prefix != "shardings" or not op.isidentifier():
+            raise ShardingRuleError(
+                f"Registry.register: {name!r} is not the name of an op. Write"
+                ' `Registry.register("shardings.my_op")`, which strategies call as `my_op(...)`.'
+            )
+        if op in TACTICS:
+            raise ShardingRuleError(f"Registry.register: {op!r} is big_vision's. Use another name.")
+
+        def add(factory: Callable[..., Update]) -> MakeTactic:
+            # The tactic prints as its call, by which a plan and an error name it.
+            @wraps(factory)
+            def make(*args: Any, **options: Any) -> Tactic:
+                call = [*map(repr, args), *(f"{key}={value!r}" for key, value in options.items())]
+                return _user_op(f"{op}({', '.join(call)})", factory(*args, **options))
+
+            _ops[op] = make
+            return make
+
+        return add
 
 
 def _read_ops(ops: Any) -> Tactic:
