@@ -25,7 +25,7 @@ RULES = {
     "axis of fsdp": [("w", ts.fsdp("fdsp")), (".*", None)],
     "unmatched": [("head", None)],
     "indivisible": [("w", None), ("head", P(None, "fsdp"))],
-    "rank": [("w", P(None, None, "fsdp")), (".*", None)],
+    "rank": [("w", ts.shard_dim("fsdp", 2)), (".*", None)],
     "axis named twice": [("w", P("fsdp", "fsdp")), (".*", None)],
 }
 

@@ -99,9 +99,10 @@ def with_sharding_constraint(
     Args:
         arr: An array, or any pytree.
         sharding: A spec, a tree of `PartitionSpec`s or `NamedSharding`s with the structure of
-            `arr`, a prefix of one, or a `Plan`. `UNCONSTRAINED` leaves a dim as it is. Tuples
-            of logical names are resolved by `logical_axis_rules`. In a trace, where all axes are
-            Explicit, specs may be `unreduced` or `reduced`.
+            `arr`, a prefix of one, or a `Plan`. One spec for a tree is cut to the rank of each
+            leaf. `P()` replicates; `UNCONSTRAINED` leaves a dim as it is. Tuples of logical names
+            are resolved by `logical_axis_rules`. In a trace, where all axes are Explicit, specs
+            may be `unreduced` or `reduced`.
         mesh: The mesh, or its axes as text; by default the sharding's or the plan's, else the
             current mesh.
         uneven: What to do if axes do not divide a dim: `"warn"` drops them and warns once per
@@ -112,7 +113,7 @@ def with_sharding_constraint(
         A tree of the same structure.
 
     Raises:
-        SpecError: If a spec names axes beyond its leaf's rank, or is `unreduced` or `reduced`
+        SpecError: If a spec for an array names axes beyond its rank, or is `unreduced` or `reduced`
             elsewhere than in a trace on Explicit axes alone; if `sharding` does not fit `arr`,
             logical names do not resolve, or `uneven` is unknown; with `"error"` and `"keep"`, also
             for uneven dims.
@@ -206,7 +207,9 @@ def unshard(
     if found is None:
         return tree
     specs, axes = found
-    leaf_specs = specs_of_leaves(specs, tree, resolve=resolve_names)
+    # Shards are as the `in_specs` of a `shard_map` have cut them, which takes no spec too long.
+    is_by_hand = bool(manual_axes())
+    leaf_specs = specs_of_leaves(specs, tree, resolve=resolve_names, cut=not is_by_hand)
     if axis is not None:
         _warn_of_misspelled(axes, leaf_specs)
     # 2. Manual axes, along which the partitioner sees only shards.

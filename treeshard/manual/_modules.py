@@ -146,7 +146,7 @@ def _wrap_to_gather(target: Any, how: _How) -> Any:
     if how.specs is None or isinstance(how.specs, Plan):
         return GatheredModule(target, how)
     # JAX hashes what is static in a pytree, and a tree of specs may be a dict or a module.
-    flat = tuple(specs_of_leaves(how.specs, target))
+    flat = tuple(specs_of_leaves(how.specs, target, cut=False))
     return GatheredModule(target, how._replace(specs=flat))
 
 
