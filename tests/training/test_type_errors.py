@@ -194,6 +194,7 @@ def message_of_line(line: str, folder: Path) -> list[str]:
         ("jnp.cumsum(x, 0)", "unsharded over the axis being reduced"),
         ("jax.ops.segment_sum(x, np.arange(16) // 4, 4)", "Incompatible types for broadcasting"),
         ("jnp.zeros((16, 8)).at[:].set(x)", "Incompatible types for broadcasting"),
+        ("a[:, None] @ c[:, :, None]", "Incompatible types for matmul arguments"),
         ("lax.top_k(h, 2)", "unsharded over the axis along which to compute"),
         ("lax.ragged_dot(x, layers, np.array([4, 4, 4, 4]))", "Explicit sharding inference for"),
         ("jnp.tile(x, (2, 1))", "cannot be sharded on dimension 0"),
@@ -342,6 +343,36 @@ def test_on_a_mesh_with_auto_axes_no_gather_is_offered_of_what_is_no_leaf() -> N
     assert isinstance(raised_in_a_step(value_and_grad(gathers), X, kinds), ts.errors.SpecError)
 
 
+def adds_a_table(gather: Any) -> Any:
+    """A loss that adds a matrix; JAX has no type for its gradient to wait."""
+    return lambda model, x: (x + gather(model.layers[0]["weight"])).mean()
+
+
+def test_no_gather_is_offered_of_what_is_added_while_gradients_wait() -> None:
+    x = np.ones((8, 8), "float32")
+
+    def in_one_pass(loss: Any) -> Exception:
+        return raised_in_a_step(value_and_grad(loss, axis_names=ROWS), x)
+
+    def in_minibatches(loss: Any) -> Exception:
+        def step(model: Any, x: Any) -> Any:
+            def grad_fn(x: Any, key: Any) -> Any:
+                return jax.grad(loss)(model, x), {}
+
+            return ts.training.accumulate_gradients(grad_fn, x, 1, axis_names=ROWS)
+
+        return raised_in_a_step(step, x)
+
+    for raised in in_one_pass, in_minibatches:
+        error = raised(adds_a_table(lambda table: table))
+        assert isinstance(error, ts.errors.ShardingTypeError)
+        assert "add operation with inputs" in str(error)
+        assert "Write" not in str(error)
+        wrong = raised(adds_a_table(ts.unshard))
+        assert isinstance(wrong, ts.errors.ShardingTypeError)
+        assert "Without `axis_names` the numbers are the same." in str(wrong)
+
+
 def test_without_a_plan_no_gather_is_offered() -> None:
     w = np.ones((8, 8), "float32")
     with jax.set_mesh(jax.make_mesh((8,), ("fsdp",))):
@@ -383,8 +414,9 @@ def loop(start: Any) -> Any:
         loop(np.ones((16, 8), "int32")),
         lambda model, x: jnp.broadcast_to(x, (16, 9)).mean(),
         lambda model, x: jnp.broadcast_to(x, (8,)).mean(),
+        lambda model, x: (jnp.stack([x, x]) @ np.ones((3, 8, 8), "float32")).mean(),
     ],
-    ids=["shapes", "shapes of a loop", "dtypes of a loop", "shapes of a broadcast", "ranks"],
+    ids=["product", "carry", "dtypes of a carry", "broadcast", "ranks", "batch dims of a product"],
 )
 def test_shapes_and_dtypes_that_differ_are_not_about_types(loss: Any) -> None:
     error = raised_in_a_step(loss, X)

@@ -126,7 +126,10 @@ def value_and_grad(
 
         differentiate = jax.value_and_grad(run, has_aux=True)
         gathered = () if step is None else step.gathered_axes
-        with nullcontext() if mesh is None else sharding_type_errors(mesh, gathered):
+        types = nullcontext()
+        if mesh is not None:
+            types = sharding_type_errors(mesh, gathered, is_waiting=bool(waiting))
+        with types:
             if waiting:
                 # Types shard these gradients, and a constraint would end the wait.
                 from treeshard.training._waiting import grads_with_deferred_sum

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import NamedTuple
 
+import numpy as np
 from jax.sharding import AxisType
 
 from treeshard._core.mesh import AnyMesh, axes_of_type, axis_sizes, is_all_explicit
@@ -71,7 +72,6 @@ _OF_OTHER_CLASSES_ON_PAGE = (
 )
 _OF_OTHER_CLASSES = (
     *_OF_OTHER_CLASSES_ON_PAGE,
-    "Incompatible types for broadcasting",
     "Explicit sharding inference for",  # of a ragged product
     "with partial slices does not support nontrivial array sharding",
     "Cannot apply nonzero over sharded axes",
@@ -95,12 +95,15 @@ ON_PAGE = (
 
 
 @contextmanager
-def sharding_type_errors(mesh: AnyMesh, gathered_axes: Collection[str] = ()) -> Iterator[None]:
+def sharding_type_errors(
+    mesh: AnyMesh, gathered_axes: Collection[str] = (), *, is_waiting: bool = False
+) -> Iterator[None]:
     """Raises JAX's errors about types on Explicit axes as `ShardingTypeError`.
 
     Args:
         mesh: The mesh.
         gathered_axes: Those over which `unshard` gathers; none if no plan is in force.
+        is_waiting: Whether `unshard` returns weights whose gradients wait for one sum.
     """
     try:
         yield
@@ -109,7 +112,9 @@ def sharding_type_errors(mesh: AnyMesh, gathered_axes: Collection[str] = ()) -> 
     except Exception as error:  # of four classes, one of which has no public name
         if not axes_of_type(mesh, AxisType.Explicit) or not _is_about_types(error):
             raise
-        raise ShardingTypeError(_message(error, mesh, gathered_axes)) from error
+        can_gather = _is_solved_by_gathering(f"{error}", mesh, gathered_axes, is_waiting)
+        waits = is_waiting and "reduced" in f"{error}"  # JAX's word for types of what waits
+        raise ShardingTypeError(_message(error, mesh, can_gather, waits)) from error
 
 
 def _is_about_types(error: Exception) -> bool:
@@ -122,42 +127,42 @@ def _is_about_types(error: Exception) -> bool:
     if meshes is not None:  # of other axes, or of the same axes with other types
         context, aval = (re.sub(r"axis_types=\([^)]*\)", "", mesh) for mesh in meshes.groups())
         return context == aval
-    if "Incompatible types for broadcasting" in text:
-        return _can_broadcast(text)
+    types = re.search(r"Incompatible types for (\w+).*?: .*?\[(.*?)\] and .*?\[(.*?)\]", text)
+    if types is not None:
+        return _do_shapes_fit(*types.groups())
     return any(says in text for says in _OF_OTHER_CLASSES)
 
 
-def _can_broadcast(text: str) -> bool:
-    """Whether the first shape in a text, as in `float32[16@(data,fsdp),8]`, fits the second."""
-    types = re.findall(r"\[(.*?)\]", text)
-    given, wanted = (re.findall(r"(?:^|,)(\d+)(?=[@,]|$)", dims) for dims in types[:2])
-    pairs = zip(reversed(given), reversed(wanted), strict=False)
-    return len(given) <= len(wanted) and all(dim in ("1", other) for dim, other in pairs)
+def _do_shapes_fit(operation: str, *dims: str) -> bool:
+    """Whether the shapes of two types fit, whose dims are text as in `16@(data,fsdp),8`."""
+    sizes = (re.findall(r"(?:^|,)(\d+)", text) for text in dims)
+    given, wanted = (tuple(map(int, each)) for each in sizes)
+    if operation == "matmul":
+        given, wanted = given[:-2], wanted[:-2]
+    try:
+        both = np.broadcast_shapes(given, wanted)
+    except ValueError:
+        return False
+    return operation == "matmul" or both == wanted
 
 
-def _message(error: Exception, mesh: AnyMesh, gathered_axes: Collection[str]) -> str:
+def _message(error: Exception, mesh: AnyMesh, can_gather: bool, waits: bool) -> str:
     calls = _calls(error)
     call = calls[user_line(calls)]
     file, number = call.tb_frame.f_code.co_filename, call.tb_lineno
     text = str(error).strip()
     source = f"  {linecache.getline(file, number, call.tb_frame.f_globals).strip()}"
     waiting: list[str] = []
-    if "unreduced" in text:
+    if waits:
         waiting.append(
             "Gradients wait here for one sum, as `axis_names=` asks, and JAX has types for that in"
             " products alone. Without `axis_names` the numbers are the same."
         )
     if not any(says in text for says in ON_PAGE):
         return "\n".join([f"{file}:{number}: {text}", source, *waiting])
-    found = next((x for x in SUGGESTIONS if x.says in text), None)
-    if found is not None and found.operator:
-        works = found.operator == _operator(calls[calling_line(calls)])
-    else:
-        works = _is_solved_by_gathering(text, mesh, gathered_axes)
-    operation, write = "an operation", []
-    if found is not None and works:
-        operation = found.operation
-        write = [f"Write `{found.write}` instead of `{found.fails}`."]
+    found = _find_suggestion(text, calls[calling_line(calls)], can_gather)
+    operation = "an operation" if found is None else found.operation
+    write = [] if found is None else [f"Write `{found.write}` instead of `{found.fails}`."]
     sizes = axis_sizes(mesh)
     explicit = ", ".join(f"{axis}={sizes[axis]}" for axis in axes_of_type(mesh, AxisType.Explicit))
     lines = [
@@ -172,15 +177,29 @@ def _message(error: Exception, mesh: AnyMesh, gathered_axes: Collection[str]) ->
     return "\n".join(lines)
 
 
-def _is_solved_by_gathering(text: str, mesh: AnyMesh, gathered_axes: Collection[str]) -> bool:
+def _find_suggestion(text: str, call: TracebackType, can_gather: bool) -> Suggestion | None:
+    """What to write, if that works for the call that failed."""
+    found = next((x for x in SUGGESTIONS if x.says in text), None)
+    if found is None:
+        return None
+    works = found.operator == _operator(call) if found.operator else can_gather
+    return found if works else None
+
+
+def _is_solved_by_gathering(
+    text: str, mesh: AnyMesh, gathered_axes: Collection[str], is_waiting: bool
+) -> bool:
     """Whether `unshard` of an operand removes each axis that the type of a result has twice.
 
-    On a mesh with Auto axes, `unshard` takes leaves of the plan alone.
+    On a mesh with Auto axes, `unshard` takes leaves of the plan alone. What it returns if gradients
+    wait has a type that JAX takes in products alone.
     """
+    if not is_all_explicit(mesh) or (is_waiting and "dot_general" not in text):
+        return False
     result = text.rpartition("illegally sharded result: ")[2]
     names = Counter(re.split(r"[@(), \[\]]+", result))
     repeated = {axis for axis in mesh.axis_names if names[axis] > 1}
-    return is_all_explicit(mesh) and bool(repeated) and repeated <= {*gathered_axes}
+    return bool(repeated) and repeated <= {*gathered_axes}
 
 
 def _operator(call: TracebackType) -> str:
@@ -188,10 +207,9 @@ def _operator(call: TracebackType) -> str:
     code = dis.get_instructions(call.tb_frame.f_code)
     # Python 3.11 may point behind an instruction, to its cache.
     *_, before, failed = (x for x in code if x.offset <= call.tb_lasti)
-    if failed.opname == "BINARY_OP" and failed.argrepr != "[]":  # which Python 3.14 has there
-        return failed.argrepr
-    is_index = failed.opname in ("BINARY_SUBSCR", "BINARY_OP")
-    return "[]" if is_index and before.opname != "BUILD_TUPLE" else ""
+    operators = {"BINARY_OP": failed.argrepr, "BINARY_SUBSCR": "[]"}
+    operator = operators.get(failed.opname, "")
+    return "" if operator == "[]" and before.opname == "BUILD_TUPLE" else operator
 
 
 def _calls(error: Exception) -> dict[str, TracebackType]:
