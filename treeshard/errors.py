@@ -284,6 +284,13 @@ def user_line(stack: Iterable[str]) -> str:
     return next(iter(own_lines(outside) or outside or lines), "")
 
 
+def calling_line(stack: Iterable[str]) -> str:
+    """The line of a call stack, innermost first, that called JAX or treeshard: the user's, or a
+    package's."""
+    lines = list(stack)
+    return next((line for line in lines if not line.startswith(_HIDDEN)), user_line(lines))
+
+
 def walk_calls() -> list[tuple[str, str]]:
     """The calls that led to the caller of this function, itself the first: the line of each, and
     the name of the function there."""

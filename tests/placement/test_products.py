@@ -102,6 +102,34 @@ def test_matmul(mesh: Mesh, axis: str | None) -> None:
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("x_shape", "x_spec", "w_shape", "w_spec"),
+    [
+        ((8, 16), P("data", "fsdp"), (16, 8), P("fsdp", "data")),  # one axis splits both
+        ((2, 4, 16), P("data", None, "fsdp"), (2, 16, 8), P("data", "fsdp")),
+        ((1, 4, 16), P(None, None, "fsdp"), (2, 16, 8), P("data", "fsdp")),
+        ((4, 16), P(None, "fsdp"), (2, 16, 8), P("data", "fsdp")),
+        ((2, 4, 16), P("data", None, "fsdp"), (16,), P("fsdp")),
+        ((16,), P("fsdp"), (2, 16, 8), P("data", "fsdp")),
+        ((16,), P("fsdp"), (16, 8), P("fsdp", "data")),
+        ((16,), P("fsdp"), (16,), P("fsdp")),
+    ],
+)
+def test_matmul_of_other_ranks(
+    mesh: Mesh, x_shape: Any, x_spec: P, w_shape: Any, w_spec: P
+) -> None:
+    rng = np.random.default_rng(2)
+    x, w = (rng.standard_normal(shape).astype("float32") for shape in (x_shape, w_shape))
+    placed = ts.shard(x, x_spec, mesh), ts.shard(w, w_spec, mesh)
+    with jax.set_mesh(mesh):
+        product = jax.jit(ts.matmul)(*placed)
+        gradients = jax.jit(jax.grad(lambda x, w: summed_sines(ts.matmul(x, w)), (0, 1)))(*placed)
+    np.testing.assert_allclose(product, x @ w, atol=1e-5)
+    expected = jax.grad(lambda x, w: summed_sines(x @ w), (0, 1))(x, w)
+    for got, want in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
 def test_the_mesh_of_the_types_is_enough(explicit: Mesh) -> None:
     table, ids = ts.shard(TABLE, P("fsdp"), explicit), ts.shard(IDS, ROWS, explicit)
     for look_up in (ts.lookup, jax.jit(ts.lookup)):

@@ -4,6 +4,7 @@
 be sharded in several ways. One of these is what models mean nearly always.
 """
 
+from itertools import zip_longest
 from typing import Any
 
 import jax
@@ -68,11 +69,12 @@ def matmul(x: Any, w: Any) -> jax.Array:
 
     On Explicit axes, the dim that is contracted may be split: the parts are then summed. This is
     the row-parallel product of tensor parallelism. The result is split like the first dims of `x`
-    and the last dim of `w`. On Auto axes and without a mesh it is `x @ w`.
+    and the last dim of `w`, without axes that split other dims of the result. On Auto axes and
+    without a mesh it is `x @ w`.
 
     Args:
         x: An array of shape `(..., k)`.
-        w: An array of shape `(k, n)`.
+        w: An array of shape `(k, n)`, or of shape `(..., k, n)` as in `jnp.matmul`.
 
     Returns:
         An array of shape `(..., n)`.
@@ -92,9 +94,13 @@ def matmul(x: Any, w: Any) -> jax.Array:
     by_x, by_w = _explicit_entries(x), _explicit_entries(w)
     if by_x is None and by_w is None:
         return x @ w
-    # The last dim of `x` and the first of `w` are summed over, whatever splits them.
-    rows = (by_x or [None] * jnp.ndim(x))[:-1]
-    columns = (by_w or [None, None])[1:]
+    of_x, of_w = by_x or [None] * jnp.ndim(x), by_w or [None] * jnp.ndim(w)
+    # The last dim of `x` and the last but one of `w` are summed over, whatever splits them.
+    batches = zip_longest(reversed(of_x[:-2]), reversed(of_w[:-2]))
+    batch = [x_entry or w_entry for x_entry, w_entry in batches][::-1]
+    rows = [*batch, *of_x[-2:-1]]
+    used = {*all_axes(rows)}
+    columns = [None if used & {*axes_of(entry)} else entry for entry in of_w[1:][-1:]]
     return jnp.matmul(x, w, out_sharding=_sharding([*rows, *columns], x, w))
 
 

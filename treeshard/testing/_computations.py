@@ -237,7 +237,8 @@ class Computation:
     def _enter(self, layout: Layout) -> Iterator[None]:
         # Constraints with a bare `PartitionSpec` need a mesh, and `shards_of` must be without: in
         # it, JAX computes nothing from the shard of one device.
-        types = sharding_type_errors(layout.mesh)
+        in_force = PlanInForce(layout.plan, row_axes(layout.batch_specs))
+        types = sharding_type_errors(layout.mesh, in_force.gathered_axes)
         mesh, one_pass = jax.set_mesh(layout.mesh), in_one_pass(layout.one_pass)
         with mesh, types, one_pass, _devices_are(layout.mesh):
             yield

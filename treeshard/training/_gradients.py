@@ -125,7 +125,11 @@ def value_and_grad(
             return out if has_aux else (out, None)
 
         differentiate = jax.value_and_grad(run, has_aux=True)
-        with nullcontext() if mesh is None else sharding_type_errors(mesh):
+        gathered = () if step is None else step.gathered_axes
+        types = nullcontext()
+        if mesh is not None:
+            types = sharding_type_errors(mesh, gathered, is_waiting=bool(waiting))
+        with types:
             if waiting:
                 # Types shard these gradients, and a constraint would end the wait.
                 from treeshard.training._waiting import grads_with_deferred_sum

@@ -77,7 +77,7 @@ class Program:
 
     def trace(self, arrays: Sequence[Any], data: list[Any]) -> jax.stages.Traced:
         """Traces the step, and warns of pitfalls that the trace shows, once."""
-        with sharding_type_errors(self._placement.mesh):
+        with sharding_type_errors(self._placement.mesh, self._in_force.gathered_axes):
             traced = self.run.trace(_Named(arrays, self._names), data)
         if not self.is_traced:
             if self._in_force.is_by_hand:

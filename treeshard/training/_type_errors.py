@@ -1,21 +1,25 @@
 """JAX's errors about types on Explicit axes, with the line of the user that failed.
 
 JAX's text has the types, and Python's traceback has the line. What to write in its place is said
-only where the operation alone decides: a choice or a loop may mean several things, and a guess that
-replicates rows would train with right numbers on every device at once. The page that each message
-links to has an example for each operation.
+only where it works: a choice or a loop may mean several things, and a guess that replicates rows
+would train with right numbers on every device at once. For these, the message links to a page with
+an example. Without an example, it is JAX's text.
 """
 
+import dis
 import linecache
-from collections.abc import Iterator
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import NamedTuple
 
+import numpy as np
 from jax.sharding import AxisType
 
-from treeshard._core.mesh import AnyMesh, axes_of_type, axis_sizes
-from treeshard.errors import ShardingTypeError, TreeShardError, user_line
+from treeshard._core.mesh import AnyMesh, axes_of_type, axis_sizes, is_all_explicit
+from treeshard.errors import ShardingTypeError, TreeShardError, calling_line, user_line
 
 PAGE = (
     "https://treeshard.github.io/treeshard/guide/explicit-axes/"
@@ -24,47 +28,83 @@ PAGE = (
 
 
 class Suggestion(NamedTuple):
-    """What to write instead of an operation that JAX cannot type."""
+    """What to write instead of an operation that JAX cannot type.
+
+    A suggestion with an operator applies if that is what failed: other lookups and products have
+    the same message. All others gather an operand over the axes that `unshard` gathers over, so
+    they apply if the result would be split twice over these axes alone.
+    """
 
     says: str  # a part of JAX's message
     operation: str  # its name
     fails: str  # an example: `x`, `h` and `ids` are values of a batch, all others are weights
     write: str  # the example, written so that JAX can type it
+    operator: str = ""
 
 
 # The first whose `says` is in JAX's message applies: products are operations with inputs too.
 SUGGESTIONS = (
-    Suggestion("for the gather indexing", "a lookup", "table[ids]", "ts.lookup(table, ids)"),
+    Suggestion("for the gather indexing", "a lookup", "table[ids]", "ts.lookup(table, ids)", "[]"),
     Suggestion("dot_general operation with inputs", "a product", "x @ w", "x @ ts.unshard(w)"),
     Suggestion(
         "Contracting dimensions are sharded",
         "a product along a split dim",
         "h @ down",
         "ts.matmul(h, down)",
+        "@",
     ),
     Suggestion("operation with inputs", "an elementwise operation", "x + b", "x + ts.unshard(b)"),
 )
 
 # Parts of the messages about types for which JAX raises `TypeError`, `ValueError` or
-# `NotImplementedError`, as it does for mistakes of all kinds.
-_OF_OTHER_CLASSES = (
+# `NotImplementedError`, as it does for mistakes of all kinds. First those with an example.
+_OF_OTHER_CLASSES_ON_PAGE = (
     "carry output must have equal types",  # of a loop
     "branches must have equal output types",
     "0th dimension of all xs should be replicated",  # of a scan
+    "0th dimension of leaf passed to `jax.lax.map`",
     "cannot be sharded along the mesh axis you are vmapping over",
     "inputs passed to vmap should be sharded the same",
     "Closing over inputs to shard_map",
     "in_specs passed to shard_map",
     "Please pass sharding to `jnp.repeat`",
+    "should match the aval mesh",  # of a function of `auto_axes` that closes over a weight
+)
+_OF_OTHER_CLASSES = (
+    *_OF_OTHER_CLASSES_ON_PAGE,
+    "Explicit sharding inference for",  # of a ragged product
+    "with partial slices does not support nontrivial array sharding",
+    "Cannot apply nonzero over sharded axes",
     "unreduced rule for",  # of weights whose gradients wait
     "non-empty unreduced/reduced set",
     "unreduced/reduced rule for",
 )
 
+# The messages for which the page has an example.
+ON_PAGE = (
+    *(suggestion.says for suggestion in SUGGESTIONS),
+    *_OF_OTHER_CLASSES_ON_PAGE,
+    "lhs batch dimensions and rhs batch dimensions",
+    "for the scatter update",
+    "select cases must have the same shardings",
+    "All operands should have the same sharding",
+    "slicing on sharded dims",
+    "parameter of `conv_general_dilated`",
+    "This reshape is not supported",
+)
+
 
 @contextmanager
-def sharding_type_errors(mesh: AnyMesh) -> Iterator[None]:
-    """Raises JAX's errors about types on Explicit axes as `ShardingTypeError`."""
+def sharding_type_errors(
+    mesh: AnyMesh, gathered_axes: Collection[str] = (), *, is_waiting: bool = False
+) -> Iterator[None]:
+    """Raises JAX's errors about types on Explicit axes as `ShardingTypeError`.
+
+    Args:
+        mesh: The mesh.
+        gathered_axes: Those over which `unshard` gathers; none if no plan is in force.
+        is_waiting: Whether `unshard` returns weights whose gradients wait for one sum.
+    """
     try:
         yield
     except TreeShardError:
@@ -72,47 +112,116 @@ def sharding_type_errors(mesh: AnyMesh) -> Iterator[None]:
     except Exception as error:  # of four classes, one of which has no public name
         if not axes_of_type(mesh, AxisType.Explicit) or not _is_about_types(error):
             raise
-        raise ShardingTypeError(_message(error, mesh)) from error
+        can_gather = _is_solved_by_gathering(f"{error}", mesh, gathered_axes, is_waiting)
+        waits = is_waiting and "reduced" in f"{error}"  # JAX's word for types of what waits
+        raise ShardingTypeError(_message(error, mesh, can_gather, waits)) from error
 
 
 def _is_about_types(error: Exception) -> bool:
+    if type(error).__name__ == "ShardingTypeError":
+        return True
     text = str(error)
     if "do not match" in text:  # a loop whose shapes or dtypes differ, whatever their types
         return False
-    is_of_class = type(error).__name__ == "ShardingTypeError"
-    return is_of_class or any(says in text for says in _OF_OTHER_CLASSES)
+    meshes = re.search("context mesh (.*) should match the aval mesh (.*) for shape ", text)
+    if meshes is not None:  # of other axes, or of the same axes with other types
+        context, aval = (re.sub(r"axis_types=\([^)]*\)", "", mesh) for mesh in meshes.groups())
+        return context == aval
+    types = re.search(r"Incompatible types for (\w+).*?: .*?\[(.*?)\] and .*?\[(.*?)\]", text)
+    if types is not None:
+        return _do_shapes_fit(*types.groups())
+    return any(says in text for says in _OF_OTHER_CLASSES)
 
 
-def _message(error: Exception, mesh: AnyMesh) -> str:
-    call = _call_of_user(error)
+def _do_shapes_fit(operation: str, *dims: str) -> bool:
+    """Whether the shapes of two types fit, whose dims are text as in `16@(data,fsdp),8`."""
+    sizes = (re.findall(r"(?:^|,)(\d+)", text) for text in dims)
+    given, wanted = (tuple(map(int, each)) for each in sizes)
+    if operation == "matmul":
+        given, wanted = given[:-2], wanted[:-2]
+    try:
+        both = np.broadcast_shapes(given, wanted)
+    except ValueError:
+        return False
+    return operation == "matmul" or both == wanted
+
+
+def _message(error: Exception, mesh: AnyMesh, can_gather: bool, waits: bool) -> str:
+    calls = _calls(error)
+    call = calls[user_line(calls)]
     file, number = call.tb_frame.f_code.co_filename, call.tb_lineno
-    source = linecache.getline(file, number, call.tb_frame.f_globals).strip()
     text = str(error).strip()
-    found = next((x for x in SUGGESTIONS if x.says in text), None)
+    source = f"  {linecache.getline(file, number, call.tb_frame.f_globals).strip()}"
+    waiting: list[str] = []
+    if waits:
+        waiting.append(
+            "Gradients wait here for one sum, as `axis_names=` asks, and JAX has types for that in"
+            " products alone. Without `axis_names` the numbers are the same."
+        )
+    if not any(says in text for says in ON_PAGE):
+        return "\n".join([f"{file}:{number}: {text}", source, *waiting])
+    found = _find_suggestion(text, calls[calling_line(calls)], can_gather)
     operation = "an operation" if found is None else found.operation
+    write = [] if found is None else [f"Write `{found.write}` instead of `{found.fails}`."]
     sizes = axis_sizes(mesh)
     explicit = ", ".join(f"{axis}={sizes[axis]}" for axis in axes_of_type(mesh, AxisType.Explicit))
     lines = [
         f"{file}:{number}: JAX cannot tell how the result of {operation} is split over the"
         f" Explicit axes {explicit}.",
-        f"  {source}",
+        source,
         f"JAX says: {text}",
+        *write,
+        *waiting,
+        f"Operations that fail, and what to write instead: {PAGE}",
     ]
-    if found is not None:
-        lines.append(f"Write `{found.write}` instead of `{found.fails}`.")
-    if "unreduced" in text:
-        lines.append(
-            "Gradients wait here for one sum, as `axis_names=` asks, and JAX has types for that in"
-            " products alone. Without `axis_names` the numbers are the same."
-        )
-    return "\n".join([*lines, f"Operations that fail, and what to write instead: {PAGE}"])
+    return "\n".join(lines)
 
 
-def _call_of_user(error: Exception) -> TracebackType:
-    """The innermost call of a traceback that is in the user's code."""
-    calls: dict[str, TracebackType] = {}
+def _find_suggestion(text: str, call: TracebackType, can_gather: bool) -> Suggestion | None:
+    """What to write, if that works for the call that failed."""
+    found = next((x for x in SUGGESTIONS if x.says in text), None)
+    if found is None:
+        return None
+    works = found.operator == _operator(call) if found.operator else can_gather
+    return found if works else None
+
+
+def _is_solved_by_gathering(
+    text: str, mesh: AnyMesh, gathered_axes: Collection[str], is_waiting: bool
+) -> bool:
+    """Whether `unshard` of an operand removes each axis that the type of a result has twice.
+
+    On a mesh with Auto axes, `unshard` takes leaves of the plan alone. What it returns if gradients
+    wait has a type that JAX takes in products alone.
+    """
+    if not is_all_explicit(mesh) or (is_waiting and "dot_general" not in text):
+        return False
+    result = text.rpartition("illegally sharded result: ")[2]
+    names = Counter(re.split(r"[@(), \[\]]+", result))
+    repeated = {axis for axis in mesh.axis_names if names[axis] > 1}
+    return bool(repeated) and repeated <= {*gathered_axes}
+
+
+def _operator(call: TracebackType) -> str:
+    """The operator of Python that failed, such as `@`; `[]` for an index that is no tuple."""
+    code = dis.get_instructions(call.tb_frame.f_code)
+    # Python 3.11 may point behind an instruction, to its cache.
+    *_, before, failed = (x for x in code if x.offset <= call.tb_lasti)
+    operators = {"BINARY_OP": failed.argrepr, "BINARY_SUBSCR": "[]"}
+    operator = operators.get(failed.opname, "")
+    return "" if operator == "[]" and before.opname == "BUILD_TUPLE" else operator
+
+
+def _calls(error: Exception) -> dict[str, TracebackType]:
+    """The calls of a traceback by their lines, innermost first."""
+    calls: list[tuple[str, TracebackType]] = []
     traceback = error.__traceback__
     while traceback is not None:
-        calls[f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"] = traceback
+        line = f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
+        calls.append((line, traceback))
         traceback = traceback.tb_next
-    return calls[user_line(reversed(calls))]
+    # Of two calls at one line, the inner one is the operation's.
+    innermost: dict[str, TracebackType] = {}
+    for line, call in reversed(calls):
+        innermost.setdefault(line, call)
+    return innermost

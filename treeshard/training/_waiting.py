@@ -8,6 +8,7 @@ only if the loss itself is wrong. Nothing here catches an error: the user has na
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -16,8 +17,11 @@ from jax.tree_util import tree_flatten
 from treeshard._core.arrays import StaticSplit
 from treeshard._core.contexts import deferred_axes, summed_later
 from treeshard._core.jaxprs import equations, inner_jaxprs, interpret
+from treeshard._core.mesh import context_mesh
 from treeshard._core.spec_trees import get_names_from_partition_spec
 from treeshard._placement.reduced import loses_sums, reduce_unreduced, waiting_over
+from treeshard._planning.plan_in_force import current_plan
+from treeshard.training._type_errors import sharding_type_errors
 
 
 def grads_with_deferred_sum(
@@ -54,7 +58,10 @@ def accumulate_with_deferred_sum(
     accumulate: Callable[[], tuple[Any, Any]], axes: tuple[str, ...]
 ) -> tuple[Any, Any]:
     """Sums of gradients and metrics over minibatches, summed over devices after all of them."""
-    with deferred_axes(axes), summed_later(True):
+    mesh, step = context_mesh(), current_plan()
+    gathered = () if step is None else step.gathered_axes
+    types = nullcontext() if mesh is None else sharding_type_errors(mesh, gathered, is_waiting=True)
+    with deferred_axes(axes), summed_later(True), types:
         result = _call_unless_wrong(accumulate)
     if result is None:
         return accumulate()
