@@ -276,6 +276,26 @@ def test_no_step_is_advised_to_do_what_it_does(
     assert difference.hint.startswith(words)
 
 
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_no_step_is_advised_to_run_on_the_axes_that_it_runs_on(kind: Any) -> None:
+    mesh = ts.make_mesh("data=2,fsdp=4", axis_types=kind)
+    plan = ts.plan({"w": struct(64, 64)}, [("w", P("fsdp"))], mesh, min_size=0)
+
+    def loss(state: Any, x: jax.Array) -> jax.Array:
+        w = ts.unshard(state["w"])
+        return jnp.mean((jnp.tanh(x @ w) @ w) ** 2)
+
+    step = jit_step(sgd(loss, ts.training.value_and_grad), plan, batch=P(("data", "fsdp")))
+    arguments = plan.structs, struct(64, 64)
+    read = read_program(step.lower(*arguments).compile(), plan.mesh)._replace(platform="tpu")
+    compared = compare_step(plan, P(("data", "fsdp")), step.roles(*arguments), read)
+    hints = {x.code: x.hint for x in compared.unplanned}
+    assert hints.keys() == {"all-reduce", "again"}
+    for hint in hints.values():
+        assert ("on Explicit axes" in hint) == (kind == "auto")
+        assert ("axis_names=..." in hint) == (kind == "explicit" or "uses of the weight" in hint)
+
+
 def test_a_step_that_scatters_by_hand_is_known() -> None:
     plan = planned("fsdp=8", {"layers": struct(3, 64, 64)}, {"layers": P(None, "fsdp")})
 
