@@ -250,30 +250,50 @@ def _in_minibatches(loss: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("differentiate", "is_scattered", "code", "words"),
+    ("differentiate", "scattered", "code", "words"),
     [
-        (jax.value_and_grad, False, "all-reduce", "Use `training.value_and_grad`, which"),
-        (ts.training.value_and_grad, True, "all-reduce", "The step scatters them already"),
+        (jax.value_and_grad, "", "all-reduce", "Use `training.value_and_grad`, which"),
+        (ts.training.value_and_grad, "constraint", "all-reduce", "The step scatters them already"),
         # This compiler reduces in each trip.
-        (_in_minibatches, True, "inside-loop", "Add the gradients of each device"),
+        (_in_minibatches, "constraint", "inside-loop", "Add the gradients of each device"),
     ],
     ids=["jax", "training", "minibatches"],
 )
 def test_no_step_is_advised_to_do_what_it_does(
-    differentiate: Any, is_scattered: bool, code: str, words: str
+    differentiate: Any, scattered: str, code: str, words: str
 ) -> None:
     plan = planned("fsdp=8", {"w": struct(64, 64)}, {"w": P("fsdp")})
     loss = lambda state, x: jnp.mean((x @ ts.unshard(state["w"])) ** 2)  # noqa: E731
     step = jit_step(sgd(loss, differentiate), plan, batch=P("fsdp"))
     arguments = plan.structs, struct(64, 64)
     roles = step.roles(*arguments)
-    assert roles["w"].is_scattered == is_scattered
+    assert roles["w"].scattered == scattered
     # No other compiler is here: the program is that of CPUs, read as one of TPUs.
     read = read_program(step.lower(*arguments).compile(), plan.mesh)._replace(platform="tpu")
     compared = compare_step(plan, P("fsdp"), roles, read)
     [difference] = compared.unplanned
     assert difference.code == code
     assert difference.hint.startswith(words)
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_no_step_is_advised_to_run_on_the_axes_that_it_runs_on(kind: Any) -> None:
+    mesh = ts.make_mesh("data=2,fsdp=4", axis_types=kind)
+    plan = ts.plan({"w": struct(64, 64)}, [("w", P("fsdp"))], mesh, min_size=0)
+
+    def loss(state: Any, x: jax.Array) -> jax.Array:
+        w = ts.unshard(state["w"])
+        return jnp.mean((jnp.tanh(x @ w) @ w) ** 2)
+
+    step = jit_step(sgd(loss, ts.training.value_and_grad), plan, batch=P(("data", "fsdp")))
+    arguments = plan.structs, struct(64, 64)
+    read = read_program(step.lower(*arguments).compile(), plan.mesh)._replace(platform="tpu")
+    compared = compare_step(plan, P(("data", "fsdp")), step.roles(*arguments), read)
+    hints = {x.code: x.hint for x in compared.unplanned}
+    assert hints.keys() == {"all-reduce", "again"}
+    for hint in hints.values():
+        assert ("on Explicit axes" in hint) == (kind == "auto")
+        assert ("axis_names=..." in hint) == (kind == "explicit" or "uses of the weight" in hint)
 
 
 def test_a_step_that_scatters_by_hand_is_known() -> None:
@@ -289,7 +309,7 @@ def test_a_step_that_scatters_by_hand_is_known() -> None:
         return value_and_grad(loss, "fsdp", plan.specs, gather=False)
 
     step = shard_map_step(sgd(loss, by_hand), plan, batch=P("fsdp"))
-    assert step.roles(plan.structs, struct(64, 64))["layers"].is_scattered
+    assert step.roles(plan.structs, struct(64, 64))["layers"].scattered == "by hand"
 
 
 def test_a_planned_transfer_that_the_program_lacks() -> None:

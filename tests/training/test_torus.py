@@ -145,13 +145,16 @@ def test_the_last_step_of_a_gather_is_between_the_farthest(groups: Any, is_last:
     assert is_last_step(groups) == is_last
 
 
-def joined(steps: list[tuple[int, tuple[int, int]]]) -> list[Collective]:
-    """Scatters of some bytes over parts of an axis of 256 devices, as one where they are."""
+def joined(
+    steps: list[tuple[int, tuple[int, int]]], *last: tuple[int, tuple[int, int]], devices: int = 256
+) -> list[Collective]:
+    """Scatters of some bytes over parts of an axis, and then all-reduces, as one where they are."""
+    kinds = ["reduce-scatter"] * len(steps) + ["all-reduce"] * len(last)
     moved = [
-        Collective("reduce-scatter", "float32", size, 0, None, 1, within=("fsdp",), part=part)
-        for size, part in steps
+        Collective(kind, "float32", size, 0, None, 1, within=("fsdp",), part=part)
+        for kind, (size, part) in zip(kinds, [*steps, *last], strict=True)
     ]
-    return join_steps(moved, {"fsdp": 256})
+    return join_steps(moved, {"fsdp": devices})
 
 
 def test_steps_that_leave_something_are_not_one() -> None:
@@ -160,3 +163,13 @@ def test_steps_that_leave_something_are_not_one() -> None:
     assert whole.wire_bytes == 1024 * 255 // 256
     assert [x.part for x in joined([(1024, (16, 16))])] == [(16, 16)]
     assert [x.part for x in joined([(1024, (16, 16)), (32, (16, 1))])] == [(16, 16), (16, 1)]
+
+
+def test_a_scatter_that_the_compiler_ends_with_an_all_reduce_is_one() -> None:
+    """As on v5e:4x4, of two gradients of `float32[64,64]`."""
+    two = joined([(16384, (4, 4))] * 2, *[(4096, (4, 1))] * 2, devices=16)
+    assert [(x.kind, x.axes, x.bytes) for x in two] == [("reduce-scatter", ("fsdp",), 16384)] * 2
+    # 3/4 of all bytes, then twice 3/4 of a quarter of them
+    assert {x.wire_bytes for x in two} == {12288 + 2 * 3072}
+    apart = joined([(16384, (4, 4))], (2048, (4, 1)), devices=16)
+    assert [x.kind for x in apart] == ["reduce-scatter", "all-reduce"]

@@ -24,6 +24,8 @@ FROZEN = "frozen"
 UPDATED = "used, updated"
 ONLY_UPDATED = "updated only"
 PASSED = "passed through"
+# How a step scatters a gradient.
+CONSTRAINT, BY_HAND = "constraint", "by hand"
 
 
 class Role(NamedTuple):
@@ -37,11 +39,17 @@ class Role(NamedTuple):
         split: The axes of the batch over which it stays split where it is used.
         sources: The paths of the leaves of which its new value is made, element by element.
         uses: How many ops of the forward pass use it; 0 if that is not known.
-        updates: How often a step updates it: in each trip of a loop over steps.
+        updates: How often a step updates it: in each trip of a loop over steps. Those of a `while`
+            are unknown, and count once.
+        is_updated_in_loop: Whether such a loop updates it.
         is_multiplied: Whether the update multiplies it by others, as matrix optimizers do.
-        is_scattered: Whether the step says that each device gets its shard of the gradient: it
-            constrains it to the leaf's specs, as `training.value_and_grad` does, or scatters it by
-            hand.
+        is_broadcast: Whether the update broadcasts it, as Adafactor does with its means of rows and
+            columns.
+        is_combined: Whether the forward pass computes with it before the batch, as with the factors
+            of a product that it adds to a weight.
+        scattered: How the step says that each device gets its shard of the gradient: by a
+            `"constraint"` to the leaf's specs, as `training.value_and_grad` does, or `"by hand"`,
+            or by types that wait for their sum; empty if it does not.
     """
 
     name: str
@@ -50,8 +58,11 @@ class Role(NamedTuple):
     sources: frozenset[str] = frozenset()
     uses: int = 1
     updates: int = 1
+    is_updated_in_loop: bool = False
     is_multiplied: bool = False
-    is_scattered: bool = False
+    is_broadcast: bool = False
+    is_combined: bool = False
+    scattered: str = ""
 
     @property
     def is_used(self) -> bool:
@@ -97,20 +108,24 @@ def roles_of(jaxpr: Any, plan: Plan, batch_axes: Collection[str]) -> Roles:
             frozenset(leaves[source].path for source in sources),
             len(uses.ops[number]),
             uses.updates.get(number, 1),
+            number in uses.updates,
             number in uses.multiplied,
-            _is_scattered(leaf, uses),
+            number in uses.broadcast,
+            number in uses.combined,
+            _find_scatter(leaf, uses),
         )
     return roles
 
 
-def _is_scattered(leaf: PlannedLeaf, uses: Walk) -> bool:
+def _find_scatter(leaf: PlannedLeaf, uses: Walk) -> str:
+    """How the step scatters the gradient of a leaf; empty if it does not."""
     if (leaf.shape, dims_of(leaf.given, len(leaf.shape))) in uses.constrained:
-        return True
+        return CONSTRAINT
     # By hand there is no spec to compare, only the elements of what is scattered: of the leaf, or
     # of one layer in a scan.
     layers = leaf.shape[0] if leaf.shape else 1
     of_one_layer = leaf.size // max(layers, 1)
-    return not uses.scattered.isdisjoint({leaf.size, of_one_layer})
+    return "" if uses.scattered.isdisjoint({leaf.size, of_one_layer}) else BY_HAND
 
 
 def with_roles(plan: Plan, roles: Roles) -> Plan:

@@ -39,6 +39,8 @@ from treeshard._trace.values import (
 GATHERS = ("all_gather", "all_gather_invariant", "all_gather_reduced")
 # Beside a gather, code by hand may send activations to the devices that have the weights.
 _SENDS = ("all_to_all", "ppermute", "ragged_all_to_all", "reduce_scatter", *GATHERS)
+# On Explicit axes, types turn sums that wait into scatters.
+_SCATTERS = ("reduce_scatter", "unreduced_reduce_scatter")
 _FORWARD, _BACKWARD = "forward", "backward"
 Finals = Mapping[Any, tuple[int, ...]]  # the leaves whose new value a variable is
 
@@ -89,7 +91,11 @@ class Walk:
     Attributes:
         used: The leaves that the forward pass uses.
         ops: The equations of the forward pass that use each.
-        multiplied: The leaves that the update uses otherwise than element by element.
+        multiplied: The leaves that the update multiplies by others.
+        broadcast: The leaves that the update broadcasts, as Adafactor does with its means of rows
+            and columns.
+        combined: The leaves that the forward pass computes with before the batch, as with the
+            factors of a product that it adds to a weight.
         gathers: Where each is needed whole.
         split: The axes of the batch over which each stays split where it is used.
         sources: The leaves from which the new value of each is computed, element by element.
@@ -97,7 +103,7 @@ class Walk:
         gradients: What the new value of each depends on.
         changed: The leaves whose new values are not the old ones.
         constrained: The shapes of gradients that the step constrains, with the axes of each dim.
-        scattered: The elements of arrays that the step reduce-scatters by hand.
+        scattered: The elements of arrays that the step reduce-scatters by hand, or by their types.
         sent: The axes over which code by hand sends what is not a weight before the backward pass.
     """
 
@@ -106,6 +112,8 @@ class Walk:
         self.used: set[int] = set()
         self.ops: dict[int, set[int]] = defaultdict(set)
         self.multiplied: set[int] = set()
+        self.broadcast: set[int] = set()
+        self.combined: set[int] = set()
         self.gathers: dict[tuple[int, Any], Gather] = {}
         self.split: dict[int, set[str]] = defaultdict(set)
         self.sources: dict[int, set[int]] = defaultdict(set)
@@ -172,14 +180,25 @@ class Walk:
         inner = inner_jaxprs(eqn)
         if len(inner) == 1 and len(inner[0].invars) == len(operands):
             return self._call(inner[0], eqn, operands, finals, at)
-        if any(operand.is_of_batch for operand in operands):
+        is_of_batch = any(operand.is_of_batch for operand in operands)
+        if is_of_batch:
             # The region of an op that is not differentiated is empty, as in the update. But an
             # evaluation of the new weights computes with the batch, and is no part of the update.
             at = at._replace(region=at.region or _FORWARD)
-        pairs = zip(eqn.outvars, self._apply_op(eqn, operands, at), strict=True)
+        results = self._apply_op(eqn, operands, at)
+        if self.is_counting and at.region == _FORWARD and not is_of_batch:
+            self._note_combined(eqn, operands, results)
+        pairs = zip(eqn.outvars, results, strict=True)
         return [
             self._add_dependencies(variable, operands, result, at) for variable, result in pairs
         ]
+
+    def _note_combined(self, eqn: Any, operands: list[Value], results: list[Value]) -> None:
+        # A norm of a weight in the loss is a scalar, and leaves the gradient as it is.
+        if all(math.prod(variable.aval.shape) == 1 for variable in eqn.outvars):
+            return
+        before = frozenset[int]().union(*(operand.leaves for operand in operands))
+        self.combined |= before.difference(*(result.leaves for result in results))
 
     def _apply_op(self, eqn: Any, operands: list[Value], at: Place) -> list[Value]:
         name = eqn.primitive.name
@@ -189,7 +208,7 @@ class Walk:
             return [self._apply_constraint(eqn, operands[0], at)]
         if name in GATHERS:
             return [self._apply_gather(eqn, operands[0], at)]
-        if name == "reduce_scatter":
+        if name in _SCATTERS:
             self.scattered.add(math.prod(eqn.invars[0].aval.shape))
         if name in ELEMENTWISE:
             return [self._apply_elementwise(eqn, operands, at)]
@@ -218,7 +237,9 @@ class Walk:
         whole: list[Value] = []
         for variable, operand in zip(eqn.invars, operands, strict=True):
             is_broadcast = operand.leaves and operand.size < size
-            if is_broadcast:
+            if is_broadcast and operand.gradients and not at.region:
+                self.broadcast.update(operand.leaves)
+            elif is_broadcast:
                 others = [x for x in operands if x is not operand]
                 self._use(eqn, variable, operand, at, _common_axes(operand, others))
             elif math.prod(variable.aval.shape) == size:
@@ -286,12 +307,14 @@ class Walk:
         kept = value.axes & {*split, *at.manual}
         needless = self.along & (value.axes - kept)
         is_sum = all(math.prod(x.aval.shape) == 1 for x in eqn.outvars)
+        is_product = not is_sum and not eqn.primitive.name.startswith("reduce_")
         is_scalar = math.prod(variable.aval.shape) == 1 and not _is_key(variable)
-        # 1. In the update, and not in a loss: a matrix optimizer multiplies. Norms do not count.
+        # 1. In the update, and not in a loss: a matrix optimizer multiplies. Norms and means do not
+        #    count.
         # 2. In a loss, or in an evaluation: a use, which may need gathers.
         # 3. A sum over all elements outside of both, as of a norm that is logged: no use.
         if value.gradients and not at.region:
-            self.multiplied.update(() if is_sum or is_scalar else value.leaves)
+            self.multiplied.update(value.leaves if is_product and not is_scalar else ())
         elif at.region or not (is_sum or is_scalar):
             self.used.update(value.leaves)
             self._count({key: self.asked[key] for key in value.gathers})

@@ -279,26 +279,42 @@ def join_steps(moved: Sequence[Collective], sizes: Mapping[str, int]) -> list[Co
     the devices that are farthest apart has all N bytes, and stands for the whole. It does so only
     if the other steps move what is left after it, all together.
     """
-    steps: dict[tuple[str, tuple[str, ...]], list[int]] = defaultdict(list)
-    for number, each in enumerate(moved):
-        if each.kind in _IN_STEPS and each.within and each.part:
-            steps[each.kind, each.within].append(number)
-    joined: dict[int, Collective] = dict(enumerate(moved))
-    for (kind, within), numbers in steps.items():
-        size = math.prod(sizes[axis] for axis in within)
-        if not _form_one_collective([moved[i] for i in numbers], size):
-            continue
-        for i in numbers:
-            step = joined.pop(i)
-            devices, stride = step.part or (0, 0)
-            if devices * stride == size:
-                wire = bytes_on_the_wire(kind, step.bytes, size)
-                joined[i] = replace(step, axes=within, wire_bytes=wire, within=None, part=None)
-    return [joined[i] for i in sorted(joined)]
+    left: dict[int, Collective] = dict(enumerate(moved))
+    for kinds in _IN_STEPS:
+        steps: dict[tuple[str, ...], list[int]] = defaultdict(list)
+        for number, each in left.items():
+            if each.kind in kinds and each.within and each.part:
+                steps[each.within].append(number)
+        for within, numbers in steps.items():
+            size = math.prod(sizes[axis] for axis in within)
+            if _form_one_collective([left[i] for i in numbers], size):
+                of_axes = {i: left.pop(i) for i in numbers}
+                left |= _join(of_axes, within, size)
+    return [left[i] for i in sorted(left)]
 
 
-# TPUs scatter small arrays by an all-reduce in each step, of the part that a device keeps.
-_IN_STEPS = ("all-gather", "reduce-scatter", "all-reduce")
+# TPUs scatter small arrays by an all-reduce in each step, of the part that a device keeps, or in
+# the steps after the first.
+_REDUCTIONS = ("reduce-scatter", "all-reduce")
+_IN_STEPS = (("all-gather",), *((kind,) for kind in _REDUCTIONS), _REDUCTIONS)
+
+
+def _join(
+    steps: Mapping[int, Collective], within: tuple[str, ...], size: int
+) -> dict[int, Collective]:
+    """The steps between the devices that are farthest apart, each with what all steps send."""
+    first: dict[int, Collective] = {}
+    payload = sent = 0
+    for number, step in steps.items():
+        devices, stride = step.part or (0, 0)
+        sent += bytes_on_the_wire(step.kind, step.total_bytes, devices) or 0
+        if devices * stride == size:
+            first[number] = step
+            payload += step.total_bytes or 0
+    for number, step in first.items():
+        wire = (step.bytes or 0) * sent // payload
+        first[number] = replace(step, axes=within, wire_bytes=wire, within=None, part=None)
+    return first
 
 
 def _form_one_collective(steps: Sequence[Collective], size: int) -> bool:

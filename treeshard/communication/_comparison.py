@@ -76,6 +76,8 @@ class Comparison:
         batch_sums: Sums over all rows of the batch, such as those of batch norm. Likewise.
         matrices: What `training.by_matrix` moves: gradients of matrices to the devices that update
             them, and the updates back. Likewise.
+        moments: Vectors of optimizer state that the update broadcasts, such as Adafactor's means of
+            rows and columns. Likewise.
         by_compiler: What only the platform's compiler decides, a phrase each: on CPUs, full
             gradients are all-reduced, and 16-bit weights are widened; elsewhere, gathers may be in
             a narrower dtype, or become all-reduces.
@@ -99,6 +101,7 @@ class Comparison:
     activations: tuple[Collective, ...] = ()
     batch_sums: tuple[Collective, ...] = ()
     matrices: tuple[Collective, ...] = ()
+    moments: tuple[Collective, ...] = ()
     by_compiler: tuple[str, ...] = ()
     other_dtypes: tuple[str, ...] = ()
     platform: str | None = None
@@ -139,6 +142,7 @@ class Comparison:
             (self.activations, "activation", f" along {', '.join(axes)}"),
             (self.batch_sums, "sum", " over all rows, such as batch norm's"),
             (self.matrices, "exchange", " of matrices for their update"),
+            (self.moments, "exchange", " of moments of rows or columns, such as Adafactor's"),
         )
         notes = [
             f"including {counted(len(moved), what)}{of_what}, {bytes_text(total_bytes(moved))},"
@@ -232,6 +236,7 @@ def compare_step(plan: Plan, batch: SpecTree, roles: Roles, read: ReadProgram) -
         tuple(matcher.activations),
         tuple(matcher.sums),
         tuple(matcher.matrices),
+        tuple(matcher.moments),
         tuple(matcher.list_compiler_choices()),
         tuple(matcher.list_other_dtypes()),
         read.platform,

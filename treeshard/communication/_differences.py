@@ -1,4 +1,4 @@
-"""The words for the ways in which a program differs from its plan: eight codes, a sentence each.
+"""The words for the ways in which a program differs from its plan: ten codes, a sentence each.
 
 All of them are in one table, so that a page or a test can list them without a program. Who finds a
 difference knows its code; the words are chosen here, from what is the same for all of one code.
@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from treeshard._core.specs import entry_of
 from treeshard._core.text import fold_paths
+from treeshard._trace.roles import BY_HAND, CONSTRAINT
 from treeshard.communication._collectives import Collective, bytes_text, total_bytes
 from treeshard.errors import counted
 
@@ -23,12 +24,16 @@ class Unplanned(NamedTuple):
             - `"activation"`: computed values, or rows of the batch, are communicated
             - `"again"`: a weight is gathered, or a gradient reduced, more often than planned
             - `"all-reduce"`: of full gradients, where a reduce-scatter was planned
+            - `"as-one-product"`: the gradients of leaves that the step combines, such as factors of
+              a product, may be reduced as one
             - `"batch-not-split"`: devices along an axis do the same work, since it does not split
               the batch
             - `"inside-loop"`: a gradient is reduced in each trip of a loop
             - `"not-moved"`: planned, and not in the program
             - `"sharded-further"`: a leaf is gathered that the step need not gather, or along an
               axis along which the plan keeps it split
+            - `"state-unlike-weight"`: a gradient is gathered for optimizer state that is sharded
+              less than its weight
             - `"other"`: as `fact` says
         fact: What was found.
         hint: What to do about it.
@@ -49,12 +54,23 @@ class Unplanned(NamedTuple):
         return "\n".join([head, *_lines(self.collectives)])
 
 
-# The hints for all-reduces of full gradients, by whether the step scatters gradients already.
+# The hints for all-reduces of full gradients, by how the step scatters gradients.
 SCATTER_GRADIENTS = {
-    False: "Use `training.value_and_grad`, which constrains gradients to the plan's specs, or"
+    "": "Use `training.value_and_grad`, which constrains gradients to the plan's specs, or"
     " reduce-scatter them by hand (`treeshard.manual`).",
-    True: "The step scatters them already, by a constraint or by hand, so this is the compiler's"
-    " choice. It may make another one on Explicit axes, or in `treeshard.manual`.",
+    CONSTRAINT: "The step scatters them already, by a constraint, so this is the compiler's choice."
+    " It may make another one on Explicit axes, or in `treeshard.manual`.",
+    BY_HAND: "The step scatters them already, so this is the compiler's choice.",
+    # On Explicit axes
+    "types": "Pass the axes of the batch to `training.value_and_grad(loss, axis_names=...)`: its"
+    " gradients wait for one sum, which scatters them.",
+}
+# The hints for what is reduced for each use of a weight, by whether the axes are Explicit.
+_REDUCE_ONCE = {
+    False: "compilers reduce the gradient of each use of a weight, except after"
+    " `training.value_and_grad(loss, axis_names=...)` on Explicit axes and in `treeshard.manual`.",
+    True: "JAX's types reduce the gradient of each use of a weight, except after"
+    " `training.value_and_grad(loss, axis_names=...)`, in products.",
 }
 # Code -> templates of the fact and of the hint.
 WORDS = {
@@ -67,13 +83,17 @@ WORDS = {
     "again": (
         "{kind} more often than planned, {size}.",
         "Call `unshard` once, before all uses of the weight and before loops that do not change"
-        " it; compilers reduce the gradient of each use of a weight, except after"
-        " `training.value_and_grad(loss, axis_names=...)` on Explicit axes and in"
-        " `treeshard.manual`.",
+        " it; {reduce_once}",
     ),
     "all-reduce": (
         "all-reduce of full gradients, {size}, where a reduce-scatter was planned.",
         "{detail}",
+    ),
+    "as-one-product": (
+        "the planned reductions of these gradients are not in the program: they may be reduced as"
+        " one product.",
+        "The step computes with these leaves before it uses the batch, as in `x @ (w + a @ b)`: one"
+        " reduction, of the gradient of `a @ b`, is enough for `a` and `b`.",
     ),
     "batch-not-split": (
         "{axes} does not split the batch: devices along it do the same work.",
@@ -96,6 +116,10 @@ WORDS = {
         " or constrain the values that it produces:"
         " `with_sharding_constraint(x, P({batch}, ..., {axes}))`.",
     ),
+    "state-unlike-weight": (
+        "{kind} of gradients for optimizer state that is sharded less than its weight, {size}.",
+        "Use one rule for both, or `Plan.follow`.",
+    ),
     "other": (
         "{kind} {detail}.",
         "Split a batch for accumulation with `accumulate_gradients`, update matrices with"
@@ -113,6 +137,7 @@ def explain(
     paths: Sequence[str] = (),
     batch_axes: Sequence[str] = (),
     axes: Sequence[str] = (),
+    is_explicit: bool = False,
 ) -> Unplanned:
     """A difference in the words of its code.
 
@@ -124,12 +149,14 @@ def explain(
         paths: The leaves that it concerns.
         batch_axes: The axes that split the batch.
         axes: The axes that it is about.
+        is_explicit: Whether axes of the mesh are Explicit.
     """
     fields = {
         "kind": "op that looks like a collective," if kind == "unknown" else kind,
         "detail": detail,
         "size": bytes_text(total_bytes(moved)),
         "axes": " and ".join(map(repr, axes)),
+        "reduce_once": _REDUCE_ONCE[is_explicit],
         "batch": repr(entry_of(batch_axes)),
         "batch_and_axes": repr(entry_of(list(dict.fromkeys([*batch_axes, *axes])))),
     }

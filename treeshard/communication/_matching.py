@@ -8,20 +8,28 @@ the leaf of a gathered weight. It names none for a gradient: one of the same siz
 Each collective goes to the first of these rules that takes it. Exact ones come first, so that what
 may stand for a transfer does not use up an account that another one fits exactly.
 
- 1. Its axes, bytes or count are unknown: `other`.
+ 1. Its axes or bytes are unknown: `other`.
  2. An all-gather of a planned leaf, axes and size: booked.
  3. A planned reduction of a gradient, of all of it or of some layers: booked.
  4. An exchange of `training.by_matrix`, by its name: listed apart.
  5. A reduction of a gradient over some of its axes, in parts, or in full where a reduce-scatter was
     planned: booked; in full it is `all-reduce`, or the compiler's choice.
- 6. Another all-gather of a leaf: `again`, `sharded-further`, or `batch-not-split`.
- 7. Computed values, or rows of the batch, along axes that do not split the batch, as in tensor
+ 6. In each trip of a loop, a reduction of a layer of its own, of a stack that is gathered before
+    the loop: likewise.
+ 7. It runs an unknown number of times: it closes the account that it fits, and is `other` in a
+    loop, and where it fits none.
+ 8. Another all-gather of a leaf: `again`, `sharded-further`, or `batch-not-split`.
+ 9. Computed values, or rows of the batch, along axes that do not split the batch, as in tensor
     parallelism and between experts: listed apart.
- 8. A sum over all rows of the batch, as of batch norm: listed apart.
- 9. A reduction of the size of a gradient that is booked already: `again`, or `inside-loop`.
-10. The rest: `activation`, or `other` in an update that multiplies matrices.
+10. A vector of an update that broadcasts it, as Adafactor does: listed apart.
+11. A sum over all rows of the batch, as of batch norm: listed apart.
+12. A gradient, gathered for optimizer state that is sharded less: `state-unlike-weight`.
+13. In the backward pass, a reduction where gradients are left whose leaves are combined before the
+    batch: `as-one-product`.
+14. A reduction of the size of a gradient that is booked already: `again`, or `inside-loop`.
+15. The rest: `activation`, or `other` in an update that multiplies matrices.
 
-What is left in an account at the end is `not-moved`.
+What is left in an account at the end is `as-one-product` of such leaves, else `not-moved`.
 """
 
 import math
@@ -32,13 +40,14 @@ from itertools import combinations
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
-from treeshard._core.mesh import axis_sizes
+from treeshard._core.mesh import axes_of_type, axis_sizes
 from treeshard._core.spec_trees import get_names_from_partition_spec
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import BY_MATRIX
-from treeshard._trace.roles import Role, Roles
+from treeshard._trace.roles import BY_HAND, Role, Roles
 from treeshard.communication._collectives import (
     TINY,
     Collective,
@@ -53,6 +62,8 @@ _REDUCTIONS = ("all-reduce", "reduce-scatter")
 # The op that a name ends in: `jit(step)/reduce_sum`, or one of several that were combined:
 # `jit(step)/(reduce_sum:transpose(jvp())/dot_general)`
 _SUM = re.compile(r"\breduce_\w+(?=[:)]|$)")
+# The partitioner may sum behind ops that run on each element.
+_SUM_BEHIND = re.compile(r"\b(neg|add_any|sub|mul|div)(?=[:)]|$)")
 # What is in another dtype, by a cast of the step or by the compiler
 _OF_GRADIENTS = "{{size}} in {} instead of {}"
 # What only the compiler decides
@@ -74,6 +85,18 @@ class _Moved(NamedTuple):
     one: int  # the elements of one execution
     axes: frozenset[str]
     is_in_loop: bool
+    is_uncounted: bool
+
+    @property
+    def is_forward_sum(self) -> bool:
+        """Whether it is a sum of the forward pass, which is no gradient of any size."""
+        is_forward = "jvp(" in self.name and "transpose(" not in self.name
+        return is_forward and _SUM.search(self.name) is not None
+
+    @property
+    def is_of_loss(self) -> bool:
+        # `jit(step)/jvp()/dot_general` is of the forward pass, `transpose(jvp())` of the backward.
+        return "jvp(" in self.name or "transpose(" in self.name or bool(self.collective.path)
 
 
 class _Difference(NamedTuple):
@@ -83,6 +106,9 @@ class _Difference(NamedTuple):
     kind: str  # empty where collectives of several kinds belong together
     detail: str
     axes: tuple[str, ...]  # the axes that it is about
+
+
+_PRODUCT = _Difference("as-one-product", "", "", ())
 
 
 class _Gather:
@@ -121,8 +147,14 @@ class _Gradient:
         self.left = {axis: self.total for x in planned for axis in x.axes}
         self.units = {self.total, _elements(planned[0].bytes, planned[0].dtype)}
         self.scattered = {axis for x in planned if x.kind == "reduce-scatter" for axis in x.axes}
-        is_stack = len(leaf.shape) > 1 and not self.scattered
-        self.layer = self.total // math.prod(leaf.shape[:1] if is_stack else ())
+        of_one_layer = self.total // math.prod(leaf.shape[:1])
+        self.layer = self.total if self.scattered or len(leaf.shape) < 2 else of_one_layer
+        # Of a stack that is gathered before the loop. What is left of a matrix is a vector.
+        self.slice = of_one_layer if len(leaf.shape) > 2 else self.total
+
+    def is_vector(self, *, by_layer: bool = False) -> bool:
+        """Whether it is one, or each of its layers is."""
+        return sum(dim > 1 for dim in self.shape[by_layer:]) <= 1
 
     def take(self, axes: frozenset[str], size: int) -> None:
         for axis in axes & self.left.keys():
@@ -159,6 +191,7 @@ class Matcher:
             batch, or along which parameters stay split where they are used.
         matrices: Those of `training.by_matrix`.
         sums: Those over all rows of the batch.
+        moments: Those of vectors that the update broadcasts.
         leaves: The leaf that each collective is of, or `None`.
     """
 
@@ -178,6 +211,7 @@ class Matcher:
         self.activations: list[Collective] = []
         self.matrices: list[Collective] = []
         self.sums: list[Collective] = []
+        self.moments: list[Collective] = []
         self.leaves: list[str | None] = []
         # Weights that are gathered along axes that do not split the batch.
         self.gathered_for_nothing: dict[str, tuple[str, ...]] = {}
@@ -199,6 +233,16 @@ class Matcher:
             else:
                 self.gathers.append(_Gather(transfer, roles[transfer.path]))
         self.gradients = {path: _Gradient(leaves[path], x) for path, x in of_gradients.items()}
+        self.is_explicit = bool(axes_of_type(plan.mesh, AxisType.Explicit))
+        self.vectors = {x.size for x in plan.leaves if roles[x.path].is_broadcast}
+        # Arrays of optimizer state that are not split as their leaf is, each with its gradient.
+        self.less_sharded = [
+            (source, gradient)
+            for path, gradient in self.gradients.items()
+            for source in sorted(roles[path].sources)
+            if leaves[source].shape == gradient.shape
+            and not gradient.scattered <= {*get_names_from_partition_spec(leaves[source].given)}
+        ]
 
     def match(self, compiled: Sequence[Collective]) -> None:
         """Books all collectives: first what is exactly as planned, then what may stand for it."""
@@ -215,11 +259,16 @@ class Matcher:
             self._book_gradient,  # 3
             self._take_matrix,  # 4
             self._book_gradient_otherwise,  # 5
-            self._file_gather,  # 6
-            self._take_activation,  # 7
-            self._take_batch_sum,  # 8
-            self._file_gradient,  # 9
-            self._file_activation,  # 10
+            self._book_layer,  # 6
+            self._book_uncounted,  # 7
+            self._file_gather,  # 8
+            self._take_activation,  # 9
+            self._take_vector,  # 10
+            self._take_batch_sum,  # 11
+            self._file_for_state,  # 12
+            self._file_product,  # 13
+            self._file_gradient,  # 14
+            self._file_activation,  # 15
         ):
             # Rule by rule over all collectives: a rule sees what the ones before it left.
             left = [moved for moved in left if not rule(moved)]
@@ -234,7 +283,7 @@ class Matcher:
     ) -> bool:
         self.leaves[moved.number] = self.leaves[moved.number] or leaf
         # Sums of weights that are gathered for nothing belong to their gathers.
-        kind = "" if code == "batch-not-split" else moved.kind
+        kind = "" if code in ("batch-not-split", "as-one-product") else moved.kind
         difference = _Difference(code, kind, detail, tuple(axes))
         self.filed[difference].append((moved.collective, leaf))
         return True
@@ -243,13 +292,13 @@ class Matcher:
 
     def _file_unreadable(self, moved: _Moved) -> bool:
         collective = moved.collective
-        if None in (collective.total_bytes, collective.wire_bytes):
-            return self._file("other", moved, moved.leaf, "with unknown axes, bytes or count")
+        if None in (collective.bytes, collective.wire_bytes):
+            return self._file("other", moved, moved.leaf, "with unknown axes or bytes")
         between = "between devices that do not form axes of the mesh"
         return collective.axes is None and self._file("other", moved, moved.leaf, between)
 
     def _book_gather(self, moved: _Moved) -> bool:
-        if moved.kind != "all-gather":
+        if moved.kind != "all-gather" or moved.is_uncounted:
             return False
         accounts = [account for account in self.gathers if account.has(moved)]
         if not accounts:
@@ -260,6 +309,8 @@ class Matcher:
         return True
 
     def _book_gradient(self, moved: _Moved) -> bool:
+        if moved.is_uncounted:
+            return False
         for gradient in self._sort_by_fit(moved):
             for planned in gradient.planned:
                 parts = gradient.total // _elements(planned.total_bytes, planned.dtype)
@@ -272,7 +323,7 @@ class Matcher:
     def _book_gradient_otherwise(self, moved: _Moved) -> bool:
         """Whether it reduces a gradient over some of its axes, in parts, or in full where a
         reduce-scatter was planned."""
-        if moved.kind not in _REDUCTIONS:
+        if moved.kind not in _REDUCTIONS or moved.is_uncounted:
             return False
         for gradient, parts in self._find_fitting(moved, by_layer=True):
             if gradient.has(moved.axes, moved.size * parts):
@@ -281,10 +332,55 @@ class Matcher:
                 return True
         return False
 
+    def _book_layer(self, moved: _Moved) -> bool:
+        """Whether each trip of a loop reduces the gradient of a layer of its own."""
+        if moved.kind not in _REDUCTIONS or not moved.is_in_loop or moved.is_uncounted:
+            return False
+        for gradient in self._sort_by_fit(moved):
+            for parts in self._parts(gradient, moved):
+                size = moved.size * parts
+                is_slice = size == gradient.total or moved.one * parts == gradient.slice
+                if is_slice and gradient.has(moved.axes, size):
+                    gradient.take(moved.axes, size)
+                    self._note_reduction(moved, gradient)
+                    return True
+        return False
+
+    def _book_uncounted(self, moved: _Moved) -> bool:
+        """Whether it runs an unknown number of times, as in a branch, and so perhaps as planned."""
+        if not moved.is_uncounted:
+            return False
+        path = self._close_gather(moved) if moved.kind == "all-gather" else self._close(moved)
+        if path and (self.roles[path].is_updated_in_loop or not moved.is_in_loop):
+            self.leaves[moved.number] = path
+            return True
+        return self._file("other", moved, moved.leaf, "that runs an unknown number of times")
+
+    def _close_gather(self, moved: _Moved) -> str | None:
+        """Closes the accounts of a leaf's gathers that are alike; returns its path."""
+        fits = [x for x in self.gathers if (x.axes, x.one) == (moved.axes, moved.one)]
+        fits = [x for x in fits if moved.leaf in (None, x.path)]
+        fits.sort(key=lambda x: not x.left)
+        for account in fits:
+            if account.path == fits[0].path:
+                account.left = 0
+        return fits[0].path if fits else None
+
+    def _close(self, moved: _Moved) -> str | None:
+        """Closes the account of a gradient; returns the path of its leaf."""
+        fits = [x for x, _ in self._find_fitting(moved, by_layer=True)]
+        # Several branches may reduce one gradient, or each another one of its size.
+        fits.sort(key=lambda x: not x.has(moved.axes, 1))
+        if moved.kind not in _REDUCTIONS or not fits:
+            return None
+        fits[0].take(moved.axes, fits[0].total)
+        return fits[0].path
+
     def _sort_by_fit(self, moved: _Moved) -> list[_Gradient]:
         """All gradients that it may be of, those of which exactly so much is left first: the
         gradient of a final norm has the size of one layer of the other norms."""
-        fits = [x for x in self.gradients.values() if moved.leaf in (None, x.path)]
+        gradients = () if moved.is_forward_sum else self.gradients.values()
+        fits = [x for x in gradients if moved.leaf in (None, x.path)]
         return sorted(fits, key=lambda x: all(x.left.get(i) != moved.size for i in moved.axes))
 
     def _find_fitting(self, moved: _Moved, *, by_layer: bool) -> list[tuple[_Gradient, int]]:
@@ -331,8 +427,11 @@ class Matcher:
             self.leaves[moved.number] = gradient.path
             self.choices[_IN_FULL].append(moved.collective)
         else:
-            hint = SCATTER_GRADIENTS[self.roles[gradient.path].is_scattered]
-            self._file("all-reduce", moved, gradient.path, hint)
+            scattered = self.roles[gradient.path].scattered
+            # On Explicit axes a constraint repeats what types say already.
+            if self.is_explicit and scattered != BY_HAND:
+                scattered = "types"
+            self._file("all-reduce", moved, gradient.path, SCATTER_GRADIENTS[scattered])
 
     # ---------------------------------------------------------------- differences
 
@@ -365,23 +464,79 @@ class Matcher:
     def _take_activation(self, moved: _Moved) -> bool:
         return moved.axes <= self.axes_of_activations and _append(self.activations, moved)
 
+    def _take_vector(self, moved: _Moved) -> bool:
+        """Whether it moves a vector that the update broadcasts."""
+        is_known = moved.one in self.vectors and not moved.is_of_loss
+        return is_known and _append(self.moments, moved)
+
     def _take_batch_sum(self, moved: _Moved) -> bool:
         """Whether it adds up values of all rows, as batch norm does, with the gradients of such."""
         if moved.kind != "all-reduce" or not moved.axes <= {*self.batch_axes}:
             return False
         fitting = [x for x, _ in self._find_fitting(moved, by_layer=moved.is_in_loop)]
-        if moved.is_in_loop and fitting:
-            return False
+        is_sum = _SUM.search(moved.name) is not None
         # TPUs name all results of a fusion alike: such a sum is a `transpose(jvp())/dot_general`
         # too. It is one where only vectors have its size, each of them used once.
-        is_vector = all(self.roles[x.path].uses == 1 and len(x.shape) == 1 for x in fitting)
-        is_of_vector = bool(fitting) and is_vector and "psum" not in moved.name
-        if not is_of_vector and _SUM.search(moved.name) is None:
+        is_vector = bool(fitting) and "psum" not in moved.name
+        if moved.is_in_loop:
+            # Each trip reduces a layer of its own, and those are booked already.
+            stacks = [x for x in fitting if moved.size == x.total > x.layer]
+            is_vector &= any(x.is_vector(by_layer=True) for x in stacks)
+            if fitting and not is_vector:
+                return False
+        else:
+            is_vector &= all(self.roles[x.path].uses == 1 and x.is_vector() for x in fitting)
+        is_behind = not fitting and _SUM_BEHIND.search(moved.name) is not None
+        if not (is_vector or is_sum or (is_behind and "transpose(" in moved.name)):
             return False
         # Where weights are not gathered, such sums are what is moved instead.
-        if any(x.left == x.total and not self._is_merged(x) for x in self.gathers):
+        if not self._has_all_gathers():
             return self._file_activation(moved)
+        if not fitting and "transpose(" in moved.name:
+            self._close_vector(moved)
         return _append(self.sums, moved)
+
+    def _close_vector(self, moved: _Moved) -> None:
+        """Closes the account of a vector of which each element is a sum of some of these."""
+        # The partitioner reduces the gradient of `scale[:, None, None] * image` over the rows, and
+        # adds up its pixels after that.
+        for gradient in self.gradients.values():
+            is_part = gradient.is_vector() and moved.one % gradient.total == 0
+            if is_part and gradient.has(moved.axes, gradient.total):
+                gradient.take(moved.axes, gradient.total)
+                self.leaves[moved.number] = gradient.path
+                return
+
+    def _file_for_state(self, moved: _Moved) -> bool:
+        """Whether it gathers a gradient for optimizer state that is sharded less than its leaf."""
+        if moved.kind != "all-gather" or moved.leaf is not None or moved.is_of_loss:
+            return False
+        for number, (path, gradient) in enumerate(self.less_sharded):
+            fits = any(moved.one * x == gradient.total for x in self._parts(gradient, moved))
+            if fits and moved.axes <= gradient.scattered:
+                del self.less_sharded[number]
+                return self._file("state-unlike-weight", moved, path)
+        return False
+
+    def _file_product(self, moved: _Moved) -> bool:
+        """Whether it may reduce several gradients as one, that of what is made of their leaves."""
+        if moved.kind not in _REDUCTIONS or "transpose(" not in moved.name:
+            return False
+        fitting = [x for x, _ in self._find_fitting(moved, by_layer=False)]
+        if fitting and (moved.is_in_loop or any(self.roles[x.path].uses > 1 for x in fitting)):
+            return False
+        is_open = any(x.has(moved.axes, 1) for x in self._find_combined())
+        return is_open and self._file("as-one-product", moved)
+
+    def _find_combined(self) -> list[_Gradient]:
+        """The open gradients of leaves that are combined before the batch."""
+        if not self._has_all_gathers():
+            return []
+        gradients = self.gradients.values()
+        return [x for x in gradients if self.roles[x.path].is_combined and any(x.left.values())]
+
+    def _has_all_gathers(self) -> bool:
+        return not any(x.left == x.total and not self._is_merged(x) for x in self.gathers)
 
     def _file_gradient(self, moved: _Moved) -> bool:
         """Whether it reduces a gradient that is reduced already, or in each trip of a loop."""
@@ -403,10 +558,8 @@ class Matcher:
 
     def _file_activation(self, moved: _Moved) -> bool:
         is_multiplied = any(role.is_multiplied for role in self.roles.values())
-        # `jit(step)/jvp()/dot_general` is of the forward pass, `transpose(jvp())` of the backward.
         # Rows of the batch have no place in an update.
-        is_of_loss = "jvp(" in moved.name or "transpose(" in moved.name or moved.collective.path
-        if is_multiplied and not is_of_loss:
+        if is_multiplied and not moved.is_of_loss:
             return self._file("other", moved, detail="in an update that multiplies matrices")
         return self._file("activation", moved)
 
@@ -424,15 +577,23 @@ class Matcher:
 
     def list_unplanned(self) -> Iterator[Unplanned]:
         """The differences, and last the planned transfers that the program does not have."""
+        combined = [x.path for x in self._find_combined()]
+        products = self.filed.pop(_PRODUCT, [])
         for difference, members in self.filed.items():
             yield explain(
                 **difference._asdict(),
                 moved=[collective for collective, _ in members],
                 paths=[leaf for _, leaf in members if leaf is not None],
                 batch_axes=self.batch_axes,
+                is_explicit=self.is_explicit,
             )
+        if combined:
+            moved = [collective for collective, _ in products]
+            yield explain("as-one-product", moved=moved, paths=combined)
         missing = [x.planned for x in self.gathers if x.left and not self._is_merged(x)]
         for gradient in self.gradients.values():
+            if gradient.path in combined:
+                continue
             left = gradient.left
             missing += [x for x in gradient.planned if any(left.get(i) for i in x.axes)]
         paths: dict[tuple[str, str], list[str]] = defaultdict(list)
@@ -471,6 +632,7 @@ def _read_moved(number: int, collective: Collective, leaf: str | None) -> _Moved
         _elements(collective.bytes, collective.dtype),
         frozenset(collective.axes or ()),
         (collective.count or 0) > 1 or "while/body" in name,
+        collective.count is None,
     )
 
 
