@@ -25,7 +25,7 @@ from treeshard._core.mesh import (
     describe_mesh,
     parse_axes,
 )
-from treeshard._core.paths import PyTree, children_with_keys
+from treeshard._core.paths import PyTree, children_with_keys, path_under
 from treeshard._core.text import human_bytes
 from treeshard._planning.copies import histories, plan_copies
 from treeshard._planning.logical import ReadLogicalRules, current_logical_rules, logical_axis_rules
@@ -152,6 +152,13 @@ class Plan(PlannedTree):
             _split=StaticSplit(nodes, treedef, lambda x: isinstance(x, PlannedLeaf)),
             _recipe=_PartOf(self, str(path)),
         )
+
+    @property
+    def path(self) -> str:
+        """Where the tree is in the tree of the plan that it was taken from by `plan[path]`, or
+        empty."""
+        part = self._recipe
+        return path_under(part.source.path, part.path) if isinstance(part, _PartOf) else ""
 
     # With `__getitem__`, Python would iterate over a plan by asking for `plan[0]`, `plan[1]`, ...
     __iter__ = None

@@ -175,8 +175,9 @@ def load_safetensors(
     Args:
         path: A file, an index, or that of `save_safetensors`. In a directory, `model.safetensors`
             is read, or else the only index, or else the only file.
-        like: A tree of arrays or `jax.ShapeDtypeStruct`s, or a `Plan`. The result has its
-            structure and its other leaves. Without it, the result is a flat dict by name.
+        like: A `Plan`, or a tree of arrays or `jax.ShapeDtypeStruct`s, or of plans. The result has
+            its structure and its other leaves. Without it, the result is a flat dict by name. The
+            plan of a subtree, `plan["params"]`, reads the subtree alone, unless there is `rename`.
         rules: How to shard the arrays, by their paths (without `like`, by their names). By default
             arrays are placed like those of `like`; without `like` they stay in host memory.
         mesh: The mesh for the rules; by default the current one.
@@ -184,8 +185,9 @@ def load_safetensors(
         rename: As in `save_safetensors`, from paths in `like` to names in the file.
         cast: A floating-point dtype to convert tensors to, where `like` requests it (or is not
             given).
-        partial: Whether tensors may be missing in the file, or in `like`. What the file lacks
-            stays as in `like`, and a `ShardingWarning` lists it.
+        partial: Whether tensors may be missing in the file, or in `like`, where `None` and `...`
+            are missing, too. What the file lacks stays as in `like`, and a `ShardingWarning` lists
+            it.
         timeout: Seconds to wait for other processes, without the time in which they read.
         progress: Whether to show a progress bar with a step per tensor (needs `tqdm`).
 
@@ -221,7 +223,7 @@ def load_safetensors(
 
     def open_request(open_files: ExitStack) -> tuple[Request, dict[str, Stored]]:
         stored = open_files.enter_context(open_tensors(source))
-        request = tensor_request(stored, like, placing, rename, cast, where)
+        request = tensor_request(stored, like, placing, rename, cast, partial, where)
         request.differences.check(str(source), partial=partial)
         return request, stored
 
