@@ -235,3 +235,47 @@ def test_empty_containers_come_back(tree: Any, restored: Any, tmp_path: Path) ->
     assert jax.tree.structure(found["tree"]) == jax.tree.structure(restored)
     again = restore(tmp_path / "x", tree)
     assert jax.tree.structure(again) == jax.tree.structure(tree)
+
+
+# ------------------------------------------------------------------ classes that are rebuilt
+
+
+@flax.struct.dataclass
+class Checked:
+    """Looks at its children, also when it is rebuilt."""
+
+    a: Any
+    b: Any
+
+    def __post_init__(self) -> None:
+        assert (len(self.a.shape), len(self.b.shape)) == (2, 1)
+
+
+@jax.tree_util.register_pytree_node_class
+class Rebuilt:
+    """Flattens and converts what it is rebuilt from, and has its shapes in its structure."""
+
+    def __init__(self, *children: Any) -> None:
+        self.leaves = [x if hasattr(x, "shape") else np.asarray(x) for x in children]
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        return self.leaves, tuple(getattr(x, "shape", None) for x in self.leaves)
+
+    @classmethod
+    def tree_unflatten(cls, _: Any, leaves: Any) -> "Rebuilt":
+        return cls(*jax.tree.leaves(leaves))
+
+
+@pytest.mark.parametrize("kind", [Checked, Rebuilt])
+@on_formats
+def test_no_class_is_rebuilt_from_specs(write, read, kind, mesh, tmp_path) -> None:
+    tree, rules = {"x": kind(A, B), "n": None}, [(".*", P("data"))]
+    write(tmp_path / "x", tree)
+    plan = ts.plan(tree, rules, mesh, min_size=0)
+    placing = {"rules": rules, "mesh": mesh, "min_size": 0}
+    structs = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, tree))
+    for like, options in [(tree, placing), (structs, placing), (plan, {})]:
+        for part in (False, True):
+            found = read(tmp_path / "x", like, partial=part, **options)
+            assert_same(ts.gather(found), tree)
+            assert {x.sharding.spec for x in jax.tree.leaves(found)} == {P("data")}

@@ -350,10 +350,14 @@ def _like_leaf(x: SavedLeaf, cast: str | None) -> Any:
 
 
 def _decided(tree: PyTree, rules: Rules, placing: Placing, where: str) -> list[Any]:
-    """The shardings that the rules decide, and `P()` for leaves without a shape."""
+    """The shardings that the rules decide, and `None` for leaves without a shape."""
     decided = plan(tree, rules, with_devices(placing.mesh, where), min_size=placing.min_size)
     decided.check_before_use()
-    return tree_leaves(decided.shardings, is_leaf=is_none)
+    # Not by `decided.shardings`: a class may make something else of shardings than its leaves.
+    shardings = iter(decided.sharding_of_each())
+    of_leaves = (x and next(shardings) for x in decided.leaf_at_each_index())
+    leaves = tree_leaves(tree, is_leaf=is_none)
+    return [None if leaf is None else next(of_leaves) for leaf in leaves]
 
 
 def _own_shardings(tree: PyTree, where: str) -> list[Sharding | None]:
