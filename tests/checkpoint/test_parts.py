@@ -17,6 +17,7 @@ import pytest
 from flax import nnx
 from helpers import arange, assert_same
 from jax.sharding import PartitionSpec as P
+from rebuilt_classes import Checked, Rebuilt
 
 import treeshard as ts
 from tests.deprecations import tolerated
@@ -238,32 +239,6 @@ def test_empty_containers_come_back(tree: Any, restored: Any, tmp_path: Path) ->
 
 
 # ------------------------------------------------------------------ classes that are rebuilt
-
-
-@flax.struct.dataclass
-class Checked:
-    """Looks at its children, also when it is rebuilt."""
-
-    a: Any
-    b: Any
-
-    def __post_init__(self) -> None:
-        assert (len(self.a.shape), len(self.b.shape)) == (2, 1)
-
-
-@jax.tree_util.register_pytree_node_class
-class Rebuilt:
-    """Flattens and converts what it is rebuilt from, and has its shapes in its structure."""
-
-    def __init__(self, *children: Any) -> None:
-        self.leaves = [x if hasattr(x, "shape") else np.asarray(x) for x in children]
-
-    def tree_flatten(self) -> tuple[Any, Any]:
-        return self.leaves, tuple(getattr(x, "shape", None) for x in self.leaves)
-
-    @classmethod
-    def tree_unflatten(cls, _: Any, leaves: Any) -> "Rebuilt":
-        return cls(*jax.tree.leaves(leaves))
 
 
 @pytest.mark.parametrize("kind", [Checked, Rebuilt])

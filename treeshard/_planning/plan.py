@@ -92,6 +92,14 @@ class _PartOf:
         return self.source.on(mesh)[self.path]
 
 
+class _Place(jax.ShapeDtypeStruct):
+    """The index of a leaf, with its type: some classes look at what they are rebuilt from."""
+
+    def __init__(self, index: int, leaf: PlannedLeaf | None) -> None:
+        super().__init__(*((leaf.shape, leaf.dtype) if leaf else ((), "bool")))
+        self.index = index
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan(PlannedTree):
     """How every leaf of a tree is to be sharded over a mesh, and why: see `plan`.
@@ -137,13 +145,14 @@ class Plan(PlannedTree):
             >>> decided["model"].specs, decided["model/w"].specs
             ({'w': P('fsdp',)}, P('fsdp',))
         """
-        numbers = self._split.treedef.unflatten(range(self._split.treedef.num_leaves))
+        of_tree = self.leaf_at_each_index()
+        node = self._split.treedef.unflatten(map(_Place, range(len(of_tree)), of_tree))
         prefix, left = "", str(path)
         while left:
-            key, numbers = _child(numbers, left, prefix, self)
+            key, node = _child(node, left, prefix, self)
             prefix, left = f"{prefix}{key}/", left[len(key) + 1 :]
-        indices, treedef = tree_flatten(numbers)
-        of_tree = self.leaf_at_each_index()
+        found, treedef = tree_flatten(node)
+        indices = [place.index for place in found]
         leaves = [leaf for i in indices if (leaf := of_tree[i]) is not None]
         nodes = [self._split.static[i] if of_tree[i] is None else of_tree[i] for i in indices]
         return replace(
