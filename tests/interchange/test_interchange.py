@@ -66,10 +66,11 @@ def test_any_tree_has_the_bytes_of_the_package(tmp_path, monkeypatch, block, dat
         dtype, shape = data.draw(st.sampled_from(NUMPY_DTYPES)), data.draw(shapes)
         tree[name] = data.draw(st.sampled_from(views_of(random_array(dtype, shape, len(tree)))))
     metadata = data.draw(st.none() | st.dictionaries(names, names, min_size=1, max_size=1))
-    save_safetensors(tmp_path / "ours", tree, metadata=metadata)
-    assert (tmp_path / "ours").read_bytes() == package_bytes(tree, tmp_path, metadata)
-    assert_same(load_safetensors(tmp_path / "ours"), flat(tree))
-    assert files_in(tmp_path) == ["ours"]
+    ours = tmp_path / "ours.safetensors"
+    save_safetensors(ours, tree, metadata=metadata)
+    assert ours.read_bytes() == package_bytes(tree, tmp_path, metadata)
+    assert_same(load_safetensors(ours), flat(tree))
+    assert files_in(tmp_path) == [ours.name]
 
 
 # name -> the format's code, dtype, shape, and the specs on `fsdp=8` and on `data=2,fsdp=4`
@@ -195,11 +196,18 @@ def test_all_leaves_that_cannot_be_written_are_listed(file) -> None:
 
 
 def test_a_path_that_cannot_be_written_raises(tmp_path) -> None:
-    nowhere = tmp_path / "nowhere" / "model.safetensors"
-    with pytest.raises(ts.CheckpointError, match="safetensors: cannot be written to: No such"):
-        save_safetensors(nowhere, blocks())
-    with pytest.raises(ts.CheckpointError, match="is a directory. Pass the path of a file."):
-        save_safetensors(tmp_path, blocks())
+    (tmp_path / "file").touch()
+    (tmp_path / "folder.safetensors").mkdir()
+    paths = {
+        "file": "/file cannot be created: File exists.",
+        "file/out": "/file/out cannot be created: Not a directory.",
+        "file/model.safetensors": "/file cannot be created: File exists.",
+        "folder.safetensors": "is a directory. Pass the path of a file.",
+    }
+    for path, says in paths.items():
+        with pytest.raises(ts.CheckpointError, match=says):
+            save_safetensors(tmp_path / path, blocks())
+    assert files_in(tmp_path) == ["file", "folder.safetensors"]
 
 
 @pytest.mark.parametrize("most", [None, 900])

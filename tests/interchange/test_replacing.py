@@ -38,9 +38,11 @@ def save_as(path: Path, kind: str, number: int) -> None:
 
 def number_in(path: Path) -> int:
     """The number of the save that is read; it must be one save."""
-    found = load_safetensors(path)
-    assert sorted(found) == list("abcdef")
-    numbers = {float(x) for values in found.values() for x in values}
+    numbers = set()
+    for given in (path, path.parent) if path.name == "model.safetensors" else (path,):
+        found = load_safetensors(given)
+        assert sorted(found) == list("abcdef")
+        numbers |= {float(x) for values in found.values() for x in values}
     assert len(numbers) == 1, f"of two saves: {numbers}"
     return int(numbers.pop())
 

@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import assert_same, files_in
+from safetensors import safe_open
 from safetensors.numpy import save_file
 from saved_tensors import blocks, package_bytes
 
 import treeshard as ts
-from treeshard.interchange import load_safetensors, save_safetensors
+from treeshard.interchange import load_safetensors, save_safetensors, tensor_shapes
 
 
 def test_several_files_have_the_bytes_of_the_package_and_an_index(file, tmp_path) -> None:
@@ -27,6 +28,39 @@ def test_several_files_have_the_bytes_of_the_package_and_an_index(file, tmp_path
         assert (tmp_path / name).read_bytes() == package_bytes(tree, tmp_path, {"format": "pt"})
     for which in ("", "model.safetensors", "model.safetensors.index.json"):
         assert_same(load_safetensors(tmp_path / which), blocks())
+
+
+PARTS = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+IN_PARTS = [*PARTS, "model.safetensors.index.json"]
+
+
+@pytest.mark.parametrize(
+    ("path", "most", "files"),
+    [
+        ("out", None, ["model.safetensors"]),
+        ("out", 900, IN_PARTS),
+        ("new/llama-3.1", None, ["model.safetensors"]),
+        ("new/llama-3.1", 900, IN_PARTS),
+        ("", 900, IN_PARTS),
+    ],
+)
+def test_without_the_suffix_a_folder_is_written(path, most, files, tmp_path) -> None:
+    """As `transformers` reads it, which needs the metadata of each file."""
+    folder = tmp_path / path
+    save_safetensors(folder, blocks(), max_file_size=most)
+    assert files_in(folder) == files
+    assert_same(load_safetensors(folder), blocks())
+    assert tensor_shapes(folder).keys() == blocks().keys()
+    for name in files:
+        if name.endswith(".safetensors"):
+            with safe_open(folder / name, "numpy") as file:
+                assert file.metadata() == {"format": "pt"}
+    # What else is there is not read, nor is an earlier save of more or fewer files.
+    save_safetensors(folder / "adapter.safetensors", {"a": np.ones(3)})
+    save_safetensors(folder, blocks(), max_file_size=900 if most is None else None, metadata={})
+    others = ["model.safetensors"] if most else IN_PARTS
+    assert files_in(folder) == sorted(["adapter.safetensors", *others])
+    assert_same(load_safetensors(folder), blocks())
 
 
 def test_missing_or_ambiguous_files_raise(file, tmp_path) -> None:

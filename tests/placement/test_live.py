@@ -10,8 +10,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
+from tests.deprecations import tolerated
 from treeshard import extract_shardings, get_partition_spec, shard
 from treeshard.compat import extract_sharding_structure, get_shardings_with_structure
+
+with tolerated("haliax"):
+    import haliax as hax
 
 
 @pytest.fixture
@@ -62,6 +66,93 @@ def test_specs_that_do_not_fit_another_mesh(tree: dict[str, Any]) -> None:
         " axis 'data'. It has fsdp=8."
     )
     assert lines[2].startswith("  w: float32[8,4] as P('data', 'fsdp') on the mesh (fsdp=8): the")
+
+
+class Described:
+    """What describes an array, as classes of other libraries do."""
+
+    def __init__(self, sharding: Any, **fields: Any) -> None:
+        self.sharding = sharding
+        vars(self).update(fields)
+
+
+def test_a_spec_on_a_leaf_goes_on_the_mesh(mesh: Mesh) -> None:
+    full = {"shape": (8, 4), "dtype": np.dtype("float32")}
+    tree = {
+        "spec": Described(P("data"), **full),
+        "bare": Described(P(None, "fsdp")),
+        "placed": Described(NamedSharding(mesh, P("fsdp")), **full),
+        "none": Described(None, **full),
+        "other": Described("data"),
+        "array": shard(np.ones(8), P("data"), mesh),
+    }
+    specs = {"spec": P("data"), "bare": P(None, "fsdp"), "placed": P("fsdp"), "array": P("data")}
+    other = ts.make_mesh("fsdp=2,data=4")
+
+    def expected(mesh: Any, **own: Any) -> dict[str, Any]:
+        shardings = {name: NamedSharding(own.get(name, mesh), x) for name, x in specs.items()}
+        return {"none": None, "other": None, **shardings}
+
+    assert extract_shardings(tree, mesh) == expected(mesh)
+    assert extract_shardings(tree, "data=2,fsdp=4") == expected(mesh)
+    assert extract_shardings(tree, other) == expected(other)
+    with jax.set_mesh(other):
+        assert extract_shardings(tree) == expected(other, placed=mesh, array=mesh)
+    with pytest.raises(ts.NoMeshError, match="No mesh is in force. Pass one"):
+        extract_shardings(tree)
+    with pytest.raises(ts.UnknownAxisError) as told:
+        extract_shardings(tree, ts.make_mesh("data=8"))
+    assert "\n  bare: " in str(told.value)
+    with pytest.raises(ts.SpecError, match=r"spec: float32\[8,4\] as .* has 3 entries"):
+        extract_shardings({"spec": Described(P(None, None, "data"), **full)}, mesh)
+    del tree["none"], tree["other"]
+    assert get_partition_spec(tree) == specs
+
+
+def test_named_arrays_are_leaves(mesh: Mesh) -> None:
+    n, m = hax.make_axes(n=8, m=4)
+    tree = {
+        "w": hax.NamedArray(shard(np.ones((8, 4)), P("data"), mesh), (n, m)),
+        "layers": [hax.NamedArray(jnp.ones(8), (n,))],
+        "gone": hax.NamedArray(None, ()),  # as `eqx.filter` leaves it
+        "x": shard(np.ones(8), P("fsdp"), mesh),
+    }
+    specs = get_partition_spec(tree)
+    assert specs["w"] == P("data")
+    assert (specs["layers"], specs["x"]) == ([P()], P("fsdp"))
+    shardings = extract_shardings(tree)
+    assert shardings["w"] == NamedSharding(mesh, P("data"))
+    assert shardings["layers"] == [None]
+    assert extract_shardings(tree, mesh)["w"] == shardings["w"]
+    for given in (specs, shardings):
+        placed = shard(tree, given, mesh)
+        assert jax.tree.structure(placed) == jax.tree.structure(tree)
+        assert placed["w"].array.sharding.spec == P("data")
+    with pytest.raises(ts.SpecError, match="w: str is neither an array nor a number"):
+        get_partition_spec({"w": hax.NamedArray("text", ()), "x": tree["x"]})
+
+
+@jax.tree_util.register_pytree_node_class
+class Packed:
+    """Flattens what it is made of, also when it is rebuilt."""
+
+    def __init__(self, *children: Any) -> None:
+        self.leaves, self.structure = jax.tree.flatten(children)
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        return self.leaves, self.structure
+
+    @classmethod
+    def tree_unflatten(cls, structure: Any, leaves: Any) -> "Packed":
+        return cls(*jax.tree.unflatten(structure, leaves))
+
+
+def test_a_class_that_flattens_what_it_is_rebuilt_from(mesh: Mesh) -> None:
+    tree = {"p": Packed(shard(np.ones(8), P("data"), mesh), 3, "text", np.ones(2))}
+    shardings = extract_shardings(tree, mesh)["p"].leaves
+    assert shardings == [NamedSharding(mesh, P("data"))]
+    with pytest.raises(ts.UnknownAxisError, match="p/0: "):
+        extract_shardings(tree, ts.make_mesh("fsdp=8"))
 
 
 def test_structs_have_the_sharding_they_were_made_with(mesh: Mesh) -> None:

@@ -9,8 +9,10 @@ import pytest
 from helpers import arange, assert_same
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
+from rebuilt_classes import Checked, Rebuilt
 
 import treeshard as ts
+from treeshard import shard
 from treeshard.errors import LeafError
 
 
@@ -349,3 +351,14 @@ def test_logical_names_of_a_batch(mesh: Mesh) -> None:
     assert doubled.sharding.spec == P(("data", "fsdp"))
     with pytest.raises(ts.SpecError, match="no rules are in force"):
         ts.jit_step(lambda s, x: (s, x), plan, batch=("batch",))
+
+
+@pytest.mark.parametrize("kind", [Checked, Rebuilt])
+def test_no_class_is_rebuilt_from_the_specs_of_its_plan(kind, mesh) -> None:
+    tree = {"x": kind(np.ones((8, 2), np.float32), np.ones(8, np.float32)), "act": jax.nn.relu}
+    plan = ts.plan(tree, [(".*", P("data"))], mesh, min_size=0)
+    placed = shard(tree, plan)
+    assert not ts.diff_shardings(placed, plan)
+    assert_same(ts.gather(placed["x"]), tree["x"])
+    x = jax.jit(lambda x: ts.with_sharding_constraint(x, plan["x"]))(tree["x"])
+    assert {leaf.sharding.spec for leaf in jax.tree.leaves(x)} == {P("data")}

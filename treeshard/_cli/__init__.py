@@ -142,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add = command("export", "files:run_export", "write arrays to safetensors", _EXPORT)
     _add_path(add)
-    add("out", metavar="OUT", help="such as model.safetensors")
+    add("out", metavar="OUT", help="such as model.safetensors, or a folder without the suffix")
     add("--only", metavar="REGEX", help="export leaves whose path has a match")
     several: dict[str, Any] = {"action": "append", "default": []}
     add("--rename", **several, metavar="REGEX=>NEW", help=_RENAME)

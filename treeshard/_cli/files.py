@@ -28,7 +28,7 @@ from treeshard.errors import (
     short,
 )
 from treeshard.interchange._byte_ranges import Piece, full_region
-from treeshard.interchange._files import lay_out_files, write_files
+from treeshard.interchange._files import destination, lay_out_files, write_files
 from treeshard.interchange._format import Tensor, code_of
 from treeshard.interchange._tensors import tensor_names
 
@@ -107,7 +107,7 @@ def _export(options: argparse.Namespace, tree: StoredTree) -> str:
     arrays, others = _choose(tree.contents, options.only, options.skip)
     leaves = _rename(arrays, options.rename)
     rows = [Tensor(name, _code(leaf) or "", leaf.shape) for name, leaf in leaves.items()]
-    out = file_path(options.out)
+    out, metadata = destination(file_path(options.out), metadata or None)
     files = lay_out_files(out, rows, most, metadata)
     write_files(out, files, _read_values(tree, leaves), "export", TIMEOUT)
     *parts, last = [file.path for file in files]

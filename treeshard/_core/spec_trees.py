@@ -47,6 +47,11 @@ class SpecCarrier:
         """The specs; or where leaves are in other memory than the devices', shardings."""
         return self.specs
 
+    def at_each_leaf(self, tree: PyTree, *, placements: bool = False) -> list[Any] | None:
+        """The specs, or `placements`, for the leaves of a tree, if it has the structure that they
+        are for; by default, nobody knows."""
+        return None
+
     def check_before_use(self) -> None:
         """Raises if its specs must not be applied. Every function that applies them calls it."""
 
@@ -157,6 +162,10 @@ def _match_leaves(
     """The spec of every leaf as it is given, and whether it is for arrays of any rank: for a
     container, of one leaf or several, and not for the leaf itself. Raises as `specs_of_leaves`."""
     if isinstance(specs, SpecCarrier):
+        # A class may make something else of specs than its leaves, so it is not rebuilt from them.
+        each = specs.at_each_leaf(tree)
+        if each is not None:
+            return each
         specs = specs.specs
     # JAX matches the structures, which is fast. Only if it fails are both walked for a message.
     try:

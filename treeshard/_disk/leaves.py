@@ -177,12 +177,15 @@ def _holds_arrays(x: Any) -> bool:
 def check_known(tree: PyTree, where: str, error: type[TreeShardError] = LeafError) -> None:
     """Raises if leaves may hold values that are neither saved nor code."""
     check_no_refs(tree, where)
-    if not any(map(is_opaque, tree_leaves(tree))):
+    # `...` in a tree to restore into stands for a leaf that is left out.
+    is_read = error is MismatchError
+    unknown = [is_opaque(x) and not (is_read and x is ...) for x in tree_leaves(tree)]
+    if not any(unknown):
         return
     facts = [
         f"{path or 'the tree'}: {describe_argument(x)}."
-        for path, x in zip(leaf_paths(tree), tree_leaves(tree), strict=True)
-        if is_opaque(x)
+        for path, x, is_unknown in zip(leaf_paths(tree), tree_leaves(tree), unknown, strict=True)
+        if is_unknown
     ]
     headline = f"{where}: JAX does not know what is in {len(facts)} leaves, so it is not saved:"
     raise error(

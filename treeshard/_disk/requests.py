@@ -4,19 +4,19 @@ Checkpoints and safetensors files compare all of them before any array is read: 
 shows up while arrays are read would cost minutes, and would name one leaf, not all.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
-from jax.tree_util import tree_flatten, tree_leaves
+from jax.tree_util import tree_flatten, tree_leaves, tree_map
 
 from treeshard._core.arrays import array_text, has_shape
 from treeshard._core.facts import Facts
 from treeshard._core.make_mesh import with_devices
 from treeshard._core.mesh import MeshLike
-from treeshard._core.paths import PyTree
+from treeshard._core.paths import PyTree, nested
 from treeshard._core.spec_trees import raise_misfits, resolve_specs
 from treeshard._core.text import dtype_name, parse_dtype
 from treeshard._disk.leaves import (
@@ -81,6 +81,10 @@ def _is_floating(dtype: str) -> bool:
 # ------------------------------------------------------------------ differences
 
 _USE_PARTIAL = "`partial=True` reads the leaves that both have, and keeps the others of `like`."
+_WHOLE_PATH = (
+    "{source} has the missing leaves under {path!r}. Pass the plan of the subtree,"
+    " `plan[{path!r}]`, or a tree in which their paths begin with it, and `partial=True`."
+)
 _SUGGESTIONS = 10  # names are slow to compare, and no more leaves than these are listed
 
 
@@ -107,13 +111,26 @@ class Differences(NamedTuple):
             sections.append((f"requested leaves are not in {source}", missing))
             sections.append((f"leaves of {source} are not requested", unexpected))
         facts = [listed(f"{len(rows)} {what}:", rows) for what, rows in sections if rows]
-        if not partial and (missing or unexpected):
-            facts.append(_USE_PARTIAL)
+        advice = _USE_PARTIAL if missing or unexpected else ""
+        if above := _path_above(self.missing, self.unexpected):
+            advice = _WHOLE_PATH.format(source=source, path=above)
+        if not partial and advice:
+            facts.append(advice)
         if facts:
             raise MismatchError("\n".join(facts))
         if missing:
             headline = f"{len(missing)} leaves keep their values from `like`:"
-            warn(listed(headline, missing))
+            warn(listed(headline, missing) + (f"\n{advice}" if above else ""))
+
+
+def _path_above(missing: Sequence[str], unexpected: Iterable[str]) -> str:
+    """The path under which all missing leaves are stored; empty if there is none."""
+    stored = set(unexpected)
+    for name in stored if missing else ():
+        above = name.removesuffix(f"/{missing[0]}")
+        if above != name and all(f"{above}/{x}" in stored for x in missing):
+            return above
+    return ""
 
 
 def compare(
@@ -140,6 +157,8 @@ def compare(
 def _misfit(stored: SavedLeaf, requested: RequestedLeaf, cast: str | None) -> str:
     """Why a leaf cannot be read as requested; empty if it can."""
     fact = f"saved as {_type_text(stored)}, requested as {_type_text(requested)}."
+    if "none" in (stored.kind, requested.kind) and stored.kind != requested.kind:
+        return f"{fact} `partial=True` leaves it out."
     if (stored.kind, stored.shape) != (requested.kind, requested.shape):
         return fact
     if stored.dtype != requested.dtype:
@@ -249,31 +268,40 @@ def read_request(
     placing: Placing,
     *,
     cast: Any,
+    partial: bool,
     names: Callable[[PyTree], Mapping[int, str]],
     where: str,
+    of_subtrees: bool = True,
 ) -> Request:
     """Compares what a like-tree requests with what is stored; arguments and errors as of `restore`.
 
     With rules, these decide the shardings; otherwise the like-tree's own arrays do. Without `like`,
     all stored leaves are requested, by name. `names` takes the like-tree, whose `None`s are leaves,
     and returns the names of the leaves to read, by index. `where` is the public function.
+    `of_subtrees` says whether the plan of a subtree reads it by its path in the whole tree.
     """
     placing.check(where)
     to = cast_dtype(cast)
     tree = like
     if like is None:
         tree = {name: _like_leaf(x, to) for name, x in stored.items()}
-    elif isinstance(like, Plan):
-        like.check_before_use()
-        tree = like.structs
+    elif any(isinstance(x, Plan) for x in tree_leaves(like)):
+        tree = tree_map(_structs, like)
     check_known(tree, where, MismatchError)
     leaves, treedef = tree_flatten(tree, is_leaf=is_none)
+    name_of = names(tree)
+    if of_subtrees and isinstance(like, Plan) and like.path:
+        name_of, stored = _in_subtree(like.path, tree, stored, names)
+    if partial:
+        # A `None` holds no values, so that either side may have it in the place of anything.
+        name_of = {i: name for i, name in name_of.items() if leaves[i] is not None}
+        stored = {name: x for name, x in stored.items() if x.kind != "none"}
     if placing.rules is not None:
         shardings = _decided(tree, placing.rules, placing, where)
     else:
         shardings = _own_shardings(tree, where)
     requested: dict[int, RequestedLeaf] = {}
-    for i, name in names(tree).items():
+    for i, name in name_of.items():
         leaf = request_leaf(name, leaves[i])
         if leaf is not None and leaf.dtype:
             on_devices = leaf.on_devices or placing.rules is not None
@@ -281,6 +309,33 @@ def read_request(
         if leaf is not None:
             requested[i] = leaf
     return Request(leaves, treedef, requested, stored, compare(stored, requested.values(), to))
+
+
+def _structs(x: Any) -> Any:
+    if not isinstance(x, Plan):
+        return x
+    x.check_before_use()
+    return x.structs
+
+
+def _in_subtree(
+    path: str,
+    tree: PyTree,
+    stored: Mapping[str, SavedLeaf],
+    names: Callable[[PyTree], Mapping[int, str]],
+) -> tuple[Mapping[int, str], Mapping[str, SavedLeaf]]:
+    """The names and the stored leaves of the subtree at `path`, or at the end of that path.
+
+    What is stored is the whole tree, or the subtree, or a tree between: the one that has most of
+    the leaves.
+    """
+    parts = path.split("/")
+    prefixes = ["/".join(parts[i:]) for i in range(len(parts) + 1)]
+    found = {prefix: names(nested({prefix: tree})) for prefix in prefixes}
+    # Of equals the first, which is the longest: the whole tree may have leaves of these names.
+    prefix = max(prefixes, key=lambda x: len(stored.keys() & {*found[x].values()}))
+    under = {x: row for x, row in stored.items() if not prefix or f"{x}/".startswith(f"{prefix}/")}
+    return found[prefix], under
 
 
 def _like_leaf(x: SavedLeaf, cast: str | None) -> Any:
@@ -295,10 +350,14 @@ def _like_leaf(x: SavedLeaf, cast: str | None) -> Any:
 
 
 def _decided(tree: PyTree, rules: Rules, placing: Placing, where: str) -> list[Any]:
-    """The shardings that the rules decide, and `P()` for leaves without a shape."""
+    """The shardings that the rules decide, and `None` for leaves without a shape."""
     decided = plan(tree, rules, with_devices(placing.mesh, where), min_size=placing.min_size)
     decided.check_before_use()
-    return tree_leaves(decided.shardings, is_leaf=is_none)
+    # Not by `decided.shardings`: a class may make something else of shardings than its leaves.
+    shardings = iter(decided.sharding_of_each())
+    of_leaves = (x and next(shardings) for x in decided.leaf_at_each_index())
+    leaves = tree_leaves(tree, is_leaf=is_none)
+    return [None if leaf is None else next(of_leaves) for leaf in leaves]
 
 
 def _own_shardings(tree: PyTree, where: str) -> list[Sharding | None]:

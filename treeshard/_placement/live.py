@@ -9,13 +9,13 @@ from typing import Any
 import jax
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from jax.tree_util import tree_flatten
+from jax.tree_util import tree_flatten, tree_leaves
 
 from treeshard._core.arguments import check_no_refs
-from treeshard._core.arrays import is_array
+from treeshard._core.arrays import has_shape, is_array
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.mesh import MeshLike, as_mesh
-from treeshard._core.paths import PyTree, leaf_paths
+from treeshard._core.paths import PyTree, is_named_array, leaf_paths
 from treeshard._core.spec_trees import SpecTree, raise_misfits, resolve_specs
 from treeshard.errors import SpecError, listed
 
@@ -25,17 +25,20 @@ def extract_shardings(tree: PyTree, mesh: MeshLike | None = None) -> SpecTree:
 
     Args:
         tree: Any pytree of arrays, tracers and `ShapeDtypeStruct`s; other leaves are fine.
-        mesh: If given, the shardings are on this mesh instead, with the same specs.
+        mesh: If given, the shardings are on this mesh instead, with the same specs. Leaves whose
+            `sharding` is a `PartitionSpec` need one; by default it is the current one.
 
     Returns:
         The same containers with a `NamedSharding` per leaf, and `None` for a leaf without
-        one: numpy arrays, arrays on a single device, non-arrays. Every function that takes a
-        tree of specs accepts the result. A traced leaf has a sharding on Explicit axes only;
-        on Auto axes the compiler chooses it later.
+        one: numpy arrays, arrays on a single device, non-arrays. A `NamedArray` of haliax is
+        a leaf, as in haliax's own functions. Every function that takes a tree of specs accepts
+        the result. A traced leaf has a sharding on Explicit axes only; on Auto axes the
+        compiler chooses it later.
 
     Raises:
         SpecError: If specs do not fit `mesh`. All such leaves are listed. It is an
             `UnknownAxisError` too if the mesh lacks an axis.
+        NoMeshError: If a leaf has a `PartitionSpec`, and there is no mesh.
         LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
     Examples:
@@ -48,13 +51,15 @@ def extract_shardings(tree: PyTree, mesh: MeshLike | None = None) -> SpecTree:
         `get_shardings_with_structure`.
     """
     check_no_refs(tree, "extract_shardings")
-    leaves, treedef = tree_flatten(tree)
-    shardings = treedef.unflatten([_named_sharding(leaf) for leaf in leaves])
-    if mesh is None:
-        return shardings
-    resolved = resolve_specs(tree, shardings, as_mesh(mesh, make_mesh))
+    leaves, treedef = _flatten(tree)
+    placements = [_placement(leaf) for leaf in leaves]
+    if mesh is None and not any(isinstance(x, PartitionSpec) for x in placements):
+        return treedef.unflatten(placements)
+    # As lists: a class that flattens what it is rebuilt from would lose the `None`s of a tree.
+    arrays = [_described(leaf, x) for leaf, x in zip(leaves, placements, strict=True)]
+    resolved = resolve_specs(arrays, placements, as_mesh(mesh, make_mesh))
     misfits = {i: spec and spec.misfit() for i, spec in enumerate(resolved)}
-    raise_misfits(tree, misfits, "extract_shardings")
+    raise_misfits(treedef.unflatten(arrays), misfits, "extract_shardings")
     return treedef.unflatten([spec and spec.sharding for spec in resolved])
 
 
@@ -65,8 +70,9 @@ def get_partition_spec(tree: PyTree) -> SpecTree:
         tree: Any pytree of arrays, tracers, `ShapeDtypeStruct`s and Python scalars.
 
     Returns:
-        The same containers with a spec per leaf: that of its `NamedSharding`; `P()` for arrays
-        on a single device, numpy arrays and Python scalars.
+        The same containers with a spec per leaf: its own, or that of its `NamedSharding`; `P()` for
+        arrays on a single device, numpy arrays and Python scalars. A `NamedArray` of haliax is
+        a leaf, as in haliax's own functions.
 
     Raises:
         SpecError: If a leaf has no spec, because it is neither an array nor a number, has
@@ -83,7 +89,7 @@ def get_partition_spec(tree: PyTree) -> SpecTree:
         EasyDeL's function of this name.
     """
     check_no_refs(tree, "get_partition_spec")
-    leaves, treedef = tree_flatten(tree)
+    leaves, treedef = _flatten(tree)
     specs = [_spec(leaf) for leaf in leaves]
     if any(spec is None for spec in specs):
         rows = zip(leaf_paths(tree), leaves, specs, strict=True)
@@ -96,21 +102,44 @@ def get_partition_spec(tree: PyTree) -> SpecTree:
     return treedef.unflatten(specs)
 
 
-def _named_sharding(leaf: Any) -> NamedSharding | None:
+def _flatten(tree: PyTree) -> tuple[list[Any], Any]:
+    """The arrays and other leaves, and a structure in which a `NamedArray` is a leaf.
+
+    haliax's arrays compare by their values, so that with a spec in one `named == P()` would raise.
+    """
+    nodes, treedef = tree_flatten(tree, is_leaf=_is_named_leaf)
+    return [tree_leaves(x)[0] if _is_named_leaf(x) else x for x in nodes], treedef
+
+
+def _is_named_leaf(x: Any) -> bool:
+    return is_named_array(x) and len(tree_leaves(x)) == 1
+
+
+def _placement(leaf: Any) -> NamedSharding | PartitionSpec | None:
     # On Auto axes, the type of a tracer has a sharding too, which says nothing: the compiler
     # chooses after the trace.
     if isinstance(leaf, Tracer):
         sharding = jax.typeof(leaf).sharding
         return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
-    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        return None
-    return leaf.sharding if isinstance(leaf.sharding, NamedSharding) else None
+    # Other classes than JAX's describe arrays as well, some by a spec.
+    sharding = getattr(leaf, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding | PartitionSpec) else None
+
+
+def _described(leaf: Any, placement: NamedSharding | PartitionSpec | None) -> Any:
+    """A leaf, or the `ShapeDtypeStruct` of one that only describes an array."""
+    if placement is None or has_shape(leaf):
+        return leaf
+    spec = placement if isinstance(placement, PartitionSpec) else placement.spec
+    # Of an unknown shape only the axes are checked: any number divides 0.
+    shape = getattr(leaf, "shape", (0,) * len(spec))
+    return jax.ShapeDtypeStruct(shape, getattr(leaf, "dtype", "float32"))
 
 
 def _spec(leaf: Any) -> PartitionSpec | None:
-    sharding = _named_sharding(leaf)
-    if sharding is not None:
-        return sharding.spec
+    placement = _placement(leaf)
+    if placement is not None:
+        return placement.spec if isinstance(placement, NamedSharding) else placement
     # Python's numbers have no sharding: in a step, JAX replicates them.
     if isinstance(leaf, bool | int | float | complex):
         return PartitionSpec()

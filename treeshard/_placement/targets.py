@@ -77,7 +77,13 @@ def resolve_on_devices(
     """
     if isinstance(specs, SpecCarrier):
         specs.check_before_use()
-        specs, mesh = specs.placements, mesh or specs.mesh  # the placements name memories, too
+        mesh = mesh or specs.mesh
+        # The placements name memories, too.
+        each = specs.at_each_leaf(tree, placements=True)
+        if each is None:
+            specs = specs.placements
+        else:
+            tree, specs = tree_leaves(tree), each
     else:
         # Such a sharding has no spec and no mesh, which all that follows works with.
         specs = _name_single_devices(specs, mesh, where)

@@ -25,7 +25,7 @@ from treeshard._core.mesh import (
     describe_mesh,
     parse_axes,
 )
-from treeshard._core.paths import PyTree, children_with_keys
+from treeshard._core.paths import PyTree, children_with_keys, path_under
 from treeshard._core.text import human_bytes
 from treeshard._planning.copies import histories, plan_copies
 from treeshard._planning.logical import ReadLogicalRules, current_logical_rules, logical_axis_rules
@@ -92,6 +92,14 @@ class _PartOf:
         return self.source.on(mesh)[self.path]
 
 
+class _Place(jax.ShapeDtypeStruct):
+    """The index of a leaf, with its type: some classes look at what they are rebuilt from."""
+
+    def __init__(self, index: int, leaf: PlannedLeaf | None) -> None:
+        super().__init__(*((leaf.shape, leaf.dtype) if leaf else ((), "bool")))
+        self.index = index
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan(PlannedTree):
     """How every leaf of a tree is to be sharded over a mesh, and why: see `plan`.
@@ -137,13 +145,14 @@ class Plan(PlannedTree):
             >>> decided["model"].specs, decided["model/w"].specs
             ({'w': P('fsdp',)}, P('fsdp',))
         """
-        numbers = self._split.treedef.unflatten(range(self._split.treedef.num_leaves))
+        of_tree = self.leaf_at_each_index()
+        node = self._split.treedef.unflatten(map(_Place, range(len(of_tree)), of_tree))
         prefix, left = "", str(path)
         while left:
-            key, numbers = _child(numbers, left, prefix, self)
+            key, node = _child(node, left, prefix, self)
             prefix, left = f"{prefix}{key}/", left[len(key) + 1 :]
-        indices, treedef = tree_flatten(numbers)
-        of_tree = self.leaf_at_each_index()
+        found, treedef = tree_flatten(node)
+        indices = [place.index for place in found]
         leaves = [leaf for i in indices if (leaf := of_tree[i]) is not None]
         nodes = [self._split.static[i] if of_tree[i] is None else of_tree[i] for i in indices]
         return replace(
@@ -152,6 +161,13 @@ class Plan(PlannedTree):
             _split=StaticSplit(nodes, treedef, lambda x: isinstance(x, PlannedLeaf)),
             _recipe=_PartOf(self, str(path)),
         )
+
+    @property
+    def path(self) -> str:
+        """Where the tree is in the tree of the plan that it was taken from by `plan[path]`, or
+        empty."""
+        part = self._recipe
+        return path_under(part.source.path, part.path) if isinstance(part, _PartOf) else ""
 
     # With `__getitem__`, Python would iterate over a plan by asking for `plan[0]`, `plan[1]`, ...
     __iter__ = None

@@ -84,9 +84,21 @@ class PlannedTree(SpecCarrier):
     @property
     def placements(self) -> SpecTree:
         """The specs, with a `NamedSharding` for a leaf that is in other memory."""
+        return self._split.fill_static(self._placement_of_each(), PartitionSpec())
+
+    def _placement_of_each(self) -> list[Any]:
         pairs = zip(self.leaves, self.sharding_of_each(), strict=True)
-        placements = [x.given if x.memory is None else sharding for x, sharding in pairs]
-        return self._split.fill_static(placements, PartitionSpec())
+        return [x.given if x.memory is None else sharding for x, sharding in pairs]
+
+    def at_each_leaf(self, tree: PyTree, *, placements: bool = False) -> list[Any] | None:
+        """The specs, or `placements`, for the leaves of a tree, if it has the planned structure."""
+        if tree_structure(tree) != self._split.treedef:
+            return None
+        of_arrays = self._placement_of_each() if placements else [x.given for x in self.leaves]
+        each: list[Any] = [PartitionSpec()] * self._split.treedef.num_leaves
+        for i, spec in zip(self._split.indices, of_arrays, strict=True):
+            each[i] = spec
+        return each
 
     def sharding_of_each(self) -> list[NamedSharding]:
         """The sharding of every array; equal ones are one object.

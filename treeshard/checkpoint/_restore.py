@@ -65,7 +65,14 @@ from treeshard.checkpoint._paths import (
     seal,
     table_text,
 )
-from treeshard.checkpoint._table import LeafTable, from_text, in_its_dtype, paths_of, unpack
+from treeshard.checkpoint._table import (
+    LeafTable,
+    empty_containers,
+    from_text,
+    in_its_dtype,
+    paths_of,
+    unpack,
+)
 from treeshard.errors import DamagedError, FormatError, MismatchError
 
 WHERE = "restore"
@@ -114,16 +121,18 @@ def restore(
 
     Args:
         path: The checkpoint.
-        like: A `Plan`, or a tree of arrays or `jax.ShapeDtypeStruct`s. The result has its
-            structure and its static leaves. Without it, the result is dicts in dicts, by the parts
-            of the paths: `tree["layers"]["0"]["weight"]`.
+        like: A `Plan`, or a tree of arrays or `jax.ShapeDtypeStruct`s, or of plans. The result has
+            its structure and its static leaves. Without it, the result is dicts in dicts, by the
+            parts of the paths: `tree["layers"]["0"]["weight"]`. The plan of a subtree,
+            `plan["params"]`, reads the subtree alone.
         rules: How to shard the arrays, by their paths, as in `plan`. By default arrays are placed
             like those of `like`; without `like` they stay in host memory.
         mesh: The mesh for the rules, as in `plan`; by default the current one.
         min_size: For the rules, as in `plan`.
         cast: A floating-point dtype to convert floating-point arrays to, where `like` requests
             it (or is not given).
-        partial: Whether leaves may be missing from the checkpoint or from `like`. Leaves that the
+        partial: Whether leaves may be missing from the checkpoint or from `like`. A `None` is
+            missing, in `like` and in the checkpoint, and so is `...` in `like`. Leaves that the
             checkpoint lacks stay as they are in `like`, and a `ShardingWarning` lists them.
         timeout: Seconds to wait for other processes; waits for their reads have no limit.
         progress: Whether to show a progress bar with a step per array (needs `tqdm`).
@@ -158,7 +167,9 @@ def restore(
             table = table_at(checkpoint)
             rows = {row.path: row for row in table.leaves}
             placing = Placing(rules, mesh, min_size)
-            request = read_request(rows, like, placing, cast=cast, names=_paths, where=WHERE)
+            request = read_request(
+                rows, like, placing, cast=cast, partial=partial, names=_paths, where=WHERE
+            )
             request.differences.check(str(checkpoint), partial=partial)
             facts["the path"] = str(checkpoint)
             facts["the table of leaves"] = f"CRC-32 {seal(checkpoint)}"
@@ -167,7 +178,7 @@ def restore(
         leaves = [(rows[x.name], x) for x in requested.values()]
         arrays = _read_together(checkpoint, table.files, leaves, check, among, timeout, progress)
     tree = request.tree(zip(requested, _values(leaves, arrays), strict=True))
-    return nested(tree) if like is None else tree
+    return nested({**tree, **empty_containers(table)}) if like is None else tree
 
 
 def table_at(path: epath.Path) -> LeafTable:

@@ -56,11 +56,13 @@ class LeafTable(NamedTuple):
         leaves: A row for each leaf that is not static, in JAX's order.
         files: The files of the arrays, which a save does not know until it has written them. In an
             object store, whose objects are whole or not there, only the one that names the others.
+        empty: The containers that have no children, by path: `dict`, `list` or `tuple`.
     """
 
     meshes: tuple[dict[str, int], ...]
     leaves: tuple[SavedLeaf, ...]
     files: FileFacts
+    empty: Mapping[str, str] = {}
 
 
 # ------------------------------------------------------------------ from a tree, and back
@@ -96,7 +98,9 @@ def pack(tree: PyTree, facts: Facts) -> tuple[LeafTable, Arrays]:
     # After all shapes: a message that lists the first few facts should say if these differ.
     for path, x in named.items():
         facts.add_origin(path, x, range(jax.process_count()))
-    return LeafTable(meshes, tuple(rows), {}), arrays
+    empty = _empty_containers(tree)
+    facts["empty containers"] = str(empty)
+    return LeafTable(meshes, tuple(rows), {}, empty), arrays
 
 
 def paths_of(tree: PyTree, where: str, error: type[Exception]) -> dict[int, str]:
@@ -110,6 +114,27 @@ def paths_of(tree: PyTree, where: str, error: type[Exception]) -> dict[int, str]
         headline = f"{len(facts)} paths are shared by several leaves:"
         raise error(f"{where}: {listed(headline, facts)}")
     return {i: name for i, name in enumerate(names) if name is not None}
+
+
+def _empty_containers(tree: PyTree) -> dict[str, str]:
+    nodes = tree_leaves(tree, is_leaf=_is_empty)
+    paths = leaf_paths(tree, is_leaf=_is_empty)
+    return {path: _empty_kind(x) for path, x in zip(paths, nodes, strict=True) if _is_empty(x)}
+
+
+def _is_empty(x: Any) -> bool:
+    return isinstance(x, list | tuple | Mapping) and not x
+
+
+def _empty_kind(x: Any) -> str:
+    kinds = (kind for kind in (list, tuple) if isinstance(x, kind))
+    return next(kinds, dict).__name__
+
+
+def empty_containers(table: LeafTable) -> dict[str, Any]:
+    """The containers of a table that have no children, by path; a named tuple is a tuple."""
+    kinds = {"list": list, "tuple": tuple}
+    return {path: kinds.get(kind, dict)() for path, kind in table.empty.items()}
 
 
 def unpack(row: SavedLeaf, array: Any) -> Any:
@@ -227,8 +252,12 @@ def to_text(table: LeafTable) -> str:
     # Lists keep the order of axes where other programs sort the keys of objects.
     meshes = [list(map(list, axes.items())) for axes in table.meshes]
     files = dict(sorted(table.files.items()))
-    crc = _crc({"treeshard_leaves": VERSION, "meshes": meshes, "leaves": rows, "files": files})
+    raw = {"treeshard_leaves": VERSION, "meshes": meshes, "leaves": rows, "files": files}
     head = f'"treeshard_leaves": {VERSION},\n"meshes": {json.dumps(meshes)}'
+    if table.empty:
+        raw["empty"] = table.empty
+        head += f',\n"empty": {json.dumps(table.empty)}'
+    crc = _crc(raw)
     leaf_lines = ",".join(f"\n  {json.dumps(row)}" for row in rows)
     file_lines = ",".join(f"\n  {json.dumps(x)}: {facts}" for x, facts in files.items())
     arrays = f'"leaves": [{leaf_lines}\n],\n"files": {{{file_lines}\n}}'
@@ -259,9 +288,10 @@ def from_text(text: str) -> LeafTable:
         meshes = tuple(dict(axes) for axes in raw["meshes"])
         leaves = tuple(_row_of_json(row, f"leaves[{i}]") for i, row in enumerate(raw["leaves"]))
         files = {str(name): list(facts) for name, facts in raw["files"].items()}
+        empty = {str(path): str(kind) for path, kind in raw.get("empty", {}).items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise FormatError(f"The table of leaves is not one of treeshard's: {error}") from None
-    return LeafTable(meshes, leaves, files)
+    return LeafTable(meshes, leaves, files, empty)
 
 
 def _row_of_json(raw: Any, where: str) -> SavedLeaf:

@@ -28,7 +28,13 @@ from treeshard._disk.requests import Placing, Request
 from treeshard._disk.untrusted import check_memory, no_memory_to_read
 from treeshard._planning.rules import Rules
 from treeshard.errors import CheckpointError
-from treeshard.interchange._files import Stored, lay_out_files, open_tensors, write_files
+from treeshard.interchange._files import (
+    Stored,
+    destination,
+    lay_out_files,
+    open_tensors,
+    write_files,
+)
 from treeshard.interchange._format import Tensor, code_of
 from treeshard.interchange._names import map_tensors
 from treeshard.interchange._tensors import (
@@ -77,8 +83,10 @@ def save_safetensors(
     tree without the other path.
 
     Args:
-        path: The file, such as `"model.safetensors"`. It is the same on every process, in a
-            directory that all of them share.
+        path: The file, such as `"model.safetensors"`. Without this suffix it is a folder, in which
+            the file is `model.safetensors`, where `transformers` looks for it. Folders that do not
+            exist are created. It is the same on every process, in a directory that all of them
+            share.
         tree: Any pytree. Leaves that are not arrays, such as Python numbers, are not written.
             Of an array that every process holds in full, the copy of the first is written.
         rename: The name of each tensor: a function of the leaf's path, or a mapping from paths
@@ -87,8 +95,8 @@ def save_safetensors(
             `model-00001-of-00003.safetensors` with an index, `model.safetensors.index.json`. Only
             a single tensor may exceed it. By default there is one file. Where an earlier save has
             these names, the new files are `model-00001-of-00003-2.safetensors`.
-        metadata: Strings for the header, such as `{"format": "pt"}`, which Hugging Face's
-            libraries require.
+        metadata: Strings for the header. In a folder it is `{"format": "pt"}` by default, which
+            Hugging Face's libraries require. A file has none by default.
         timeout: Seconds to wait for other processes, without the time in which they write.
         progress: Whether to show a progress bar with a step per leaf (needs `tqdm`).
 
@@ -114,7 +122,7 @@ def save_safetensors(
     """
     where = "save_safetensors"
     check_path(path, where, "save_safetensors(path, tree)")
-    to = file_path(path)
+    to, metadata = destination(file_path(path), metadata)
     # Everything that can fail is checked here on all processes, before a file is created.
     with require_agreement(where, timeout=timeout) as facts:
         most = parse_bytes(max_file_size) if isinstance(max_file_size, str) else max_file_size
@@ -165,9 +173,11 @@ def load_safetensors(
     All requested tensors are compared with the stored ones before anything is read.
 
     Args:
-        path: A file, an index, a directory with one of these, or that of `save_safetensors`.
-        like: A tree of arrays or `jax.ShapeDtypeStruct`s, or a `Plan`. The result has its
-            structure and its other leaves. Without it, the result is a flat dict by name.
+        path: A file, an index, or that of `save_safetensors`. In a directory, `model.safetensors`
+            is read, or else the only index, or else the only file.
+        like: A `Plan`, or a tree of arrays or `jax.ShapeDtypeStruct`s, or of plans. The result has
+            its structure and its other leaves. Without it, the result is a flat dict by name. The
+            plan of a subtree, `plan["params"]`, reads the subtree alone, unless there is `rename`.
         rules: How to shard the arrays, by their paths (without `like`, by their names). By default
             arrays are placed like those of `like`; without `like` they stay in host memory.
         mesh: The mesh for the rules; by default the current one.
@@ -175,8 +185,9 @@ def load_safetensors(
         rename: As in `save_safetensors`, from paths in `like` to names in the file.
         cast: A floating-point dtype to convert tensors to, where `like` requests it (or is not
             given).
-        partial: Whether tensors may be missing in the file, or in `like`. What the file lacks
-            stays as in `like`, and a `ShardingWarning` lists it.
+        partial: Whether tensors may be missing in the file, or in `like`, where `None` and `...`
+            are missing, too. What the file lacks stays as in `like`, and a `ShardingWarning` lists
+            it.
         timeout: Seconds to wait for other processes, without the time in which they read.
         progress: Whether to show a progress bar with a step per tensor (needs `tqdm`).
 
@@ -212,7 +223,7 @@ def load_safetensors(
 
     def open_request(open_files: ExitStack) -> tuple[Request, dict[str, Stored]]:
         stored = open_files.enter_context(open_tensors(source))
-        request = tensor_request(stored, like, placing, rename, cast, where)
+        request = tensor_request(stored, like, placing, rename, cast, partial, where)
         request.differences.check(str(source), partial=partial)
         return request, stored
 

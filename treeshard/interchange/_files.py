@@ -29,11 +29,25 @@ from typing import BinaryIO, NamedTuple
 import jax
 
 from treeshard._core.processes import AS_LONG_AS_IT_TAKES, all_or_none
-from treeshard._disk.files import Lock, check_mark, flush, new_mark, remove_left, tell_removed
+from treeshard._disk.files import (
+    Lock,
+    check_mark,
+    flush,
+    make_directory,
+    new_mark,
+    remove_left,
+    tell_removed,
+)
 from treeshard._disk.untrusted import check_size, open_file, parse, read_file
 from treeshard.errors import CheckpointError, FormatError, listed
 from treeshard.interchange._byte_ranges import Piece, write, write_bytes
 from treeshard.interchange._format import Tensor, lay_out, read_header
+
+SUFFIX = ".safetensors"
+# `transformers` looks for these two in a folder, for the file first, and by default it reads only
+# files whose header has this metadata.
+_IN_FOLDER = f"model{SUFFIX}"
+_OF_FOLDER = {"format": "pt"}
 
 
 def _index_of(path: Path) -> Path:
@@ -42,6 +56,15 @@ def _index_of(path: Path) -> Path:
 
 
 # ------------------------------------------------------------------ what is written
+
+
+def destination(
+    path: Path, metadata: Mapping[str, str] | None
+) -> tuple[Path, Mapping[str, str] | None]:
+    """The file to write and its metadata: at `path`, or in a folder if it lacks the suffix."""
+    if path.name.endswith(SUFFIX):
+        return path, metadata
+    return path / _IN_FOLDER, _OF_FOLDER if metadata is None else metadata
 
 
 class NewFile(NamedTuple):
@@ -138,6 +161,7 @@ def _write_files(
     mark = hidden / f"{path.name}.mark"  # not the name of any of the files
     with all_or_none(where, phase="create", timeout=timeout) as marks:
         if first:
+            make_directory(path.parent)
             lock = path.with_name(f".{path.name}.treeshard-files-lock")
             held.enter_context(Lock(lock, f"{where}: {path}"))
             tell_removed(where, path.parent, remove_left(hidden))
@@ -250,17 +274,22 @@ def open_tensors(path: Path, shapes_only: bool = False) -> Iterator[dict[str, St
 
 
 def _in_directory(path: Path) -> Path:
-    """The only index in a directory, or else the only file of tensors."""
-    for pattern in ("*.safetensors.index.json", "*.safetensors"):
-        names = sorted(file.name for file in path.glob(pattern))
+    """The file in a directory, or the one that its index is named after.
+
+    It is `model.safetensors`, or else the only index, or else the only file.
+    """
+    if (path / _IN_FOLDER).exists() or _index_of(path / _IN_FOLDER).exists():
+        return path / _IN_FOLDER
+    for end in (f"{SUFFIX}.index.json", SUFFIX):
+        names = sorted(file.name for file in path.glob(f"*{end}"))
         if len(names) > 1:
             shown = ", ".join(names if len(names) <= 5 else [*names[:5], "..."])
             raise CheckpointError(
-                f"{path} has {len(names)} files {pattern}: {shown}. Pass the path of one."
+                f"{path} has {len(names)} files *{end}: {shown}. Pass the path of one."
             )
         if names:
-            return path / names[0]
-    raise CheckpointError(f"{path} has no file *.safetensors.")
+            return path / names[0].removesuffix(".index.json")
+    raise CheckpointError(f"{path} has no file *{SUFFIX}.")
 
 
 def _open_one(path: Path, open_files: ExitStack, shapes_only: bool) -> dict[str, Stored]:

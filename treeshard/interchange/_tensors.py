@@ -6,7 +6,6 @@ for a leaf that it cannot hold, and a file without it would load as a tree that 
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -174,6 +173,7 @@ def tensor_request(
     placing: Placing,
     rename: Names | None,
     cast: Any,
+    partial: bool,
     where: str,
 ) -> Request:
     """Compares the requested tensors with the stored ones. Without `like`, all are requested."""
@@ -181,9 +181,17 @@ def tensor_request(
         name: SavedLeaf(name, "array", x.tensor.shape, DTYPES[x.tensor.code])
         for name, x in stored.items()
     }
-    names = partial(tensor_names, rename=rename, where=where)
     # As of a checkpoint, so that both say the same of what differs.
-    request = read_request(types, like, placing, cast=cast, names=names, where=where)
+    request = read_request(
+        types,
+        like,
+        placing,
+        cast=cast,
+        partial=partial,
+        names=lambda tree: tensor_names(tree, rename, where),
+        where=where,
+        of_subtrees=rename is None,  # which has the names for the paths in `like`
+    )
     for leaf in request.to_read().values():
         code = stored[leaf.name].tensor.code
         if code in PACKED:
