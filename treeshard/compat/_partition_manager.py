@@ -10,7 +10,7 @@ from jax.tree_util import register_static
 
 from treeshard._core.specs import Entry
 from treeshard._placement.constraint import with_sharding_constraint
-from treeshard._planning.logical import PartitionAxis
+from treeshard._placement.partition_axis import PartitionAxis
 from treeshard.errors import SpecError
 
 # The constants whose fields have other names: `"__HEAD__"` is `head_axis`. For keys and values
