@@ -59,6 +59,22 @@ def test_decoding_is_sharded_as_training_unless_it_has_its_own_axes(
     assert manager.resolve(names, "__insert__") == decode
 
 
+@pytest.mark.parametrize(
+    ("names", "train", "decode"),
+    [
+        (["__BATCH__", "cache"], P(("fsdp", "dp"), "sp"), P(("fsdp", "dp"), "sp")),
+        (["__CACHE__", "__HEAD__"], P("sp", "tp"), P("sp", "tp")),
+        (["__ATTN_DP__", "_"], P("dp", None), P(None, None)),
+        ([["__ATTN_DP__", "cache"], None], P(("dp", "sp"), None), P("sp", None)),
+    ],
+)
+def test_custom_names(names: list[Any], train: P, decode: P) -> None:
+    custom = {"cache": "sp", "__ATTN_DP__": "dp", "generation___ATTN_DP__": None}
+    manager = PartitionManager(ts.PartitionAxis(custom=custom))
+    assert manager.resolve(names, "__train__") == train
+    assert manager.resolve(names, "__autoregressive__") == decode
+
+
 def test_a_dim_of_length_one_is_of_decoding() -> None:
     paxis = ts.PartitionAxis(generation_batch_axis="dp")
     manager = PartitionManager(paxis)

@@ -52,6 +52,7 @@ from treeshard._core.specs import (
     entries,
     fill_unconstrained,
     project,
+    trimmed,
     without_axes,
 )
 from treeshard._placement.shard import shard
@@ -380,9 +381,12 @@ def _targets(
         # Arrays outside a trace need devices to be placed on.
         return chosen if tracing or is_struct or isinstance(chosen, Mesh) else None
 
-    # A `PartitionAxis` warns if the mesh has axes that it does not name. Axes of a list that the
-    # mesh lacks stay, for `_report`: they may be misspelled.
-    is_by_dim = isinstance(current_logical_rules(), NamedAxes)
+    def resolve(names: Any) -> PartitionSpec:
+        # A `PartitionAxis` warns if the mesh has axes that it does not name. Axes of a list that
+        # the mesh lacks stay, for `_report`: they may be misspelled.
+        is_by_dim = isinstance(current_logical_rules(), NamedAxes)
+        return trimmed(resolver(mesh)(names)) if is_by_dim else resolve_names(names)
+
     targets = resolve_specs(
         tree,
         shardings,
@@ -390,7 +394,7 @@ def _targets(
         choose_mesh=choose_mesh,
         manual=manual_axes() | vmapped_axes(),
         name="shardings",
-        resolve=resolver(mesh) if is_by_dim else resolve_names,
+        resolve=resolve,
         keep_uneven=keep_uneven and tracing,
         typed=tracing,
     )

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from treeshard._core.mesh import MeshLike, axis_sizes, describe_sizes, get_incontext_mesh
 from treeshard._core.paths import PyTree
-from treeshard._core.specs import Entry, all_axes, axes_of, entry_of, is_mesh_axes
+from treeshard._core.specs import Entry, all_axes, axes_of, entry_of, is_mesh_axes, trimmed
 from treeshard._placement.constraint import with_sharding_constraint
 from treeshard._planning.axis_names import USUAL_NAMES, idle_axes
 from treeshard._planning.logical import Mode, NamedAxes, check_names, on_mesh, resolve_by_dims
@@ -234,7 +234,8 @@ class PartitionAxis(NamedAxes):
         """
         # Where axes are dropped here, the constraint does not warn of them again.
         here = get_incontext_mesh(raise_error=False) if mesh is None else mesh
-        return with_sharding_constraint(x, self.resolve(*names, mode=mode, mesh=here), mesh)
+        spec = self.resolve(*names, mode=mode, mesh=here)
+        return with_sharding_constraint(x, trimmed(spec), mesh)
 
     def _warn_of_unnamed_axes(self, mesh: MeshLike | None) -> None:
         here = get_incontext_mesh(raise_error=False) if mesh is None else mesh
