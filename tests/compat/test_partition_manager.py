@@ -29,6 +29,7 @@ BIAS = ["__BIAS_HEAD_SEQ__", "__BIAS_KV_SEQ__", "__LENGTH__", "__EMBED__"]
         (GATE, P(None, None, "tp"), P(None, None, "tp")),
         (BIAS, P(None, None, "sp", "tp"), P(None, None, "sp", "tp")),
         (["batch", ("sequence", "head")], P(("fsdp", "dp"), ("sp", "tp")), None),
+        ([["__EMBED__", "__KV_HEAD_DIM__"], ["_"]], P("tp", None), P("tp", None)),
     ],
 )
 def test_names_resolve_as_in_eformer(names: list[Any], train: Any, decode: Any) -> None:

@@ -139,7 +139,8 @@ def apply_logical_sharding(
 def _read_name(name: Any, custom: Collection[str]) -> Entry:
     """A name, or several, as `PartitionAxis` has it: `"__KV_LENGTH__"` is `"key_sequence"`."""
     if isinstance(name, list | tuple):
-        return tuple(_read_name(each, custom) for each in name)
+        names = [_read_name(each, custom) for each in name]
+        return tuple(each for each in names if each is not None)
     if not isinstance(name, str) or not name.strip("_"):
         return None
     if name in custom:
