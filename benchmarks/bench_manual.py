@@ -96,7 +96,7 @@ def descend(params: Tree, grads: Tree) -> Tree:
 
 def by_hand(mesh: Mesh, specs: Tree, check_vma: bool = True, scanned: bool = True) -> Any:
     """With treeshard; `scanned` gathers layer by layer, else everything is gathered in front."""
-    gather = partial(manual.gather_params, axis_names="fsdp")
+    gather = partial(manual.gather_params, axis_name="fsdp")
     loss = partial(
         mean_loss,
         layer=partial(gather, specs=ts.layer_specs(specs["layers"])),

@@ -198,7 +198,7 @@ def by_treeshard(case: Case, mesh: Mesh) -> CompiledStep:
         # are small: replicated, they would be gathered in each step.
         rules, min_size = [("opt/matrices/", P("fsdp")), *rules], 0
     plan = planned(params, optimizer, rules, mesh, min_size=min_size)
-    constrain = partial(ts.with_sharding_constraint, shardings=rows)
+    constrain = partial(ts.with_sharding_constraint, sharding=rows)
     use_ends = cast if "as they are" in case.strategy else gathered
     losses = optax.softmax_cross_entropy_with_integer_labels
     if case.is_explicit:  # which JAX does not type: a lookup in logits that are split

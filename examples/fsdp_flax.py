@@ -51,7 +51,7 @@ class Classifier(nn.Module):
 def make_model(args):
     dense = nn.Dense
     if not args.whole:
-        dense = shard_module_params(nn.Dense, axis_names="data", min_size=2**4)
+        dense = shard_module_params(nn.Dense, axis_name="data", min_weight_size=2**4)
     return Classifier(args.hidden, args.classes, args.dropout, dense)
 
 

@@ -43,7 +43,7 @@ from jax.sharding import PartitionSpec as P
 x, mesh = np.zeros((3, 2), 'float32'), ts.make_mesh('data=8')
 ts.with_sharding_constraint(x, P('data'), mesh)
 keep = jax.shard_map(
-    lambda x: ts.manual.shard_params(x, 'data', min_size=0),
+    lambda x: ts.manual.shard_params(x, 'data', min_weight_size=0),
     mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
 jax.eval_shape(keep, np.zeros(3, 'float32'))
 """

@@ -86,7 +86,7 @@ def ways(specs: Any) -> dict[str, Callable[..., Any]]:
         value, grads = jax.value_and_grad(f)(params, batch)
         return lax.pmean(value, BOTH), manual.sync_gradients(grads, BOTH, specs)
 
-    wrapped = manual.shard_module_params(local, BOTH, specs, remat=True)
+    wrapped = manual.shard_module_params(local, BOTH, specs=specs, remat=True)
     return {
         "gather, sync": partial(by_hand, f=gathered),
         "reduced, varied": partial(by_hand, f=reduced),
@@ -139,7 +139,7 @@ def through_layers(stack: Any, x: Any, gather: Callable[[Any], Any] = lambda lay
 
 @checks
 def test_layers_gathered_one_by_one_in_a_scan_are_averaged_once(check_vma: bool) -> None:
-    gather = partial(manual.gather_params, axis_names=BOTH, specs=ts.layer_specs(STACKED))
+    gather = partial(manual.gather_params, axis_name=BOTH, specs=ts.layer_specs(STACKED))
     mean = partial(through_layers, gather=gather)
     grad = manual.value_and_grad(mean, BOTH, STACKED, gather=False)
     run = on(MESHES["2x4"], grad, (STACKED, P(BOTH)), (P(), STACKED), check_vma)
@@ -153,7 +153,7 @@ def test_layers_gathered_one_by_one_in_a_scan_are_averaged_once(check_vma: bool)
 
 @pytest.mark.parametrize(("remat", "times"), [(False, 1), (True, 2)])
 def test_remat_gathers_again(remat: bool, times: int) -> None:
-    loss = manual.shard_module_params(local, "fsdp", SHARDED, remat=remat)
+    loss = manual.shard_module_params(local, "fsdp", specs=SHARDED, remat=remat)
     run = on(MESHES["1x8"], jax.grad(loss), (SHARDED, P("fsdp")), SHARDED)
     assert str(run.trace(PARAMS, BATCH).jaxpr).count("all_gather[") == 2 * times
 
@@ -271,8 +271,7 @@ def shapes_and_specs(f: Callable[[Any], Any], tree: Any, mesh: str = "2x4") -> A
     return shapes, manual.partition_specs(made)
 
 
-def test_the_largest_dim_of_large_leaves_is_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MIN_SHARDING_SIZE", "64")
+def test_the_largest_dim_of_large_leaves_is_sharded() -> None:
     specs = {
         (16, 64): P(None, "fsdp"),
         (16, 16): P(None, "fsdp"),  # the last among equals
@@ -281,19 +280,19 @@ def test_the_largest_dim_of_large_leaves_is_sharded(monkeypatch: pytest.MonkeyPa
         (60,): P(),
     }
     tree = {str(shape): jnp.zeros(shape) for shape in specs}
-    keep = partial(manual.shard_params, axis_names="fsdp")
+    keep = partial(manual.shard_params, axis_name="fsdp", min_weight_size=64)
     assert shapes_and_specs(keep, tree)[1] == {str(shape): spec for shape, spec in specs.items()}
-    keep = partial(manual.shard_params, axis_names=BOTH, min_size=256)
+    keep = partial(manual.shard_params, axis_name=BOTH, min_weight_size=256)
     _, specs = shapes_and_specs(keep, [jnp.zeros((12, 24)), jnp.zeros((8, 24))])
     assert specs == [P(None, BOTH), P()]
 
 
 def test_axes_come_one_after_another() -> None:
     def keep(x: Any) -> Any:
-        tensor = manual.shard_params(x, "data", min_size=0)
-        return manual.shard_params(tensor, "fsdp", min_size=64)
+        tensor = manual.shard_params(x, "data", min_weight_size=0)
+        return manual.shard_params(tensor, "fsdp", min_weight_size=64)
 
-    # The size of the full array counts for `min_size`, also after it is sharded.
+    # The size of the full array counts for `min_weight_size`, also after it is sharded.
     shapes, specs = shapes_and_specs(keep, {"w": jnp.zeros((8, 8)), "v": jnp.zeros((4, 8))})
     assert specs == {"w": P("fsdp", "data"), "v": P(None, "data")}
     assert jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, tuple)) == [(4, 4), (2, 4)]
@@ -309,7 +308,7 @@ def test_what_cannot_be_sharded_stays_with_one_warning() -> None:
     }
 
     def keep(arrays: Any) -> Any:
-        kept = manual.shard_params({**tree, "fine": arrays}, "fsdp", min_size=0)
+        kept = manual.shard_params({**tree, "fine": arrays}, "fsdp", min_weight_size=0)
         assert kept["done"] is tree["done"]
         assert kept["act"] is jax.nn.relu
         return kept["fine"]
@@ -326,8 +325,8 @@ def test_what_cannot_be_sharded_stays_with_one_warning() -> None:
 
 def test_what_varies_over_the_axis_is_sharded_already() -> None:
     def keep(x: Any) -> Any:
-        part = manual.shard_params(x, "fsdp", P("fsdp"))
-        assert manual.shard_params(part, "fsdp", P("fsdp")) is part
+        part = manual.shard_params(x, "fsdp", specs=P("fsdp"))
+        assert manual.shard_params(part, "fsdp", specs=P("fsdp")) is part
         return part
 
     f = jax.shard_map(keep, mesh=MESHES["2x4"], in_specs=P(), out_specs=P("fsdp"))
@@ -353,8 +352,8 @@ def test_shard_then_gather_is_the_identity(axes: Any, check_vma: bool) -> None:
     specs = {name: spec for name, (_, spec) in SHUFFLED.items()}
 
     def there_and_back(tree: Any) -> Any:
-        parts = manual.shard_params(tree, axes, specs)
-        boxed = manual.shard_params(tree, axes, min_size=16)
+        parts = manual.shard_params(tree, axes, specs=specs)
+        boxed = manual.shard_params(tree, axes, min_weight_size=16)
         backs = manual.gather_params(parts, axes, specs), manual.gather_params(boxed, axes)
         return parts, jax.tree.map(lambda x: x[None], backs)
 
@@ -409,10 +408,10 @@ def test_specs_may_be_a_plan_or_shardings_or_none() -> None:
         for specs in (plan, plan.shardings, plan.specs, {"a": P("fsdp"), "b": None}):
             whole = manual.gather_params(part, "fsdp", specs)
             assert whole["a"].shape == tree["a"].shape
-            assert manual.shard_params(tree, "fsdp", specs)["a"].shape == part["a"].shape
+            assert manual.shard_params(tree, "fsdp", specs=specs)["a"].shape == part["a"].shape
         assert whole["b"] is part["b"]
         assert manual.sync_gradients(part, "fsdp", specs)["b"] is part["b"]
-        assert manual.shard_params(whole, "fsdp", {"a": None, "b": None})["a"] is whole["a"]
+        assert manual.shard_params(whole, "fsdp", specs={"a": None, "b": None})["a"] is whole["a"]
         return part
 
     inside(step, tree)
@@ -456,7 +455,7 @@ def test_equinox_modules_gather_themselves(check_vma: bool) -> None:
     def step(arrays: Any, x: Any) -> Any:
         model = eqx.combine(arrays, static)
         at_once = manual.value_and_grad(apply, BOTH, specs)(model, x)[1]
-        wrapped = manual.shard_module_params(model, BOTH, specs, remat=True)
+        wrapped = manual.shard_module_params(model, BOTH, specs=specs, remat=True)
         assert ts.leaf_paths(wrapped)[0].startswith("module/layers/0/")
         by_itself = eqx.filter_grad(apply)(wrapped, x)
         by_itself = manual.sync_gradients(by_itself.module, BOTH, specs)
@@ -493,7 +492,7 @@ BAD: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
         " 'fdsp'. It has data=2, fsdp=4. Did you mean 'fsdp'?",
     ),
     "indivisible": (
-        lambda t: manual.shard_params(t, "data", {"a": P(None, "data"), "b": P("data")}),
+        lambda t: manual.shard_params(t, "data", specs={"a": P(None, "data"), "b": P("data")}),
         {"a": X[:, :3], "b": X[:12]},
         "shard_params: these leaves cannot be sharded:\n  a: P(None, 'data') splits"
         " dim 1 of shape (4, 3) into 2 parts, and 3 is not divisible by 2. Pad it to 4",

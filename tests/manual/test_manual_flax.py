@@ -41,7 +41,7 @@ def loss(model: nn.Module, params: Any, x: jax.Array) -> jax.Array:
 )
 def test_the_tutorials_calls(mesh: Mesh, check_vma: bool, remat: bool) -> None:
     """Shapes first, then a sharded init, then a step, as in the tutorial; on two axes."""
-    dense = manual.shard_module_params(nn.Dense, "fsdp", min_size=16, remat=remat)
+    dense = manual.shard_module_params(nn.Dense, "fsdp", min_weight_size=16, remat=remat)
     model, plain = Classifier(dense), Classifier(nn.Dense)
 
     def init(key: jax.Array, x: jax.Array) -> Any:
@@ -93,7 +93,8 @@ def test_an_nnx_model_through_its_state(mesh: Mesh) -> None:
     def step(state: Any, x: jax.Array) -> Any:
         """With a tree of specs, and with the specs in the variables."""
         first = manual.value_and_grad(loss, BOTH, specs)(state, x)
-        marked = manual.shard_params(manual.gather_params(state, BOTH, specs), "fsdp", min_size=64)
+        full = manual.gather_params(state, BOTH, specs)
+        marked = manual.shard_params(full, "fsdp", min_weight_size=64)
         kernel = marked["layers"][0]["kernel"]
         assert kernel.get_metadata()["out_sharding"] == (None, "fsdp")
         assert kernel.get_value().shape == (8, 4)
@@ -127,4 +128,4 @@ def test_what_cannot_be_wrapped(name: str) -> None:
     target, specs, message = TARGETS[name]
     kind = TypeError if specs is None else ts.SpecError
     with pytest.raises(kind, match=re.escape(message)):
-        manual.shard_module_params(target, "fsdp", specs)
+        manual.shard_module_params(target, "fsdp", specs=specs)

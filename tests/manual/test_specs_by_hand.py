@@ -97,9 +97,9 @@ WAYS: dict[str, Way] = {
     "value_and_grad": manual.value_and_grad(loss, AXES),
     "its loss gathers": manual.value_and_grad(by_gather, AXES, gather=False),
     "its loss unshards": manual.value_and_grad(by_unshard, AXES, gather=False),
-    "of gathered": lambda p, x: (lambda value, g: (value, manual.shard_params(g, AXES, PLAN)))(
-        *manual.value_and_grad(loss, AXES)(ts.unshard(p), x)
-    ),
+    "of gathered": lambda p, x: (
+        lambda value, g: (value, manual.shard_params(g, AXES, specs=PLAN))
+    )(*manual.value_and_grad(loss, AXES)(ts.unshard(p), x)),
     "unshard, sync": by_grad(by_unshard),
     "gather_params, sync": by_grad(by_gather),
     "module": by_grad(manual.shard_module_params(loss, AXES, remat=True)),
@@ -200,7 +200,7 @@ AMBIGUOUS = {
         by_grad(
             jax.checkpoint(partial(through, gather=lambda x, _: manual.gather_params(x, AXES)))
         ),
-        'gather_params(params, axis_names, plan["layers"][0])',
+        'gather_params(params, axis_name, plan["layers"][0])',
     ),
     "sync_gradients": (
         by_grad(
@@ -294,7 +294,7 @@ def test_boxes_that_name_other_axes_than_the_plan() -> None:
     message = (
         "gather_params: boxes and the plan of the step differ:\n  kernel: P('data',) in its box,"
         " and P(None, 'fsdp') in the plan.\n"
-        "Pass the specs: `gather_params(params, axis_names, specs)`."
+        "Pass the specs: `gather_params(params, axis_name, specs)`."
     )
     with pytest.raises(ts.SpecError, match=re.escape(message)):
         change(gathers, params, plan)

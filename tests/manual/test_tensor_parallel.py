@@ -252,8 +252,8 @@ BAD = {
         (SPLIT, SPLIT),
         "column_parallel: x: shape (8, 2) differs between devices along 'tensor'. If these are"
         " shards of one array, pass the sharded dim as `dim`. If they are summands, sum them with"
-        " `leave_parallel`. If they were computed from parameters that are not split, leave this"
-        " axis out of the axis_names of `value_and_grad`, `gather_params` and `vary`.",
+        " `leave_parallel`. If they were computed from parameters that are not split, do not"
+        " pass this axis to `value_and_grad`, `gather_params` or `vary`.",
     ),
     "x is not split": (
         lambda x, w: manual.column_parallel(x, w, "tensor", dim=0),
@@ -318,5 +318,5 @@ def test_averaging_over_the_axis_that_splits_weights_raises() -> None:
 
     step = manual.value_and_grad(local, ("fsdp", "tensor"), SPECS)
     mesh = ts.make_mesh("fsdp=2,tensor=4")
-    with pytest.raises(ts.SpecError, match="leave this axis out of the axis_names"):
+    with pytest.raises(ts.SpecError, match="do not pass this axis to"):
         on(mesh, step, (SPECS, P("fsdp")), (P(), SPECS))(PARAMS, X)

@@ -196,9 +196,12 @@ def check_parts_are_joined(context: Context) -> None:
     rows = slice(*(16 // context.count * (context.index + i) for i in (0, 1)))
     mine = {name: x[rows] for name, x in whole.items()}
     others = {"key": keys[rows], "device": jax.numpy.arange(16)[rows], "name": "train"}
+    # Which every process passes in full: one spec is cut to the rank of each leaf.
+    full = {"scale": np.float32(2), "seed": jax.random.key(3)}
+    expected |= full
     spec = P(("data", "fsdp"))
-    specs = {name: spec for name in mine | others} | {"name": P()}
-    batch = ts.from_process_local(mine | others, specs, mesh_2d())
+    batch = ts.from_process_local(mine | others | full, spec, mesh_2d())
+    assert all(batch[name].is_fully_replicated for name in full)
     structs = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in mine.items()}
     for name, x in ts.from_process_local(structs, spec, mesh_2d()).items():
         made = batch[name]

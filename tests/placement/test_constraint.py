@@ -475,7 +475,7 @@ def test_a_spec_beyond_the_rank(mesh: Mesh):
         " 'fsdp') has 3 entries, but shape (8, 8) has 2 dims. Drop the last entry."
     )
     with pytest.raises(ts.SpecError, match=re.escape(message)):
-        ts.with_sharding_constraint({"w": SQUARE}, P("data", None, "fsdp"), mesh)
+        ts.with_sharding_constraint({"w": SQUARE}, {"w": P("data", None, "fsdp")}, mesh)
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -25,7 +25,7 @@ RULES = {
     "axis of fsdp": [("w", ts.fsdp("fdsp")), (".*", None)],
     "unmatched": [("head", None)],
     "indivisible": [("w", None), ("head", P(None, "fsdp"))],
-    "rank": [("w", P(None, None, "fsdp")), (".*", None)],
+    "rank": [("w", ts.shard_dim("fsdp", 2)), (".*", None)],
     "axis named twice": [("w", P("fsdp", "fsdp")), (".*", None)],
 }
 
@@ -88,7 +88,7 @@ APPLY: dict[str, Callable[[ts.Plan, Path], Any]] = {
     "manual.value_and_grad": lambda plan, _: by_hand(manual.value_and_grad(total, "fsdp", plan)),
     "gather_params": lambda plan, _: by_hand(lambda t: manual.gather_params(t, "fsdp", plan)),
     "sync_gradients": lambda plan, _: by_hand(lambda t: manual.sync_gradients(t, "fsdp", plan)),
-    "shard_params": lambda plan, _: by_hand(lambda t: manual.shard_params(t, "fsdp", plan)),
+    "shard_params": lambda plan, _: by_hand(lambda t: manual.shard_params(t, "fsdp", specs=plan)),
     "restore": lambda plan, files: checkpoint.restore(files / "steps" / "0", plan),
     "restore_latest": restore_latest,
     "load_safetensors": lambda plan, files: interchange.load_safetensors(

@@ -132,7 +132,7 @@ def test_describe() -> None:
         "path                  array          spec        per device  why",
         "blocks/{0..2}/weight  float32[16,8]  P('fsdp',)       384 B  rule 3 'weight' fsdp('fsdp')",
         "blocks/{0,2}/bias     float32[8]     P('fsdp',)        16 B  rule 1 'bias'"
-        " P('fsdp', 'data'): rank data",
+        " P('fsdp', 'data'): trimmed data",
         "blocks/1/bias         float32[8]     P()               32 B  rule 0 'blocks/1/bias'",
         "head                  bfloat16[8,6]  P('data',)        48 B  rule 2 'head'"
         " P('data', 'fsdp'): indivisible fsdp on dim 1",
@@ -203,7 +203,7 @@ def test_follow() -> None:
         assert moments.on(other) == decided.on(other).follow(state)
     leaves = by_path(decided.follow(jax.eval_shape(optax.adam(0.1).init, params)))
     assert leaves["0/mu/dense/kernel"].decision == by_path(decided)["dense/kernel"].decision
-    assert [a.kind for a in leaves["0/nu/dense/bias"].adjustments] == ["rank"]
+    assert [a.kind for a in leaves["0/nu/dense/bias"].adjustments] == ["trimmed"]
     assert leaves["0/count"].given == P()
 
 
@@ -221,7 +221,7 @@ def test_follow_keeps_non_array_leaves() -> None:
     with pytest.raises(ts.ShardingRuleError, match="ema/head"):
         average.check()
     codes = {finding.code for finding in average.findings}
-    assert codes >= {"indivisible", "rank"}
+    assert codes >= {"indivisible", "trimmed"}
     assert "shadowed-rule" not in codes
     (extra,) = [str(finding) for finding in average.findings if finding.paths == ("extra",)]
     assert extra.endswith("that this one follows. Plan it by rules of its own.")
@@ -365,7 +365,7 @@ def test_json_has_each_leaf_and_names_no_devices(mesh) -> None:
     assert [leaf["path"] for leaf in raw["leaves"][:2]] == ["blocks/0/bias", "blocks/0/weight"]
     bias, weight = raw["leaves"][:2]
     assert (bias["asked"], bias["given"]) == ("P('fsdp', 'data')", "P('fsdp',)")
-    assert [note["kind"] for note in bias["adjustments"]] == ["rank"]
+    assert [note["kind"] for note in bias["adjustments"]] == ["trimmed"]
     assert weight == {
         "path": "blocks/0/weight",
         "shape": [16, 8],

@@ -5,8 +5,11 @@ patterns.
 """
 
 import collections
+import math
 import random
 import re
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -23,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 import treeshard as ts
 from treeshard import fsdp, leaf_paths, match_partition_rules, replicate
 from treeshard._core.spec_trees import ResolvedSpec
+from treeshard._core.specs import trimmed
 from treeshard._planning.matching import decide
 from treeshard._planning.rules import read_rules
 from treeshard.compat._strategies import parse_strategy
@@ -151,7 +155,7 @@ def test_logical_names_as_actions() -> None:
     assert found.specs == {"fits": P("data", "fsdp"), "long": P("data"), "odd": P()}
     kinds = [[note.kind for note in leaf.adjustments] for leaf in found.leaves]
     absent = "logical-axis-not-in-mesh"
-    assert kinds == [[absent], [absent, "rank"], ["indivisible"]]
+    assert kinds == [[absent], [absent, "trimmed"], ["indivisible"]]
 
 
 def test_names_that_do_not_resolve() -> None:
@@ -206,16 +210,157 @@ def test_all_bad_leaves_at_once() -> None:
     assert "  ... and 15 more" in text
 
 
-def test_not_strict_replicates_leaves_drops_entries_and_warns_of_those_beyond_the_rank() -> None:
+def test_not_strict_replicates_leaves_and_drops_entries() -> None:
     rules = [("q", P("data", "fsdp")), ("bias", P("fdsp"))]
     specs = match(rules, TREE, MESH, strict=False)
     assert specs == {"attn": {"q": P("data"), "bias": P()}, "mlp": P()}
-    rules = [("bias", P("fsdp", "data")), ("", P("data"))]
-    with pytest.warns(ts.ShardingWarning) as warned:
-        specs = match(rules, TREE, strict=False)
-    assert specs["attn"]["bias"] == P("fsdp")
-    [text] = [str(each.message) for each in warned]
-    assert text.startswith("attn/bias: shape (6,), P('fsdp', 'data') by rule 0,")
+
+
+# ------------------------------------------------------------------ specs that are too long
+
+RANKS = {"cube": struct(4, 8, 8), "matrix": struct(8, 8), "vector": struct(8), "scalar": struct()}
+# A spec, or names, for leaves of every rank; what they get, and those that lose an axis.
+LONG: dict[str, tuple[Any, dict[str, P], list[str]]] = {
+    "matrices": (P("data", "fsdp"), {"vector": P("data")}, ["vector"]),
+    "the only axis": (P(None, "fsdp"), {"vector": P()}, ["vector"]),
+    "three": (
+        P("data", None, "fsdp"),
+        {"matrix": P("data"), "vector": P("data")},
+        ["matrix", "vector"],
+    ),
+    "several on a dim": (P(None, ("data", "fsdp")), {"vector": P()}, ["vector"]),
+    "trailing Nones": (P("data", None, None, None), dict.fromkeys(RANKS, P("data")), []),
+    "Nones alone": (P(None, None, None, None), dict.fromkeys(RANKS, P()), []),
+    "unconstrained": (P("data", None, P.UNCONSTRAINED), {"matrix": P("data")}, []),
+    "names": (("rows", None, "columns"), {"matrix": P("data")}, ["matrix", "vector"]),
+    "function": (lambda path, leaf: P("data", None, "fsdp"), {}, ["matrix", "vector"]),
+}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("mesh", [None, MESH], ids=["no mesh", "mesh"])
+@pytest.mark.parametrize("name", LONG)
+def test_a_spec_is_trimmed_to_the_rank_with_one_warning(name: str, mesh: Any, strict: bool) -> None:
+    action, given, lost = LONG[name]
+    with (
+        ts.logical_axis_rules([("rows", "data"), ("columns", "fsdp")]),
+        warnings.catch_warnings(record=True) as told,
+    ):
+        warnings.simplefilter("always")
+        specs = match([(".*", action)], RANKS, mesh, strict=strict)
+        plan = ts.plan(RANKS, [(".*", action)], MESH, min_size=0, strict=strict)
+    expected = {"scalar": P()} | {key: spec for key, spec in given.items() if key != "scalar"}
+    assert expected.items() <= specs.items()
+    assert plan.specs == specs
+    texts = [str(each.message) for each in told]
+    assert len(texts) == bool(lost)
+    assert all(f"{path}: shape" in texts[0] for path in lost)
+    [*found] = [x for x in plan.findings if x.code == "trimmed"]
+    assert [sorted(x.paths) for x in found] == ([lost] if lost else [])
+    assert {x.severity for x in plan.findings} <= {"warning"}
+    if lost:
+        with pytest.warns(ts.ShardingWarning, match=f"{lost[-1]}: shape"):
+            plan.check()
+
+
+def test_one_warning_and_one_finding_for_all_rules() -> None:
+    tree = {"layers": [{"q": struct(8, 8), "b": struct(8)}] * 2, "norm": struct(16)}
+    rules = [("q|b", P("data", "fsdp")), ("norm", P(None, "data"))]
+    lines = [
+        "3 leaves are not sharded as their rules say:",
+        "  layers/0/b: shape (8,), P('data', 'fsdp') by rule 0, 'q|b': P('data', 'fsdp') has 2"
+        " entries, but shape (8,) has 1 dim. It is applied without the last entry.",
+        "  layers/1/b: shape (8,), P('data', 'fsdp') by rule 0, 'q|b': P('data', 'fsdp') has 2"
+        " entries, but shape (8,) has 1 dim. It is applied without the last entry.",
+        "  norm: shape (16,), P(None, 'data') by rule 1, 'norm': P(None, 'data') has 2 entries, but"
+        " shape (16,) has 1 dim. It is applied without the last entry.",
+        "To silence this, give such leaves a rule of their own, whose spec has at most one entry"
+        " for each dim.",
+    ]
+    plan = ts.plan(tree, rules, MESH, min_size=0)
+    placed_by = ts.plan(tree, rules, ts.make_mesh("data=2,fsdp=4"), min_size=0)
+    arrays = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), tree)
+    for check in (
+        lambda: match(rules, tree),
+        plan.check,
+        lambda: ts.shard(arrays, placed_by),
+    ):
+        with pytest.warns(ts.ShardingWarning) as warned:
+            check()
+        assert [str(one.message).splitlines() for one in warned] == [lines]
+    ts.shard(arrays, placed_by)  # says nothing again
+    [finding] = [x for x in plan.findings if x.code == "trimmed"]
+    assert str(finding) == (
+        "warning trimmed: layers/{0..1}/b, norm: rule 0 'q|b' and rule 1 'norm': the spec has more"
+        " entries than these leaves have dims, so 'fsdp' and 'data' are dropped. To silence this,"
+        " give such leaves a rule of their own, whose spec has at most one entry for each dim."
+    )
+    assert finding.rule is None
+
+
+def test_unmatched_leaves_and_unknown_axes_are_errors_all_the_same() -> None:
+    rules = [("vector", P("data", "fsdp")), ("matrix", P(None, None, "fdsp"))]
+    for strict in (True, False):
+        plan = ts.plan(RANKS, rules, MESH, min_size=0, strict=strict)
+        with pytest.raises(ts.UnknownAxisError) as raised:
+            plan.check()
+    lines = str(raised.value).splitlines()
+    assert lines[0].startswith("2 leaves do not follow the rules.")
+    assert lines[1].startswith("  cube: shape (4, 8, 8), no rule matches.")
+    assert "the mesh has no axis 'fdsp'" in lines[2]
+    assert "  vector" not in str(raised.value)
+
+
+def as_there(rules: Any, tree: Any, is_whole: Callable[[Any], bool]) -> Any:
+    """EasyLM's and eformer's rules, whose specs are trimmed to the rank."""
+
+    def spec(path: str, leaf: Any) -> P:
+        if not getattr(leaf, "shape", ()):
+            return P()
+        for pattern, asked in rules:
+            if re.search(pattern, path):
+                return P() if is_whole(leaf) else P(*asked[: len(leaf.shape)])
+        raise ValueError(path)
+
+    return ts.named_tree_map(spec, tree)
+
+
+def a_model(rng: random.Random, depth: int) -> Any:
+    """Layers of names that rules of EasyLM are written for, with leaves of rank 0 to 4."""
+    if depth == 0:
+        return struct(
+            *[rng.choice([1, 2, 3, 8, 64]) for _ in range(rng.choice([0, 1, 1, 2, 2, 3, 4]))]
+        )
+    names = rng.sample(NAMES, rng.randint(1, 4))
+    if rng.random() < 0.3:
+        return [a_model(rng, depth - 1) for _ in names]
+    return {name: a_model(rng, rng.randint(0, depth - 1)) for name in names}
+
+
+NAMES = ["wte", "attn", "wq", "kernel", "bias", "norm", "mlp", "w1", "mu", "count", "embedding"]
+AXES = [None, None, "dp", "fsdp", "mp", ("dp", "fsdp")]
+
+
+def test_rules_of_easylm_and_eformer_need_no_change() -> None:
+    rng = random.Random(0)
+    trimmed_trees = 0
+    for _ in range(500):
+        tree = a_model(rng, 4)
+        patterns = [*rng.sample(NAMES, 3), f"{rng.choice(NAMES)}/{rng.choice(NAMES)}", ".*"]
+        rules = [(name, P(*rng.choices(AXES, k=rng.randint(0, 4)))) for name in patterns]
+        min_size = rng.choice([0, 8, 64])
+        easylm = as_there(rules, tree, lambda x: math.prod(x.shape) == 1)
+        eformer = as_there(rules, tree, lambda x, most=min_size: math.prod(x.shape) < most)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            assert short(match(rules, tree, min_size=2)) == short(easylm)
+            trimmed_trees += bool(told)
+            assert short(match(rules, tree, min_size=min_size)) == short(eformer)
+    assert 50 < trimmed_trees < 450
+
+
+def short(specs: Any) -> Any:
+    return jax.tree.map(trimmed, specs, is_leaf=lambda x: isinstance(x, P))
 
 
 def test_all_malformed_rules_are_listed(unchecked) -> None:

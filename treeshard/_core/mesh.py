@@ -82,7 +82,7 @@ def check_axes(names: Sequence[str], sizes: Mapping[str, int], where: str) -> No
             raise UnknownAxisError(f"{where}: {unknown_axis(name, sizes)}")
 
 
-def get_incontext_mesh(*, raise_error: bool = True) -> AnyMesh | None:
+def get_incontext_mesh(raise_error: bool = True) -> AnyMesh | None:
     """Returns the mesh in force, set by `jax.set_mesh` or `with mesh:`, or that of the trace.
 
     If both contexts are set, `jax.set_mesh` wins, as in JAX. Inside a trace and under

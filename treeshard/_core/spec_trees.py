@@ -21,6 +21,7 @@ from treeshard._core.specs import (
     Adjustment,
     all_axes,
     axes_of,
+    cut_to_rank,
     entries,
     is_logical,
     is_spec,
@@ -50,11 +51,11 @@ class SpecCarrier:
         """Raises if its specs must not be applied. Every function that applies them calls it."""
 
 
-def get_names_from_partition_spec(specs: SpecTree) -> list[str]:
+def get_names_from_partition_spec(partition_specs: SpecTree) -> list[str]:
     """Returns the mesh axes that specs name, each once, in order of first appearance.
 
     Args:
-        specs: A spec, a `NamedSharding`, a `Plan`, or any tree of specs. `None`, tuples
+        partition_specs: A spec, a `NamedSharding`, a `Plan`, or any tree of specs. `None`, tuples
             and `UNCONSTRAINED` are allowed.
 
     Examples:
@@ -65,7 +66,8 @@ def get_names_from_partition_spec(specs: SpecTree) -> list[str]:
         EasyLM and EasyDeL's function of this name.
     """
     names: dict[str, None] = {}
-    tree = specs.specs if isinstance(specs, SpecCarrier) else specs
+    is_carrier = isinstance(partition_specs, SpecCarrier)
+    tree = partition_specs.specs if is_carrier else partition_specs
     for leaf in tree_leaves(tree, is_leaf=is_spec):
         # The entries of a spec may be given on their own too: a tree of names.
         axes = all_axes(entries(leaf) if is_spec(leaf) else [leaf])
@@ -120,14 +122,40 @@ def layer_specs(specs: SpecTree, dim: int = 0) -> SpecTree:
 
 
 def specs_of_leaves(
-    specs: SpecTree, tree: PyTree, name: str = "specs", resolve: Callable[[Any], Any] | None = None
+    specs: SpecTree,
+    tree: PyTree,
+    name: str = "specs",
+    resolve: Callable[[Any], Any] | None = None,
+    *,
+    cut: bool = True,
 ) -> list[Any]:
     """Matches a tree of specs with a tree: one spec for every leaf of `tree`, in its order.
 
     `None` means "leave this subtree as it is". Messages use `name` for `specs`. `resolve` turns a
-    tuple of logical names into a spec; without it such a tuple is an error. Raises `SpecError` that
-    shows both sides at the first path that differs, or all entries that are not specs.
+    tuple of logical names into a spec; without it such a tuple is an error. If `cut`, a spec for a
+    subtree is cut to the rank of each leaf. Raises `SpecError` that shows both sides at the first
+    path that differs, or all entries that are not specs.
     """
+    matched = _match_leaves(specs, tree, name, resolve)
+    if not cut:
+        return [spec for spec, _ in matched]
+    pairs = zip(tree_leaves(tree), matched, strict=True)
+    return [_cut_to_leaf(spec, x) if for_any_rank else spec for x, (spec, for_any_rank) in pairs]
+
+
+def _cut_to_leaf(spec: Any, leaf: Any) -> Any:
+    if spec is None or not has_shape(leaf):
+        return spec
+    if isinstance(spec, NamedSharding):
+        return spec.update(spec=cut_to_rank(spec.spec, len(leaf.shape)))
+    return cut_to_rank(spec, len(leaf.shape))
+
+
+def _match_leaves(
+    specs: SpecTree, tree: PyTree, name: str, resolve: Callable[[Any], Any] | None
+) -> list[tuple[Any, bool]]:
+    """The spec of every leaf as it is given, and whether it is for arrays of any rank: for a
+    container, of one leaf or several, and not for the leaf itself. Raises as `specs_of_leaves`."""
     if isinstance(specs, SpecCarrier):
         specs = specs.specs
     # JAX matches the structures, which is fast. Only if it fails are both walked for a message.
@@ -140,10 +168,14 @@ def specs_of_leaves(
         subtrees = treedef.flatten_up_to(tree)
     except (ValueError, TypeError, KeyError) as error:
         raise SpecError(_first_difference(specs, tree, "", name) or str(error)) from None
-    per_leaf: list[Any] = []
+    per_leaf: list[tuple[Any, bool]] = []
     for spec, subtree in zip(prefixes, subtrees, strict=True):
-        per_leaf += [spec] * tree_structure(subtree).num_leaves
+        structure = tree_structure(subtree)
+        per_leaf += [(spec, structure != _LEAF)] * structure.num_leaves
     return per_leaf
+
+
+_LEAF = tree_structure(0)
 
 
 def _check_order(specs: SpecTree, tree: PyTree) -> None:
@@ -366,8 +398,8 @@ def resolve_specs(
     mesh = as_mesh(mesh)
     cache: dict[Any, ResolvedSpec] = {}
     laid: list[ResolvedSpec | None] = []
-    per_leaf = specs_of_leaves(specs, tree, name, resolve)
-    for leaf, spec in zip(tree_leaves(tree), per_leaf, strict=True):
+    per_leaf = _match_leaves(specs, tree, name, resolve)
+    for leaf, (spec, for_any_rank) in zip(tree_leaves(tree), per_leaf, strict=True):
         if spec is None or not has_shape(leaf):
             laid.append(None)
             continue
@@ -382,12 +414,19 @@ def resolve_specs(
         shape = tuple(leaf.shape)
         # Layers have equal shapes and specs. One record for all of them also makes their shardings
         # one object, which JAX compares by identity first.
-        key = (spec, own_mesh, memory_kind, shape)
+        key = (spec, own_mesh, memory_kind, shape, for_any_rank)
         if key not in cache:
             given, adjustments = project(
-                spec, own_mesh, shape, manual=manual, keep_uneven=keep_uneven, typed=typed
+                spec,
+                own_mesh,
+                shape,
+                manual=manual,
+                keep_uneven=keep_uneven,
+                typed=typed,
+                for_any_rank=for_any_rank,
             )
-            cache[key] = ResolvedSpec(spec, given, own_mesh, memory_kind, adjustments)
+            requested = cut_to_rank(spec, len(shape)) if for_any_rank else spec
+            cache[key] = ResolvedSpec(requested, given, own_mesh, memory_kind, adjustments)
         laid.append(cache[key])
     return laid
 

@@ -33,8 +33,8 @@ class Adjustment(NamedTuple):
 
     Attributes:
         kind: `"axis-not-in-mesh"`, `"axis-already-used"`, `"axis-is-manual"`,
-            `"already-sharded"`, `"indivisible"`, `"rank"`, `"reduced-type"`, `"too-small"`,
-            `"explicit-spec-too-small"`, `"no-dim"`, `"no-logical-rule"`,
+            `"already-sharded"`, `"indivisible"`, `"rank"`, `"trimmed"`, `"reduced-type"`,
+            `"too-small"`, `"explicit-spec-too-small"`, `"no-dim"`, `"no-logical-rule"`,
             `"logical-axis-not-in-mesh"` or `"unmatched"`.
         why: The reason in words, and the fix.
         axes: The mesh axes that were dropped, if any.
@@ -137,6 +137,12 @@ def with_entries(spec: PartitionSpec, new: Sequence[Entry]) -> PartitionSpec:
     return spec.update(partitions=tuple(kept))
 
 
+def cut_to_rank(spec: PartitionSpec, rank: int) -> PartitionSpec:
+    """`spec` without the entries beyond a rank; `spec` itself if it has none."""
+    given = entries(spec)
+    return spec if len(given) <= rank else with_entries(spec, given[:rank])
+
+
 def trimmed(spec: PartitionSpec) -> PartitionSpec:
     """`P("data")` for `P("data", None)`, which is not equal to it and means the same."""
     return with_entries(spec, entries(spec))
@@ -181,6 +187,7 @@ def project(
     manual: frozenset[str] = frozenset(),
     keep_uneven: bool = False,
     typed: bool = False,
+    for_any_rank: bool = False,
 ) -> tuple[PartitionSpec, tuple[Adjustment, ...]]:
     """Projects a spec on a mesh and a shape: returns the part that is possible there, and what is
     not.
@@ -202,6 +209,8 @@ def project(
         keep_uneven: Whether Auto axes need not divide their dim: the partitioner pads it.
         typed: Whether the spec is of a value that is traced, which may be `unreduced` or `reduced`
             over Explicit axes. Arrays are placed by specs that name no such axes.
+        for_any_rank: Whether the spec is for arrays of several ranks, so that entries beyond the
+            rank of one are no misfit.
     """
     requested = entries(spec)
     rank = len(requested) if shape is None else len(shape)
@@ -225,8 +234,7 @@ def project(
         elif shape is not None:
             adjustments.append(_indivisible(spec, dim, shape, free, kept, sizes))
         given.append(entry if len(kept) == len(axes) else entry_of(kept))
-    if (beyond := _beyond_rank(spec, shape)) is not None:
-        adjustments.append(beyond)
+    adjustments += _beyond_rank(spec, shape, sizes, "trimmed" if for_any_rank else "rank")
     lost = _lost_types(spec, mesh, manual, typed)
     adjustments += lost
     # The same object: callers compare by identity, and JAX caches by it.
@@ -262,18 +270,27 @@ def _free_axes(
     return free, notes
 
 
-def _beyond_rank(spec: PartitionSpec, shape: tuple[int, ...] | None) -> Adjustment | None:
+def _beyond_rank(
+    spec: PartitionSpec, shape: tuple[int, ...] | None, sizes: Mapping[str, int] | None, kind: str
+) -> list[Adjustment]:
     """Why a spec is too long for a shape. Entries of `None` beyond the rank do no harm."""
     requested = entries(spec)
     if shape is None or not (beyond := all_axes(requested[len(shape) :])):
-        return None
+        return []
     extra = len(requested) - len(shape)
     last = "the last entry" if extra == 1 else f"the last {extra} entries"
+    advice = f"Drop {last}." if kind == "rank" else f"It is applied without {last}."
     why = (
         f"{spec} has {counted(len(requested), 'entry')}, but shape {shape} has"
-        f" {counted(len(shape), 'dim')}. Drop {last}."
+        f" {counted(len(shape), 'dim')}. {advice}"
     )
-    return Adjustment("rank", why, tuple(beyond))
+    notes = [Adjustment(kind, why, tuple(beyond))]
+    # An unknown axis is a mistake in the spec, for arrays of any rank.
+    for axis in beyond:
+        if sizes is not None and axis not in sizes:
+            why = unknown_axis(axis, sizes)
+            notes.append(Adjustment("axis-not-in-mesh", why, (axis,)))
+    return notes
 
 
 def _absent(

@@ -74,7 +74,7 @@ Uneven = Literal["warn", "error", "drop", "keep"]
 
 
 def with_sharding_constraint(
-    tree: PyTree, shardings: SpecTree, mesh: MeshLike | None = None, *, uneven: Uneven = "warn"
+    arr: PyTree, sharding: SpecTree, mesh: MeshLike | None = None, *, uneven: Uneven = "warn"
 ) -> PyTree:
     """Like `jax.lax.with_sharding_constraint`, but safe without a mesh, outside `jit`, and for
     specs that do not fit.
@@ -99,11 +99,12 @@ def with_sharding_constraint(
     `AbstractMesh`, so are arrays outside a trace or on a single device.
 
     Args:
-        tree: Any pytree.
-        shardings: A tree of `PartitionSpec`s or `NamedSharding`s with the structure of
-            `tree`, a prefix of one, or a `Plan`. `UNCONSTRAINED` leaves a dim as it is. Tuples
-            of logical names are resolved by `logical_axis_rules`. In a trace, where all axes are
-            Explicit, specs may be `unreduced` or `reduced`.
+        arr: An array, or any pytree.
+        sharding: A spec, a tree of `PartitionSpec`s or `NamedSharding`s with the structure of
+            `arr`, a prefix of one, or a `Plan`. One spec for a tree is cut to the rank of each
+            leaf. `P()` replicates; `UNCONSTRAINED` leaves a dim as it is. Tuples of logical names
+            are resolved by `logical_axis_rules`. In a trace, where all axes are Explicit, specs
+            may be `unreduced` or `reduced`.
         mesh: The mesh, or its axes as text; by default the sharding's or the plan's, else the
             current mesh.
         uneven: What to do if axes do not divide a dim: `"warn"` drops them and warns once per
@@ -114,11 +115,11 @@ def with_sharding_constraint(
         A tree of the same structure.
 
     Raises:
-        SpecError: If a spec names axes beyond its leaf's rank, or is `unreduced` or `reduced`
-            elsewhere than in a trace on Explicit axes alone; if `shardings` does not fit the tree,
+        SpecError: If a spec for an array names axes beyond its rank, or is `unreduced` or `reduced`
+            elsewhere than in a trace on Explicit axes alone; if `sharding` does not fit `arr`,
             logical names do not resolve, or `uneven` is unknown; with `"error"` and `"keep"`, also
             for uneven dims.
-        ShardingRuleError: If `shardings` is a `Plan` with errors, as `Plan.check_before_use`, whose
+        ShardingRuleError: If `sharding` is a `Plan` with errors, as `Plan.check_before_use`, whose
             warnings apply too.
         LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
@@ -134,10 +135,10 @@ def with_sharding_constraint(
         known, hint = get_args(Uneven), did_you_mean(str(uneven), get_args(Uneven))
         raise SpecError(f"uneven={uneven!r} is none of {', '.join(map(repr, known))}.{hint}")
     mesh = as_mesh(mesh, make_mesh)
-    check_no_refs(tree, "with_sharding_constraint")
-    if isinstance(shardings, SpecCarrier):
-        shardings.check_before_use()
-    return _constrain_tree("with_sharding_constraint", tree, shardings, mesh, uneven)
+    check_no_refs(arr, "with_sharding_constraint")
+    if isinstance(sharding, SpecCarrier):
+        sharding.check_before_use()
+    return _constrain_tree("with_sharding_constraint", arr, sharding, mesh, uneven)
 
 
 def unshard(
@@ -208,7 +209,9 @@ def unshard(
     if found is None:
         return tree
     specs, axes = found
-    leaf_specs = specs_of_leaves(specs, tree, resolve=resolve_names)
+    # Shards are as the `in_specs` of a `shard_map` have cut them, which takes no spec too long.
+    is_by_hand = bool(manual_axes())
+    leaf_specs = specs_of_leaves(specs, tree, resolve=resolve_names, cut=not is_by_hand)
     if axis is not None:
         _warn_of_misspelled(axes, leaf_specs)
     # 2. Manual axes, along which the partitioner sees only shards.
@@ -393,7 +396,7 @@ def _targets(
         mesh,
         choose_mesh=choose_mesh,
         manual=manual_axes() | vmapped_axes(),
-        name="shardings",
+        name="sharding",
         resolve=resolve,
         keep_uneven=keep_uneven and tracing,
         typed=tracing,

@@ -287,31 +287,31 @@ def _check_memory(call: _Call) -> None:
 
 
 def make_shard_and_gather_fns(
-    specs: SpecTree, mesh: MeshLike | None = None
+    partition_specs: SpecTree, mesh: MeshLike | None = None
 ) -> tuple[PyTree, PyTree]:
     """Makes two functions for each spec: one places a leaf, one copies it back to the host.
 
-    `jax.tree.map(lambda f, x: f(x), shard_fns, tree)` does what `shard(tree, specs, mesh)`
-    does. The functions are for loops that see one leaf at a time, such as when reading a file.
+    `jax.tree.map(lambda f, x: f(x), shard_fns, tree)` does what `shard` does. The functions are
+    for loops that see one leaf at a time, such as when reading a file.
 
     Args:
-        specs: A tree of `PartitionSpec`s or `NamedSharding`s, or a `Plan`.
+        partition_specs: A tree of `PartitionSpec`s or `NamedSharding`s, or a `Plan`.
         mesh: The mesh, or its axes as text; by default that of each `NamedSharding`, of the
             `Plan`, or the mesh that is current now.
 
     Returns:
-        Two trees of functions with the structure of `specs`. A spec that stands for a subtree
-        becomes a function of that subtree. `None` in `specs` becomes a function that returns its
+        Two trees of functions with the structure of `partition_specs`. A spec that stands for a
+        subtree becomes a function of that subtree. `None` becomes a function that returns its
         argument.
 
-        The functions raise as `shard` and `gather` do, and name the path of the spec in `specs`.
+        The functions raise as `shard` and `gather` do, and name the path of the spec.
 
     Raises:
-        SpecError: If a leaf of `specs` is not a spec.
+        SpecError: If a leaf of `partition_specs` is not a spec.
         NoMeshError: If a spec needs a mesh and there is none.
         MeshError: If the mesh is an `AbstractMesh`, which has no devices.
-        ShardingRuleError: If `specs` is a `Plan` with errors, as `Plan.check_before_use`, whose
-            warnings apply too.
+        ShardingRuleError: If `partition_specs` is a `Plan` with errors, as
+            `Plan.check_before_use`, whose warnings apply too.
 
     Examples:
         >>> shard_fns, gather_fns = make_shard_and_gather_fns({"w": P("fsdp")}, make_mesh("fsdp=8"))
@@ -323,9 +323,11 @@ def make_shard_and_gather_fns(
         EasyLM and EasyDeL's function of this name.
     """
     mesh = as_mesh(mesh, make_mesh)
-    if isinstance(specs, SpecCarrier):
-        specs.check_before_use()
-        specs, mesh = specs.specs, mesh or specs.mesh
+    if isinstance(partition_specs, SpecCarrier):
+        partition_specs.check_before_use()
+        specs, mesh = partition_specs.specs, mesh or partition_specs.mesh
+    else:
+        specs = partition_specs
     leaf_specs, treedef = flatten_specs(specs, resolve=resolver(mesh))
     shard_fns: list[Callable[[Any], Any]] = []
     gather_fns: list[Callable[[Any], Any]] = []

@@ -91,8 +91,9 @@ def shard(
 
     Args:
         tree: Any pytree of numpy and JAX arrays. Other leaves pass through.
-        specs: A tree of `PartitionSpec`s or JAX shardings, a prefix of one, or a `Plan`. `None`
-            leaves a leaf where it is. `logical_axis_rules` resolves tuples of logical names.
+        specs: A tree of `PartitionSpec`s or JAX shardings, a prefix of one, or a `Plan`. One spec
+            for a tree is cut to the rank of each leaf, so scalars are replicated. `None` leaves a
+            leaf where it is. `logical_axis_rules` resolves tuples of logical names.
         mesh: The mesh, or its axes as text; by default that of `specs`, or the current mesh.
         read: For leaves that are `jax.ShapeDtypeStruct`s: takes a leaf's path and the index of
             a shard (a slice for each dim), and returns that part in the leaf's dtype.
@@ -108,7 +109,8 @@ def shard(
 
     Raises:
         UnknownAxisError: If a spec names an axis that the mesh lacks.
-        SpecError: If a spec does not fit its leaf, names an axis twice, or has `UNCONSTRAINED`,
+        SpecError: If a spec for an array has more entries than the array has dims, or axes that do
+            not divide its dims; if a spec names an axis twice, or has `UNCONSTRAINED`,
             `unreduced` or `reduced` parts; if `specs` does not fit the tree.
         DeletedLeafError: If a leaf was deleted or donated.
         LeafError: If a leaf has no values, is a mutable reference (`jax.Ref`) or masked, or has a

@@ -13,10 +13,11 @@ for two conventions: what a mesh axis is for (`axis_names`), and which leaves ar
     4. _absent_logical_axes      logical-axis-not-in-mesh
     5. _unused_specs             explicit-spec-too-small
     6. _only_small_leaves        all-too-small
-    7. _same_arrays              same-array
-    8. _narrowed_arrays          narrowed
-    9. _left_whole               left-whole
-    10. _state_unlike_weights    state-unlike-weight
+    7. _trimmed_specs            trimmed
+    8. _same_arrays              same-array
+    9. _narrowed_arrays          narrowed
+    10. _left_whole              left-whole
+    11. _state_unlike_weights    state-unlike-weight
 
 Each is a function of the plan that yields findings, in this order.
 """
@@ -40,8 +41,7 @@ from treeshard._core.specs import (
 from treeshard._core.text import fold_paths, human_bytes
 from treeshard._planning.axis_names import idle_axes, use_of
 from treeshard._planning.matching import (
-    SMALL,
-    SMALL_FIX,
+    WARNED,
     PlannedLeaf,
     parameters,
     state_with_parameters,
@@ -63,8 +63,8 @@ class Finding(NamedTuple):
         code: Errors: `"unmatched"`, `"rank"`, `"axis-not-in-mesh"`, `"axis-already-used"`,
             `"already-sharded"`, `"indivisible"`, `"reduced-type"`, `"path-collision"`. Warnings:
             `"dead-rule"`, `"shadowed-rule"`, `"logical-axis-not-in-mesh"`,
-            `"explicit-spec-too-small"`, `"all-too-small"`, `"same-array"`, `"narrowed"`,
-            `"left-whole"`, `"state-unlike-weight"`.
+            `"explicit-spec-too-small"`, `"all-too-small"`, `"trimmed"`, `"same-array"`,
+            `"narrowed"`, `"left-whole"`, `"state-unlike-weight"`.
         fact: What is wrong.
         fix: What to do about it.
         paths: The paths of the leaves concerned; empty for a rule that matches no leaf.
@@ -97,7 +97,13 @@ def find(plan: PlannedTree) -> tuple[Finding, ...]:
     """All findings of a plan: errors first; unsplit leaves ordered by what they waste."""
     # The leaves of a plan by `Plan.follow` were not decided by rules, so its rules are not checked.
     of_rules = (unused_rules, _absent_logical_axes, _unused_specs, _only_small_leaves)
-    of_leaves = (_same_arrays, _narrowed_arrays, _left_whole, _state_unlike_weights)
+    of_leaves = (
+        _trimmed_specs,
+        _same_arrays,
+        _narrowed_arrays,
+        _left_whole,
+        _state_unlike_weights,
+    )
     checks = (_specs_that_do_not_fit, shared_paths, *(() if plan._follows else of_rules))
     return tuple(found for check in (*checks, *of_leaves) for found in check(plan))
 
@@ -231,13 +237,14 @@ def _absent_logical_axes(plan: PlannedTree) -> Iterator[Finding]:
 
 def _unused_specs(plan: PlannedTree) -> Iterator[Finding]:
     """Specs that are not used because their leaves have fewer elements than `min_size`."""
-    small = [x for x in plan.leaves if any(note.kind in SMALL for note in x.adjustments)]
+    kind = "explicit-spec-too-small"
+    small = [x for x in plan.leaves if any(note.kind == kind for note in x.adjustments)]
     for leaves in _group(small, lambda leaf: (leaf.rule, leaf.asked)):
         fact = (
             f"{_decided_by(leaves[0])}: {leaves[0].asked} is not used for leaves of fewer than"
             f" {plan.min_size} elements (`min_size`)."
         )
-        yield Finding("explicit-spec-too-small", fact, SMALL_FIX, _paths(leaves), leaves[0].rule)
+        yield Finding(kind, fact, WARNED[kind], _paths(leaves), leaves[0].rule)
 
 
 def _only_small_leaves(plan: PlannedTree) -> Iterator[Finding]:
@@ -265,6 +272,23 @@ def _only_small_leaves(plan: PlannedTree) -> Iterator[Finding]:
 
 
 # ------------------------------------------------------------------ single leaves
+
+
+def _trimmed_specs(plan: PlannedTree) -> Iterator[Finding]:
+    """One finding for all leaves whose spec names an axis for a dim that they do not have."""
+    kind = "trimmed"
+    leaves = [x for x in plan.leaves if any(note.kind == kind for note in x.adjustments)]
+    if not leaves:
+        return
+    notes = [note for leaf in leaves for note in leaf.adjustments if note.kind == kind]
+    axes = dict.fromkeys(axis for note in notes for axis in note.axes)
+    rules = {leaf.rule: _decided_by(leaf) for leaf in leaves}
+    fact = (
+        f"{' and '.join(rules.values())}: the spec has more entries than these leaves have dims,"
+        f" so {' and '.join(map(repr, axes))} {'is' if len(axes) == 1 else 'are'} dropped."
+    )
+    rule = leaves[0].rule if len(rules) == 1 else None
+    yield Finding(kind, fact, WARNED[kind], _paths(leaves), rule)
 
 
 def _same_arrays(plan: PlannedTree) -> Iterator[Finding]:

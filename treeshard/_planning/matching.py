@@ -116,12 +116,17 @@ class PlannedLeaf(NamedTuple):
 
 Row = tuple[str, Shape | None, ResolvedSpec]  # a leaf's path, its shape, and its decision
 
-# The kind of adjustment that `Plan.check` warns of, and its fix.
-SMALL = frozenset({"explicit-spec-too-small"})
-SMALL_FIX = (
-    "To shard small leaves by such a spec, pass `min_size=0`. To replicate them, give them a rule"
-    " with None."
-)
+# The kinds of adjustments that `Plan.check` warns of, each with its fix.
+WARNED = {
+    "explicit-spec-too-small": (
+        "To shard small leaves by such a spec, pass `min_size=0`. To replicate them, give them a"
+        " rule with None."
+    ),
+    "trimmed": (
+        "To silence this, give such leaves a rule of their own, whose spec has at most one entry"
+        " for each dim."
+    ),
+}
 _UNMATCHED = ResolvedSpec(
     PartitionSpec(), PartitionSpec(), adjustments=(Adjustment("unmatched", "no rule matches."),)
 )
@@ -283,7 +288,8 @@ class _Rules:
         else:
             asked = self._call_function(index, path, leaf) if callable(action) else action
             asked = PartitionSpec() if asked is None else asked
-            given, dropped = project(asked, self.mesh, shape)
+            # As in EasyLM, a rule serves leaves of several ranks: matrices and their biases.
+            given, dropped = project(asked, self.mesh, shape, for_any_rank=True)
         return ResolvedSpec(
             asked,
             given,
@@ -325,7 +331,7 @@ class _Rules:
         asked = PartitionSpec() if action is None else action
         if all(entry is None for entry in entries(asked)):
             return asked, ()
-        possible, misfits = project(asked, self.mesh, shape)
+        possible, misfits = project(asked, self.mesh, shape, for_any_rank=True)
         is_split = self.mesh is None or shard_size(shape, possible, self.mesh) < size
         if size > 1 and (is_split or misfits):
             why = " ".join([note.why, *(misfit.why for misfit in misfits)])

@@ -29,7 +29,7 @@ from treeshard._core.paths import PyTree, children_with_keys
 from treeshard._core.text import human_bytes
 from treeshard._planning.copies import histories, plan_copies
 from treeshard._planning.logical import ReadLogicalRules, current_logical_rules, logical_axis_rules
-from treeshard._planning.matching import SMALL, PlannedLeaf, Row, decide
+from treeshard._planning.matching import WARNED, PlannedLeaf, Row, decide
 from treeshard._planning.planned import ArrayFacts, PlannedTree
 from treeshard._planning.rules import (
     Rules,
@@ -165,8 +165,8 @@ class Plan(PlannedTree):
         `check` raises the errors:
 
         - leaves that no rule matches;
-        - specs that do not fit: unknown and repeated axes, dims that are not divisible,
-          entries beyond the rank;
+        - specs that do not fit: unknown and repeated axes, dims that are not divisible, a dim of
+          `shard_dim` that the leaf does not have;
         - leaves that share a path.
 
         The warnings:
@@ -184,6 +184,8 @@ class Plan(PlannedTree):
         - optimizer state that a rule of its own shards unlike its parameter
           (`state-unlike-weight`);
         - specs that are not used because their leaves have fewer elements than `min_size`;
+        - specs that lose an axis because their leaves have fewer dims than they have entries
+          (`trimmed`);
         - `fsdp` that splits nothing, as this holds for all leaves (`all-too-small`);
         - arrays that are in the tree at two paths (`same-array`), which become two arrays. Shapes
           do not show them: the plan of `jax.eval_shape`'s result lacks this finding;
@@ -219,11 +221,11 @@ class Plan(PlannedTree):
 
         Warns:
             ShardingWarning: If leaves are replicated for `min_size` although their action is
-                a spec, as in `match_partition_rules`.
+                a spec, or specs are trimmed, as in `match_partition_rules`.
         """
         if self._error is not None:
             raise self._error
-        warn_of_moves(self._adjusted_rows(), SMALL)
+        warn_of_moves(self._adjusted_rows(), WARNED)
 
     def check_before_use(self) -> None:
         """Raises the plan's errors, as `check` does, before a function applies the plan.
@@ -241,7 +243,8 @@ class Plan(PlannedTree):
         Warns:
             ShardingWarning: Once for each plan: of its errors if it is not strict; of rules that
                 match no leaf; and of leaves that are replicated for `min_size` although their
-                action is a spec. The last two are about the whole plan, not about a subtree.
+                action is a spec, or whose spec loses an axis because it has more entries than the
+                leaf has dims. The last two are about the whole plan, not about a subtree.
         """
         error = self._error
         if error is not None and self.strict:
@@ -273,8 +276,8 @@ class Plan(PlannedTree):
     @cached_property
     def _unused(self) -> list[str]:
         """What its rules say and no leaf gets: warnings of a plan that is applied."""
-        small = describe_moves(self._adjusted_rows(), SMALL)
-        messages = [] if small is None else [small]
+        moves = describe_moves(self._adjusted_rows(), WARNED)
+        messages = [] if moves is None else [moves]
         used = {leaf.rule for leaf in self.leaves if leaf.shape}
         if used and len(used - {None}) < len(self.rules):
             from treeshard._planning.findings import unused_rules
@@ -497,9 +500,9 @@ def plan(
 
     Returns:
         A `Plan`. Leaves that no rule matches are replicated. Parts of a spec that do not
-        fit are dropped: unknown and repeated axes, axes that do not divide their dim,
-        entries beyond the rank. An array that is in the tree at two paths is planned as two
-        arrays, with the finding `same-array`.
+        fit are dropped: unknown and repeated axes, axes that do not divide their dim. Specs are
+        trimmed to the rank of their leaf. An array that is in the tree at two paths is planned as
+        two arrays, with the finding `same-array`.
 
     Raises:
         ShardingRuleError: If a rule is malformed, a function does not return a spec, or the
@@ -514,7 +517,7 @@ def plan(
     check_tree(tree, "plan", call)
     mesh = as_mesh(mesh, _mesh_of_text)
     decided = decide(read_rules(rules), tree, mesh, min_size)
-    warn_of_moves(decided.adjusted_rows(), frozenset())
+    warn_of_moves(decided.adjusted_rows(), ())
     columns = zip(decided.paths, decided.leaves, decided.shapes, decided.decisions, strict=True)
     leaves = [
         PlannedLeaf(path, shape, device_dtype(leaf.dtype), decision)

@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 from treeshard._core.mesh import AnyMesh, axes_of_type, axis_sizes, describe_mesh
 from treeshard._core.specs import Adjustment, all_axes, axes_of, dim_entries, entries
 from treeshard._core.text import columns, fold, human_bytes
-from treeshard._planning.matching import SMALL, PlannedLeaf
+from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.planned import PlannedTree
 from treeshard._planning.rules import kind_of
 from treeshard.errors import counted
@@ -89,7 +89,8 @@ def _totals(plan: PlannedTree) -> str:
     on_device = human_bytes(of_memory.pop(None, 0))
     sizes = [on_device, *(f"{human_bytes(size)} in {kind}" for kind, size in of_memory.items())]
     replicated = sum(not all_axes(entries(leaf.given)) for leaf in leaves)
-    small = sum(any(note.kind in SMALL for note in leaf.adjustments) for leaf in leaves)
+    kinds = [{note.kind for note in leaf.adjustments} for leaf in leaves]
+    small = sum("explicit-spec-too-small" in of_leaf for of_leaf in kinds)
     unused = f"\n{small:,} of them have a spec that `min_size` leaves unused." if small else ""
     ratio = f", {per_device * devices / total:.2f}x an even split" if total else ""
     return (

@@ -16,7 +16,7 @@ from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh, describe_mesh
 from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import SpecTree
 from treeshard._core.specs import MISFITS, is_logical
-from treeshard._planning.matching import SMALL, SMALL_FIX, ReadRules, Row, decide
+from treeshard._planning.matching import WARNED, ReadRules, Row, decide
 from treeshard._planning.tactics import Tactic
 from treeshard.errors import ShardingRuleError, listed, misfit_error, warn
 
@@ -47,8 +47,9 @@ def match_partition_rules(
     that one list of rules serves both parameters and their copies in optimizer state. A
     pattern anchored with `^` matches at the start of the full path only, and so not in such
     copies; `Plan.follow` gives them the specs of their parameters.
-    Scalars and leaves without a shape get `P()` and need no rule. Nothing is moved and no
-    values are read.
+    Scalars and leaves without a shape get `P()` and need no rule. A spec is trimmed to the rank of
+    each leaf, so that one rule serves matrices and their biases: `P("fsdp", "tensor")` gives a
+    vector `P("fsdp")`. Nothing is moved and no values are read.
 
     Args:
         rules: Pairs `(pattern, action)`. An action is a `PartitionSpec`; a tuple of logical
@@ -56,13 +57,12 @@ def match_partition_rules(
             lacks); `None` to replicate; a tactic; or a function
             `(path, leaf) -> PartitionSpec`.
         tree: Arrays, or their `jax.ShapeDtypeStruct`s, in any pytree.
-        mesh: The mesh to check the specs against. Without it, only their lengths are
-            checked, even if a mesh is in force; tactics then use the mesh in force.
+        mesh: The mesh to check the specs against. Without it, they are not checked, even if a
+            mesh is in force; tactics then use the mesh in force.
         min_size: Leaves with fewer elements are replicated, unless a tactic has its own
             `min_size`. By default `MIN_SHARDING_SIZE` from the environment, else 16384.
         strict: Whether unmatched leaves and specs that do not fit are errors. Otherwise such
-            leaves are replicated and such entries dropped, with a `ShardingWarning` for a
-            named entry beyond a leaf's rank.
+            leaves are replicated and such entries dropped.
 
     Returns:
         A tree of `PartitionSpec`s with the structure of `tree`.
@@ -78,8 +78,9 @@ def match_partition_rules(
         LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
     Warns:
-        ShardingWarning: If leaves are replicated for `min_size` although their action is a spec.
-            All are listed. Tactics and functions may leave small leaves replicated silently.
+        ShardingWarning: If specs are trimmed to the rank of leaves, and a mesh axis is lost; if
+            leaves are replicated for `min_size` although their action is a spec. One warning lists
+            all of them. Tactics and functions may leave small leaves replicated silently.
 
     Source:
         The function of this name in EasyLM and EasyDeL.
@@ -93,7 +94,7 @@ def match_partition_rules(
     rows = decided.adjusted_rows()
     if strict and (error := rules_error(rows, mesh)):
         raise error
-    warn_of_moves(rows, SMALL if strict else SMALL | {"rank"})
+    warn_of_moves(rows, WARNED)
     return decided.treedef.unflatten([decision.spec for decision in decided.decisions])
 
 
@@ -118,25 +119,32 @@ def rules_error(rows: Iterable[Row], mesh: AnyMesh | None) -> ShardingRuleError 
     return misfit_error(kinds, ShardingRuleError)(message)
 
 
-def warn_of_moves(rows: Iterable[Row], kinds: frozenset[str]) -> None:
+def warn_of_moves(rows: Iterable[Row], kinds: Iterable[str]) -> None:
     """Warns once of all leaves with adjustments of these kinds, as `describe_moves` says them."""
     if message := describe_moves(rows, kinds):
         warn(message)
 
 
-def describe_moves(rows: Iterable[Row], kinds: frozenset[str]) -> str | None:
+def logs_moves() -> bool:
+    """Whether `LOG_SHARDING_MOVE` is on in the environment, by the words that EasyDeL knows."""
+    return os.environ.get("LOG_SHARDING_MOVE", "").strip().lower() in ("true", "yes", "1", "on")
+
+
+def describe_moves(rows: Iterable[Row], kinds: Iterable[str]) -> str | None:
     """One message about all leaves with adjustments of these kinds; `None` if there are none.
 
-    With `LOG_SHARDING_MOVE` in the environment, also about trimmed specs and leaves that are
+    If `LOG_SHARDING_MOVE` is on in the environment, also about trimmed specs and leaves that are
     replicated for their size.
     """
-    if os.environ.get("LOG_SHARDING_MOVE", "") not in ("", "0"):
-        kinds = kinds | MISFITS | SMALL | {"too-small"}
-    facts, found = _facts_and_kinds(rows, kinds)
+    shown = frozenset(kinds)
+    if logs_moves():
+        shown |= {*MISFITS, *WARNED, "too-small"}
+    facts, found = _facts_and_kinds(rows, shown)
     if not facts:
         return None
     message = listed(f"{len(facts)} leaves are not sharded as their rules say:", facts)
-    return message if found.isdisjoint(SMALL) else f"{message}\n{SMALL_FIX}"
+    fixes = [fix for kind, fix in WARNED.items() if kind in found]
+    return "\n".join([message, *fixes])
 
 
 def _facts_and_kinds(

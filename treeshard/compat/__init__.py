@@ -16,8 +16,16 @@ people arrive with is translated here, so that the rest has one form of each thi
 | `apply_logical_sharding` | EasyDeL | names instead of a spec, under `logical_axis_rules` |
 | `PartitionManager` | EasyDeL | `PartitionAxis` |
 | `auto_pytree` | EasyDeL | `equinox.Module`, or `jax.tree_util.register_dataclass` |
+| `MIN_SHARDING_SIZE` | EasyDeL | `min_size=` |
+| `LOG_SHARDING_MOVE` | EasyDeL | `print(plan)` |
 """
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from treeshard._planning.rules import logs_moves
+from treeshard._planning.tactics import min_size_in_force
 from treeshard.compat._analysis import analyze_sharding_strategy
 from treeshard.compat._big_vision import infer_sharding, register_op
 from treeshard.compat._dataclasses import auto_pytree
@@ -27,6 +35,8 @@ from treeshard.compat._pattern_strings import create_pattern_based_partition_spe
 from treeshard.compat._structure import extract_sharding_structure, get_shardings_with_structure
 
 __all__ = [
+    "LOG_SHARDING_MOVE",
+    "MIN_SHARDING_SIZE",
     "PartitionManager",
     "analyze_sharding_strategy",
     "apply_logical_sharding",
@@ -38,6 +48,31 @@ __all__ = [
     "logical_to_mesh_spec",
     "register_op",
 ]
+
+
+MIN_SHARDING_SIZE: int
+"""Rules replicate leaves with fewer elements, unless `min_size` is passed.
+
+It is read from the environment at each access, else 16384.
+"""
+
+LOG_SHARDING_MOVE: bool
+"""Whether warnings also list specs that were trimmed and leaves that are replicated for their size.
+
+It is read from the environment at each access: `true`, `yes`, `1` and `on` turn it on.
+"""
+
+# Elsewhere they are read once, by the import, after which setting the variable has no effect.
+_FROM_ENVIRONMENT: dict[str, Callable[[], Any]] = {
+    "MIN_SHARDING_SIZE": partial(min_size_in_force, None),
+    "LOG_SHARDING_MOVE": logs_moves,
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FROM_ENVIRONMENT:
+        return _FROM_ENVIRONMENT[name]()
+    raise AttributeError(f"module 'treeshard.compat' has no attribute {name!r}.")
 
 
 def __dir__() -> list[str]:

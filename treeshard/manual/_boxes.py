@@ -244,7 +244,7 @@ def find_specs(
     Args:
         tree: Any pytree.
         axes: The axes over which it is gathered or averaged.
-        call: How to pass specs, for messages: `"gather_params(params, axis_names, {})"`.
+        call: How to pass specs, for messages: `"gather_params(params, axis_name, {})"`.
         are_gradients: As in `PlanInForce.specs_of`.
 
     Raises:
@@ -393,7 +393,10 @@ def _leaves_beside(tree: PyTree, specs: SpecTree) -> tuple[list[Leaf], Any]:
         # JAX would take the spec of the stacked leaf for one layer too, and gather the wrong dim.
         specs = layer_specs(specs) if _are_slices(values, specs.leaf_at_each_index()) else specs
     leaves = []
-    rows = zip(leaf_paths(tree), values, specs_of_leaves(specs, tree), strict=True)
+    # Shards are as the `in_specs` of a `shard_map` have cut them, and JAX cuts by no spec that is
+    # too long. Often it is the spec of a stack, for one layer.
+    of_leaves = specs_of_leaves(specs, tree, cut=False)
+    rows = zip(leaf_paths(tree), values, of_leaves, strict=True)
     for path, value, spec in rows:
         plain = spec.spec if isinstance(spec, NamedSharding) else spec
         passes_through = plain is None or not is_array(value)

@@ -8,6 +8,7 @@ once, where one can see it. The same program comes out in both modes.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +36,7 @@ from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import SpecTree
 from treeshard._core.specs import dims_over, project, without_axes
 from treeshard._planning.plan_in_force import current_plan, mesh_in_force
-from treeshard._planning.tactics import fsdp, min_size_in_force
+from treeshard._planning.tactics import fsdp
 from treeshard.errors import LeafError, SpecError, UnknownAxisError, listed, warn
 from treeshard.manual._boxes import (
     Leaf,
@@ -51,13 +52,16 @@ from treeshard.manual._mean_gather import (
     vary,
 )
 
+# The tutorials' threshold, in elements.
+MIN_WEIGHT_SIZE = 2**18
 
-def fold_rng_over_axis(rng: jax.Array, axis_names: AxisNames) -> jax.Array:
+
+def fold_rng_over_axis(rng: jax.Array, axis_name: AxisNames) -> jax.Array:
     """Makes a key that differs on each device along an axis, for dropout for example.
 
     Args:
         rng: A key, the same on these devices.
-        axis_names: The axes along which the key shall differ: those that shard the batch.
+        axis_name: The axis along which the key shall differ, or several: all that shard the batch.
 
     Returns:
         `rng` with this device's row-major index along the axes folded in.
@@ -76,7 +80,7 @@ def fold_rng_over_axis(rng: jax.Array, axis_names: AxisNames) -> jax.Array:
     Source:
         The function of this name in the UvA deep-learning tutorials.
     """
-    axes = bound_axes(axis_names, "fold_rng_over_axis", "use one key for the whole batch")
+    axes = bound_axes(axis_name, "fold_rng_over_axis", "use one key for the whole batch")
     return jax.random.fold_in(rng, lax.axis_index(axes)) if axes else rng
 
 
@@ -86,10 +90,10 @@ def fold_rng_over_axis(rng: jax.Array, axis_names: AxisNames) -> jax.Array:
 @jax.named_scope("shard_params")
 def shard_params(
     params: PyTree,
-    axis_names: AxisNames,
-    specs: SpecTree = None,
+    axis_name: AxisNames,
+    min_weight_size: int = MIN_WEIGHT_SIZE,
     *,
-    min_size: int | None = None,
+    specs: SpecTree = None,
 ) -> PyTree:
     """Keeps this device's shards of parameters that every device has in full.
 
@@ -98,13 +102,12 @@ def shard_params(
 
     Args:
         params: Any pytree. Leaves that are not arrays pass through.
-        axis_names: The axis to shard over, or several, whose sizes multiply.
+        axis_name: The axis to shard over, or several, whose sizes multiply.
+        min_weight_size: Without specs, leaves with fewer elements are not sharded.
         specs: How to shard each leaf: a tree of specs, a prefix of one, or a `Plan`. Axes in
-            them outside of `axis_names` must shard the leaf already. Without specs, the
+            them outside of `axis_name` must shard the leaf already. Without specs, the
             largest dim that is free and divisible is sharded (among equals the last), and the
             leaf is put into a `Partitioned` box with its spec.
-        min_size: Without specs, leaves with fewer elements are not sharded. By default
-            `MIN_SHARDING_SIZE` from the environment, else 16384.
 
     Returns:
         The same tree, with a box around each leaf that was sharded without specs.
@@ -116,6 +119,7 @@ def shard_params(
         ShardingRuleError: If `specs` is a `Plan` with errors, as `Plan.check_before_use`, whose
             warnings apply too.
         LeafError: If a leaf is a mutable reference (`jax.Ref`).
+        TypeError: If `min_weight_size` is not a number.
 
     Warns:
         ShardingWarning: If leaves are sharded over the axis already, or have no dim that is
@@ -124,7 +128,7 @@ def shard_params(
 
     Examples:
         >>> def init(key):
-        ...     return shard_params(jax.random.normal(key, (16, 8)), "fsdp", P("fsdp"))
+        ...     return shard_params(jax.random.normal(key, (16, 8)), "fsdp", specs=P("fsdp"))
         >>> mesh = make_mesh("fsdp=8")
         >>> init = jax.shard_map(init, mesh=mesh, in_specs=P(), out_specs=P("fsdp"))
         >>> init(jax.random.key(0)).shape
@@ -133,15 +137,15 @@ def shard_params(
     Source:
         The function of this name in the UvA deep-learning tutorials on FSDP.
     """
-    axes = bound_axes(axis_names, "shard_params", "`treeshard.shard` places whole trees")
+    axes = bound_axes(axis_name, "shard_params", "`treeshard.shard` places whole trees")
+    check_is_size(min_weight_size, "shard_params(params, axis_name, specs={})")
     leaves, treedef = leaves_with_specs(
         params, specs_in_boxes(params) if specs is None else specs, "shard_params"
     )
     # All decisions come first, so that one message has all leaves that cannot be sharded.
     mesh = _current_mesh(axes)
     if specs is None:
-        least = min_size_in_force(min_size)
-        decisions = [_decide_by_size(leaf, axes, mesh, least) for leaf in leaves]
+        decisions = [_decide_by_size(leaf, axes, mesh, min_weight_size) for leaf in leaves]
     else:
         decisions = [_decide_by_spec(leaf, axes, mesh) for leaf in leaves]
     if facts := _facts(leaves, [decision.error for decision in decisions]):
@@ -153,6 +157,16 @@ def shard_params(
     return treedef.unflatten(
         [_shard_leaf(leaf, decision, axes, in_boxes) for leaf, decision in rows]
     )
+
+
+def check_is_size(min_weight_size: Any, call: str) -> None:
+    """Raises if something else is passed where the threshold is, such as specs."""
+    if not isinstance(min_weight_size, Real):
+        kind = type(min_weight_size).__name__
+        raise TypeError(
+            f"{call.partition('(')[0]}: min_weight_size is {kind}, but it is a number of elements."
+            f" Pass specs by name: `{call.format('specs')}`."
+        )
 
 
 class Decision(NamedTuple):
@@ -184,19 +198,19 @@ def _current_mesh(axes: Sequence[str]) -> AbstractMesh:
 
 
 def _decide_by_size(
-    leaf: Leaf, axes: tuple[str, ...], mesh: AbstractMesh, min_size: int
+    leaf: Leaf, axes: tuple[str, ...], mesh: AbstractMesh, min_weight_size: int
 ) -> Decision:
-    """Adds `axes` to the largest free dim of a leaf that has as many elements as `min_size`."""
+    """Adds `axes` to the largest free dim of a leaf with at least `min_weight_size` elements."""
     if not axes or leaf.passes_through or leaf.value.ndim == 0:
         return Decision()
     if set(axes) & set(leaf.axes):
         return Decision(warning=f"it is sharded as {leaf.spec} already.")
-    # Rules and `min_size` are about full arrays: other axes may have split this one already.
+    # Rules and `min_weight_size` are about full arrays: other axes may have split this one already.
     shape = list(leaf.value.shape)
     for dim, others in dims_over(leaf.spec, mesh.axis_names):
         shape[dim] *= lax.axis_size(others)
     full = jax.ShapeDtypeStruct(shape, leaf.value.dtype)
-    spec, notes = fsdp(axes).refine(leaf.spec, mesh, leaf.path, full, min_size)
+    spec, notes = fsdp(axes).refine(leaf.spec, mesh, leaf.path, full, min_weight_size)
     if spec != leaf.spec:
         return Decision(spec)
     # That a leaf is small is no news. That no dim can be split may be a mistake in a shape.
@@ -246,7 +260,7 @@ def _slice_own_shard(x: Any, dims: Sequence[tuple[int, tuple[str, ...]]]) -> Any
 
 def gather_params(
     params: PyTree,
-    axis_names: AxisNames | None = None,
+    axis_name: AxisNames | None = None,
     specs: SpecTree = None,
     *,
     dtype: DTypeLike | None = None,
@@ -263,7 +277,7 @@ def gather_params(
         >>> f(w, x)[0]
         Array([0.5, 0.5], dtype=float32)
 
-    In the forward pass, each leaf is all-gathered over those of `axis_names` that shard it. In
+    In the forward pass, each leaf is all-gathered over those of `axis_name` that shard it. In
     the backward pass, its gradient is reduce-scattered and divided by the number of devices.
 
     With `sync_gradients`, the gradients are those of the mean loss over all devices, if the loss
@@ -279,7 +293,7 @@ def gather_params(
 
     Args:
         params: Any pytree. Leaves that are not arrays pass through.
-        axis_names: The axes to gather over, and to average gradients over; by default all
+        axis_name: The axes to gather over, and to average gradients over; by default all
             Manual axes.
         specs: How `params` is sharded: a tree of specs, a prefix of one, or a `Plan`; `None`
             in it leaves a subtree as it is. By default those of the plan in force, which are found
@@ -308,10 +322,10 @@ def gather_params(
         The function of this name in the UvA deep-learning tutorials on FSDP; ZeRO stage 3,
         Rajbhandari et al. 2020, arXiv:1910.02054.
     """
-    axes = _axes_or_all(axis_names, "gather_params")
+    axes = _axes_or_all(axis_name, "gather_params")
     check_bound(axes, "gather_params", INSTEAD_OF_GATHER)
     if specs is None:
-        specs = find_specs(params, axes, "gather_params(params, axis_names, {})")
+        specs = find_specs(params, axes, "gather_params(params, axis_name, {})")
     leaves, treedef = leaves_with_specs(params, specs, "gather_params")
     if facts := _facts(leaves, [why_not_innermost(leaf.spec, axes) for leaf in leaves]):
         raise SpecError(f"gather_params: {listed('these leaves cannot be gathered:', facts)}")

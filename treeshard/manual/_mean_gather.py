@@ -31,18 +31,18 @@ def bound_axes(axis_names: AxisNames, where: str, instead: str) -> tuple[str, ..
     return axes
 
 
-def gather_array_with_mean_grads(x: jax.Array, dim: int, axis_names: AxisNames) -> jax.Array:
+def gather_array_with_mean_grads(x: jax.Array, axis: int, axis_name: AxisNames) -> jax.Array:
     """All-gathers the shards of an array; its gradient is the mean over the devices.
 
-    With `n` devices along `axis_names`, shape `(..., dk, ...)` becomes `(..., n * dk, ...)`.
+    With `n` devices along `axis_name`, shape `(..., dk, ...)` becomes `(..., n * dk, ...)`.
     In the backward pass, the gradients of all devices are reduce-scattered and divided by `n`:
     each device gets its shard of the gradient of the mean loss. The loss must be this device's
     own, not reduced yet; for other losses see `value_and_grad`.
 
     Args:
         x: This device's shard.
-        dim: The dim that is sharded; negative ones count from the back.
-        axis_names: The axis that shards it, or several, outermost first.
+        axis: The dim that is sharded; negative ones count from the back.
+        axis_name: The mesh axis that shards it, or several, outermost first.
 
     Returns:
         The full array, of the same dtype. Reverse-mode gradients of any order work;
@@ -64,12 +64,12 @@ def gather_array_with_mean_grads(x: jax.Array, dim: int, axis_names: AxisNames) 
         The function of this name in the UvA deep-learning tutorials on FSDP.
     """
     where = "gather_array_with_mean_grads"
-    axes = bound_axes(axis_names, where, INSTEAD_OF_GATHER)
-    if not -x.ndim <= dim < x.ndim:
-        raise SpecError(f"{where}: dim {dim} is out of range for shape {x.shape}.")
+    axes = bound_axes(axis_name, where, INSTEAD_OF_GATHER)
+    if not -x.ndim <= axis < x.ndim:
+        raise SpecError(f"{where}: dim {axis} is out of range for shape {x.shape}.")
     # Marked as varying first: else JAX sums gradients under `check_vma=True`, and the mean would be
     # taken of sums.
-    dims = ((dim % x.ndim, axes),) if axes else ()
+    dims = ((axis % x.ndim, axes),) if axes else ()
     how = Gathering(dims, (), x.dtype, x.dtype, mesh_in_force())
     return gather_by(vary_array(x, axes), how)
 

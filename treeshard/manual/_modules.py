@@ -29,15 +29,20 @@ from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import current_plan
 from treeshard.errors import SpecError
 from treeshard.manual._boxes import Partitioned, specs_in_boxes, value_in
-from treeshard.manual._fsdp import gather_params, shard_params
+from treeshard.manual._fsdp import (
+    MIN_WEIGHT_SIZE,
+    check_is_size,
+    gather_params,
+    shard_params,
+)
 
 
 def shard_module_params(
     target: Any,
-    axis_names: str | Sequence[str],
-    specs: SpecTree = None,
+    axis_name: str | Sequence[str],
+    min_weight_size: int = MIN_WEIGHT_SIZE,
     *,
-    min_size: int | None = None,
+    specs: SpecTree = None,
     dtype: DTypeLike | None = None,
     remat: bool = False,
 ) -> Any:
@@ -56,9 +61,9 @@ def shard_module_params(
               this device's shards when they are made, and gather themselves;
             - a Flax Linen class: it keeps this device's shards in `init`, in Flax's own boxes,
               and gathers in `apply`.
-        axis_names: The axes to gather over, and to average gradients over.
+        axis_name: The axis to gather over and to average gradients over, or several.
+        min_weight_size: For classes, as in `shard_params`.
         specs: As in `gather_params`. Linen classes have only boxes.
-        min_size: For classes, as in `shard_params`.
         dtype: As in `gather_params`.
         remat: Whether the backward pass gathers again, instead of keeping the gathered
             parameters (`jax.checkpoint`).
@@ -68,15 +73,15 @@ def shard_module_params(
         module (its attribute `module`), or a class.
 
     Raises:
-        TypeError: If `target` is not one of these, or if it is a Linen module instead of its
-            class.
+        TypeError: If `target` is not one of these, or is a Linen module instead of its class; if
+            `min_weight_size` is not a number.
         SpecError: If specs are given for a Linen class, or do not fit the module. When called,
             as `shard_params` and `gather_params`.
 
     Examples:
         >>> def predict(params, x):
         ...     return x @ params["w"]
-        >>> gathered = shard_module_params(predict, "fsdp", {"w": P("fsdp")})
+        >>> gathered = shard_module_params(predict, "fsdp", specs={"w": P("fsdp")})
         >>> f = jax.shard_map(
         ...     gathered, mesh=make_mesh("fsdp=8"), in_specs=({"w": P("fsdp")}, P("fsdp")),
         ...     out_specs=P("fsdp"),
@@ -87,7 +92,9 @@ def shard_module_params(
     Source:
         The function of this name in the UvA deep-learning tutorials on FSDP.
     """
-    how = _How(axis_tuple(axis_names, "shard_module_params"), specs, min_size, dtype, remat)
+    check_is_size(min_weight_size, "shard_module_params(target, axis_name, specs={})")
+    axes = axis_tuple(axis_name, "shard_module_params")
+    how = _How(axes, specs, min_weight_size, dtype, remat)
     linen = sys.modules.get("flax.linen")  # unless imported, `target` is not a Linen class
     is_class = isinstance(target, type)
     if linen is not None and is_class and issubclass(target, linen.Module):
@@ -113,7 +120,7 @@ class _How(NamedTuple):
 
     axes: tuple[str, ...]
     specs: Any  # a tree of specs, a plan, or the specs of all leaves as a tuple
-    min_size: int | None
+    min_weight_size: int
     dtype: Any
     remat: bool  # gather again in the backward pass
     # Whether `shard_params` made the shards, and put boxes around them.
@@ -139,7 +146,7 @@ def _wrap_to_gather(target: Any, how: _How) -> Any:
     if how.specs is None or isinstance(how.specs, Plan):
         return GatheredModule(target, how)
     # JAX hashes what is static in a pytree, and a tree of specs may be a dict or a module.
-    flat = tuple(specs_of_leaves(how.specs, target))
+    flat = tuple(specs_of_leaves(how.specs, target, cut=False))
     return GatheredModule(target, how._replace(specs=flat))
 
 
@@ -190,7 +197,7 @@ def _class(kind: type, how: _How) -> Callable[..., Any]:
     @wraps(kind, updated=())
     def make(*args: Any, **kwargs: Any) -> Any:
         full = kind(*args, **kwargs)
-        shards = shard_params(full, how.axes, how.specs, min_size=how.min_size)
+        shards = shard_params(full, how.axes, how.min_weight_size, specs=how.specs)
         return _wrap_to_gather(shards, how._replace(is_made=how.specs is None))
 
     return make
@@ -204,7 +211,7 @@ def _linen_class(linen: Any, kind: type, how: _How) -> type:
         return tree_map(lambda x: value_in(x) if is_box(x) else x, gathered, is_leaf=is_box)
 
     def shard(params: Any) -> Any:
-        sharded = shard_params(params, how.axes, min_size=how.min_size)
+        sharded = shard_params(params, how.axes, how.min_weight_size)
         return tree_map(in_linens_box, sharded, is_leaf=is_box)
 
     # Linen's own functions, such as `get_partition_spec` of variables, know only Linen's boxes.

@@ -312,8 +312,8 @@ def _varies(x: Any, axes: tuple[str, ...]) -> str | None:
             f"shape {x.shape} differs between devices along {_axes_text(tuple(sorted(more)))}."
             " If these are shards of one array, pass the sharded dim as `dim`. If they are"
             " summands, sum them with `leave_parallel`. If they were computed from parameters"
-            " that are not split, leave this axis out of the axis_names of `value_and_grad`,"
-            " `gather_params` and `vary`."
+            " that are not split, do not pass this axis to `value_and_grad`, `gather_params`"
+            " or `vary`."
         )
     return None
 

@@ -207,9 +207,10 @@ def jit_step(
         fn: Takes `(state, batch)` and returns `(state, aux)`. The new state has the structure,
             shapes and dtypes of the old one.
         plan: The plan of the state, as `init_sharded` returns it.
-        batch: The specs of the batch: a tree of them, or one for all its leaves. By default
-            dim 0 of each leaf is split over `Plan.fsdp_axes` and over axes named `data`, `dp`,
-            `batch`, `replica` or `fsdp`: `P(("data", "fsdp"))` on a mesh of both.
+        batch: The specs of the batch: a tree of them, or one for all its leaves, which is cut to
+            the rank of each leaf. Scalars are replicated. By default dim 0 of each leaf is split
+            over `Plan.fsdp_axes` and over axes named `data`, `dp`, `batch`, `replica` or `fsdp`:
+            `P(("data", "fsdp"))` on a mesh of both.
         donate: Whether the new state reuses the memory of the old state, which is deleted.
 
     Returns:
