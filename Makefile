@@ -5,7 +5,7 @@ BIN := .venv/bin
 PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-floor test-newest test-targets soak lint bench docs dist release clean
+.PHONY: demo test test-floor test-newest test-targets test-peers soak lint bench docs dist release clean
 
 demo: .venv/installed-demo
 	$(BIN)/python examples/train_fsdp.py $(ARGS)
@@ -38,6 +38,10 @@ test-newest: .venv-newest/installed
 test-targets: .venv-targets/installed
 	JAX_PLATFORMS=cpu TREESHARD_TARGETS=1 .venv-targets/bin/python -m pytest --numprocesses 2 \
 		tests/targets $(ARGS)
+
+# Random inputs beside eformer and scalax, in the versions of `make bench`.
+test-peers: .venv-bench/installed
+	.venv-bench/bin/python -m pytest tests/peers $(ARGS)
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -2,7 +2,7 @@
 from ._planning.rules import match_partition_rules as match_partition_rules
 from ._placement.gather import make_shard_and_gather_fns as make_shard_and_gather_fns
 from ._placement.constraint import with_sharding_constraint as with_sharding_constraint
-from ._planning.logical import PartitionAxis as PartitionAxis
+from ._placement.partition_axis import PartitionAxis as PartitionAxis
 from ._core.mesh import get_submesh_device_index as get_submesh_device_index
 from ._core.mesh import get_mesh_axis_size as get_mesh_axis_size
 from ._core.mesh import get_axes_size_in_mesh as get_axes_size_in_mesh

@@ -29,6 +29,7 @@ BIAS = ["__BIAS_HEAD_SEQ__", "__BIAS_KV_SEQ__", "__LENGTH__", "__EMBED__"]
         (GATE, P(None, None, "tp"), P(None, None, "tp")),
         (BIAS, P(None, None, "sp", "tp"), P(None, None, "sp", "tp")),
         (["batch", ("sequence", "head")], P(("fsdp", "dp"), ("sp", "tp")), None),
+        ([["__EMBED__", "__KV_HEAD_DIM__"], ["_"]], P("tp", None), P("tp", None)),
     ],
 )
 def test_names_resolve_as_in_eformer(names: list[Any], train: Any, decode: Any) -> None:
@@ -57,6 +58,22 @@ def test_decoding_is_sharded_as_training_unless_it_has_its_own_axes(
     manager = PartitionManager(ts.PartitionAxis(**fields))
     names = ["__BATCH__", "__KV_LENGTH__", "__HEAD__"]
     assert manager.resolve(names, "__insert__") == decode
+
+
+@pytest.mark.parametrize(
+    ("names", "train", "decode"),
+    [
+        (["__BATCH__", "cache"], P(("fsdp", "dp"), "sp"), P(("fsdp", "dp"), "sp")),
+        (["__CACHE__", "__HEAD__"], P("sp", "tp"), P("sp", "tp")),
+        (["__ATTN_DP__", "_"], P("dp", None), P(None, None)),
+        ([["__ATTN_DP__", "cache"], None], P(("dp", "sp"), None), P("sp", None)),
+    ],
+)
+def test_custom_names(names: list[Any], train: P, decode: P) -> None:
+    custom = {"cache": "sp", "__ATTN_DP__": "dp", "generation___ATTN_DP__": None}
+    manager = PartitionManager(ts.PartitionAxis(custom=custom))
+    assert manager.resolve(names, "__train__") == train
+    assert manager.resolve(names, "__autoregressive__") == decode
 
 
 def test_a_dim_of_length_one_is_of_decoding() -> None:

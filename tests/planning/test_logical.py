@@ -5,7 +5,7 @@ That they are as Flax resolves them is tested in tests/product/test_migration_ma
 
 import sys
 import threading
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
@@ -197,6 +197,7 @@ DEFAULTS = {
     "generation_head_axis": "tp",
     "generation_key_sequence_axis": "sp",
     "generation_attention_dim_axis": None,
+    "custom": (),
 }
 
 
@@ -206,7 +207,7 @@ def as_dict(axes: PartitionAxis) -> dict[str, object]:
 
 def test_fields_that_are_given_are_not_derived() -> None:
     assert as_dict(PartitionAxis()) == DEFAULTS
-    for name in list(DEFAULTS)[5:]:  # from the first ones others are derived
+    for name in list(DEFAULTS)[5:-1]:  # from the first ones others are derived
         assert as_dict(PartitionAxis(**{name: "x"})) == {**DEFAULTS, name: "x"}
     axes = PartitionAxis(tensor_parallel_axis="model", vocab_axis=None, head_axis=["a", "b"])
     assert (axes.vocab_axis, axes.head_axis) == (None, ("a", "b"))
@@ -252,6 +253,81 @@ def test_resolve(names: Any, spec: P, options: Any) -> None:
 )
 def test_the_names_of_a_mesh(mesh: str, mode, expected) -> None:
     assert PartitionAxis.for_mesh(mesh).resolve(*TRAINING, mode=mode, mesh=mesh) == expected
+
+
+def test_fields_beside_those_of_a_mesh() -> None:
+    given = {"vocab_axis": None, "tensor_parallel_axis": "data", "custom": {"cache": "fsdp"}}
+    axes = PartitionAxis.for_mesh("data=2,fsdp=2,tensor=2", **given)
+    assert axes == PartitionAxis("data", **given)
+    assert (axes.head_axis, axes.vocab_axis) == ("data", None)
+
+    @dataclass(frozen=True)
+    class Axes(PartitionAxis):
+        cache_axis: Any = "data"
+
+    assert isinstance(Axes.for_mesh("data=2"), Axes)
+    assert Axes.for_mesh("data=2", cache_axis=None).resolve("cache", "batch") == P(
+        None, ("fsdp", "data")
+    )
+
+
+# ------------------------------------------------------------------ names of one's own
+
+CUSTOM = {"cache": "sp", "rows": ["fsdp", "dp"], "generation_cache": None, "window": "x"}
+
+
+@pytest.mark.parametrize(
+    ("names", "mode", "spec"),
+    [
+        (("batch", "cache"), "train", P(("fsdp", "dp"), "sp")),
+        (("rows", "batch", "head"), "train", P(("fsdp", "dp"), None, "tp")),
+        (("cache", "window", "head"), "generation", P(None, "x", "tp")),
+        ((("cache", "window"), None), "train", P(("sp", "x"), None)),
+    ],
+)
+def test_custom_names(names: Any, mode: Any, spec: P) -> None:
+    axes = PartitionAxis(custom=CUSTOM)
+    assert axes.resolve(*names, mode=mode) == spec
+    if mode == "train":
+        with logical_axis_rules(axes):
+            assert resolve_names(names) == spec
+
+
+def test_custom_names_are_values_as_all_else() -> None:
+    axes = PartitionAxis(custom=CUSTOM)
+    turned = PartitionAxis(custom=dict(reversed(CUSTOM.items())))
+    assert axes == turned
+    assert hash(axes) == hash(turned)
+    assert replace(axes, head_axis=None).custom == axes.custom
+    assert axes != PartitionAxis()
+    assert jax.jit(lambda a, x: x * len(a.custom))(axes, 3) == 12  # a static argument
+    with pytest.raises(ts.SpecError, match=r"(?s)'cach' is not .* 'cache'.* cache, .*window"):
+        axes.resolve("cach")
+    # An axis that only a custom name has is not idle.
+    PartitionAxis(custom=CUSTOM).resolve("batch", mesh="x=2,fsdp=4")
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("custom", "text"),
+    [
+        ({"batch": "x"}, "(custom={'batch': 'x'}): the field batch_axis has this name. Set it."),
+        ({"head_axis": "x"}, "the field head_axis has this name. Set it."),
+        ({"cache": "head_axis"}, "head_axis is a field. Give its mesh axes."),
+        ({"cache": 3}, "(custom={'cache': 3}): give a name, and a mesh axis, a tuple of them, or"),
+        ({3: "x"}, "(custom={3: 'x'}): give a name, and a mesh axis, a tuple of them, or None."),
+        ({"cache": ("x", "x")}, "give a name, and a mesh axis, a tuple of them, or None."),
+    ],
+)
+def test_bad_custom_names(custom: Any, text: str) -> None:
+    with pytest.raises(ts.ShardingRuleError) as error:
+        PartitionAxis(vocab_axis=3, custom={**custom, "fine": "x"})
+    lines = str(error.value).splitlines()
+    assert lines[0] == "2 fields are not mesh axes:"
+    assert text in lines[2]
+
+
+# ------------------------------------------------------------------ axes that no field names
 
 
 def test_an_axis_that_no_field_names_is_told() -> None:

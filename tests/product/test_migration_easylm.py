@@ -1,6 +1,6 @@
 """docs/migrate.md: EasyLM's and eformer's lines, and ours. eformer is 0.0.101."""
 
-import dataclasses
+import re
 from types import SimpleNamespace
 
 import jax
@@ -11,7 +11,7 @@ import pytest
 from helpers import legacy, struct
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from migration import first_match, table
+from migration import PAGE, first_match, table
 
 import treeshard as ts
 
@@ -227,11 +227,31 @@ def test_dims_that_are_not_sharded(ours) -> None:
 
 @row('PartitionAxis.register("cache", "sp")')
 def test_names_of_your_own(ours) -> None:
-    @dataclasses.dataclass(frozen=True)
-    class Axes(ts.PartitionAxis):
-        cache_axis: str = "sp"
+    axes = ours()
+    assert axes.resolve("batch", "cache") == P(("fsdp", "dp"), "sp")
+    manager = ts.compat.PartitionManager(axes)
+    assert manager.resolve(["__BATCH__", "cache"], "__insert__") == P(("fsdp", "dp"), "sp")
+    with pytest.raises(ts.ShardingRuleError, match="Give its mesh axes"):
+        ts.PartitionAxis(custom={"cache": "head_axis"})
 
-    assert ours() == Axes().resolve("batch", "cache") == P(("fsdp", "dp"), "sp")
+
+def test_the_table_of_decoding() -> None:
+    """Each line of the page: the field of the training axes that eformer takes, and ours."""
+    letters = {name: name.upper() for name in ("batch", "head", "query_sequence", "key_sequence")}
+    given = {f"{name}_axis": letters[name] for name in letters}
+    axes = ts.PartitionAxis(**given, attention_dim_axis="D", expert_axis="E")
+    manager = ts.compat.PartitionManager(axes)
+    text = PAGE.read_text().partition("| in decoding |")[2].partition("\n\n")[0]
+    lines = [line.split("|")[1:-1] for line in text.splitlines()[2:]]
+    assert len(lines) == 6
+    for name, theirs, ours in lines:
+        name = name.strip().replace(" ", "_")
+        for cell, found in (
+            (theirs, manager.resolve([name], "__autoregressive__")),
+            (ours, axes.resolve(name, mode="generation")),
+        ):
+            (code,) = re.findall("`(.+?)`", cell)
+            assert found == P(None if code == "None" else getattr(axes, code)), (name, code)
 
 
 @row('create_pattern_based_partition_spec("attn->fsdp.tp", mesh)')

@@ -52,11 +52,13 @@ from treeshard._core.specs import (
     entries,
     fill_unconstrained,
     project,
+    trimmed,
     without_axes,
 )
 from treeshard._placement.shard import shard
-from treeshard._placement.targets import meshes_of
-from treeshard._planning.logical import resolve_names
+from treeshard._placement.targets import meshes_of, resolver
+from treeshard._planning.axis_names import idle_axes, name_on_mesh
+from treeshard._planning.logical import NamedAxes, current_logical_rules, resolve_names
 from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import (
     INITIALISING,
@@ -382,6 +384,12 @@ def _targets(
         # Arrays outside a trace need devices to be placed on.
         return chosen if tracing or is_struct or isinstance(chosen, Mesh) else None
 
+    def resolve(names: Any) -> PartitionSpec:
+        # A `PartitionAxis` warns if the mesh has axes that it does not name. Axes of a list that
+        # the mesh lacks stay, for `_report`: they may be misspelled.
+        is_by_dim = isinstance(current_logical_rules(), NamedAxes)
+        return trimmed(resolver(mesh)(names)) if is_by_dim else resolve_names(names)
+
     targets = resolve_specs(
         tree,
         shardings,
@@ -389,7 +397,7 @@ def _targets(
         choose_mesh=choose_mesh,
         manual=manual_axes() | vmapped_axes(),
         name="sharding",
-        resolve=resolve_names,
+        resolve=resolve,
         keep_uneven=keep_uneven and tracing,
         typed=tracing,
     )
@@ -490,10 +498,27 @@ def _explain_applied_in_part(note: Adjustment, target: ResolvedSpec, uneven: Une
         return f"{note.why} The mesh: {mesh}. It is constrained to {target.spec} instead."
     if note.kind == "axis-already-used" or _is_misspelled(note, target):
         return note.why
-    return ""
+    return _explain_other_names(note, target)
 
 
 _KEEP = '`uneven="keep"` works inside jit, on Auto axes: arrays are stored in equal shards.'
+
+
+def _explain_other_names(note: Adjustment, target: ResolvedSpec) -> str:
+    """What to do if the mesh has an axis that serves what a default axis of `PartitionAxis` is for,
+    under another name, and the spec does not use it."""
+    if note.kind != "axis-not-in-mesh":
+        return ""
+    mesh = cast(AnyMesh, target.mesh)
+    used = get_names_from_partition_spec(target.spec)
+    called = [name_on_mesh(axis, axis_sizes(mesh)) for axis in note.axes]
+    idle = [name for name in called if name in idle_axes(mesh, used)]
+    if not idle:
+        return ""
+    return (
+        f"{note.why} It has {idle[0]!r} instead. `PartitionAxis.for_mesh(mesh)` takes the names of"
+        " a mesh."
+    )
 
 
 def _is_misspelled(note: Adjustment, target: ResolvedSpec) -> bool:

@@ -23,6 +23,14 @@ _WORDS: dict[AxisUse, str] = {
     "stage": "pp pipe pipeline stage stages",
 }
 _USES: dict[str, AxisUse] = {word: use for use, words in _WORDS.items() for word in words.split()}
+# What meshes call the axes of the first five fields of `PartitionAxis`, beginning with its default.
+USUAL_NAMES = {
+    "data_parallel_axis": ("dp", "data", "replica"),
+    "fully_sharded_data_parallel_axis": ("fsdp",),
+    "tensor_parallel_axis": ("tp", "tensor", "model", "mp"),
+    "sequence_parallel_axis": ("sp", "sequence", "seq", "context"),
+    "expert_parallel_axis": ("ep", "expert"),
+}
 # The uses whose axes split the rows of a batch.
 _ROWS = ("data", "fsdp")
 
@@ -34,6 +42,14 @@ def use_of(axis: str) -> AxisUse | None:
     """
     words = re.findall("[a-z]+", axis.lower())
     return next((_USES[word] for word in words if word in _USES), None)
+
+
+def name_on_mesh(axis: str, mesh_axes: Collection[str]) -> str | None:
+    """What a mesh calls a default axis of `PartitionAxis` that it lacks: `"tensor"` for `"tp"`."""
+    for default, *others in USUAL_NAMES.values():
+        if axis == default and axis not in mesh_axes:
+            return next((name for name in others if name in mesh_axes), None)
+    return None
 
 
 def splits_rows(axis: str) -> bool:

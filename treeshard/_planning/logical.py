@@ -8,20 +8,15 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from types import EllipsisType
 from typing import Any, Literal
 
-import jax
 from jax.sharding import PartitionSpec
 
 from treeshard._core.contexts import logical_rules
 from treeshard._core.mesh import (
     MeshLike,
     axis_sizes,
-    describe_sizes,
-    get_incontext_mesh,
     unknown_axis,
 )
 from treeshard._core.specs import (
@@ -36,206 +31,32 @@ from treeshard._core.specs import (
     is_mesh_axes,
     project,
 )
-from treeshard._planning.axis_names import idle_axes
-from treeshard.errors import ShardingRuleError, SpecError, counted, did_you_mean, listed, warn
+from treeshard.errors import ShardingRuleError, SpecError, counted, did_you_mean, listed
 
 Mode = Literal["train", "generation"]
-# What a field accepts. A finished `PartitionAxis` holds neither lists nor `...`.
-MeshAxes = str | tuple[str, ...] | list[str] | EllipsisType | None
-
-# Fields that default to the values of other fields.
-_BATCH = {"from": ("fully_sharded_data_parallel_axis", "data_parallel_axis")}
-_SEQUENCE = {"from": ("sequence_parallel_axis",)}
-_TENSOR = {"from": ("tensor_parallel_axis",)}
-_EXPERT = {"from": ("expert_parallel_axis",)}
-# What meshes call the axes of the first five fields; the default of the field comes first.
-_USUAL_NAMES = {
-    "data_parallel_axis": ("dp", "data", "replica"),
-    "fully_sharded_data_parallel_axis": ("fsdp",),
-    "tensor_parallel_axis": ("tp", "tensor", "model", "mp"),
-    "sequence_parallel_axis": ("sp", "sequence", "seq", "context"),
-    "expert_parallel_axis": ("ep", "expert"),
-}
 
 
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class PartitionAxis:
-    """Maps each kind of dim of a transformer to the mesh axes that it is sharded over.
+# `PartitionAxis` is one level up, and rules may be one.
+class NamedAxes:
+    """Base of classes that assign mesh axes to names in the order of an array's dims."""
 
-    The first five fields name mesh axes. Each of the others is the mesh axis of one kind of
-    dim, a tuple of axes (outermost first), or `None`. A field that is not given, or given as
-    `...`, is derived from the first five. (`dataclasses.replace` passes every field that it
-    does not change, so there write `head_axis=...` to derive it again.) Instances are
-    hashable, and have no leaves in a pytree.
-
-    | field | default | on `data=2,fsdp=2,tensor=2`, by `for_mesh` |
-    |---|---|---|
-    | `data_parallel_axis` | `"dp"` | `"data"` |
-    | `fully_sharded_data_parallel_axis` | `"fsdp"` | `"fsdp"` |
-    | `tensor_parallel_axis` | `"tp"` | `"tensor"` |
-    | `sequence_parallel_axis`, `expert_parallel_axis` | `"sp"`, `"ep"` | the same, not there |
-    | `batch_axis` | `("fsdp", "dp")` | `("fsdp", "data")` |
-    | `head_axis`, `hidden_state_axis`, | `"tp"` | `"tensor"` |
-    | `mlp_intermediate_axis`, `vocab_axis` | `"tp"` | `"tensor"` |
-    | `sequence_axis`, `query_sequence_axis`, `key_sequence_axis` | `"sp"` | `"sp"` |
-    | `expert_axis` | `"ep"` | `"ep"` |
-    | `generation_head_axis`, `generation_key_sequence_axis` | `"tp"`, `"sp"` | `"tensor"`, `"sp"` |
-    | `generation_batch_axis` and all others | `None` | `None` |
-
-    Raises:
-        ShardingRuleError: If a field is neither an axis, a tuple of distinct axes, nor
-            `None`. All such fields are listed.
-
-    Examples:
-        >>> axes = PartitionAxis(tensor_parallel_axis="model", vocab_axis=None)
-        >>> axes.head_axis, axes.vocab_axis, axes.batch_axis
-        ('model', None, ('fsdp', 'dp'))
-
-    Source:
-        EasyDeL and eformer's class of this name.
-    """
-
-    data_parallel_axis: str = "dp"
-    fully_sharded_data_parallel_axis: str = "fsdp"
-    tensor_parallel_axis: str = "tp"
-    sequence_parallel_axis: str = "sp"
-    expert_parallel_axis: str = "ep"
-
-    batch_axis: MeshAxes = field(default=..., metadata=_BATCH)
-    sequence_axis: MeshAxes = field(default=..., metadata=_SEQUENCE)
-    query_sequence_axis: MeshAxes = field(default=..., metadata=_SEQUENCE)
-    head_axis: MeshAxes = field(default=..., metadata=_TENSOR)
-    key_sequence_axis: MeshAxes = field(default=..., metadata=_SEQUENCE)
-    hidden_state_axis: MeshAxes = field(default=..., metadata=_TENSOR)
-    mlp_intermediate_axis: MeshAxes = field(default=..., metadata=_TENSOR)
-    vocab_axis: MeshAxes = field(default=..., metadata=_TENSOR)
-    expert_axis: MeshAxes = field(default=..., metadata=_EXPERT)
-    expert_gate_axis: MeshAxes = None
-    attention_dim_axis: MeshAxes = None
-    bias_head_sequence_axis: MeshAxes = None
-    bias_key_sequence_axis: MeshAxes = None
-
-    generation_batch_axis: MeshAxes = None
-    generation_query_sequence_axis: MeshAxes = None
-    generation_head_axis: MeshAxes = field(default=..., metadata=_TENSOR)
-    generation_key_sequence_axis: MeshAxes = field(default=..., metadata=_SEQUENCE)
-    generation_attention_dim_axis: MeshAxes = None
-
-    def __post_init__(self) -> None:
-        bad: list[str] = []
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if value is ... and "from" in each.metadata:
-                axes = [getattr(self, name) for name in each.metadata["from"]]
-                value = entry_of(list(dict.fromkeys(axes)))
-            elif isinstance(value, list):  # which does not hash
-                value = tuple(value)
-            object.__setattr__(self, each.name, value)
-            is_name = isinstance(each.default, str)
-            if not (isinstance(value, str) if is_name else is_mesh_axes(value)):
-                valid = "a mesh axis" if is_name else "a mesh axis, a tuple of them, or None"
-                bad.append(f"PartitionAxis({each.name}={value!r}): give {valid}.")
-        if bad:
-            raise ShardingRuleError(listed(f"{len(bad)} fields are not mesh axes:", bad))
-
-    @staticmethod
-    def for_mesh(mesh: MeshLike) -> "PartitionAxis":
-        """Makes one whose first five fields are the axes of a mesh, by their usual names.
-
-        They are `data_parallel_axis`: dp, data, replica; `fully_sharded_data_parallel_axis`: fsdp;
-        `tensor_parallel_axis`: tp, tensor, model, mp; `sequence_parallel_axis`: sp, sequence, seq,
-        context; `expert_parallel_axis`: ep, expert. A field without an axis keeps its default.
-
-        Args:
-            mesh: A mesh, or its axes as text.
-
-        Examples:
-            >>> axes = PartitionAxis.for_mesh("data=2,fsdp=2,tensor=2")
-            >>> axes.resolve("batch", "sequence", "head", mesh="data=2,fsdp=2,tensor=2")
-            P(('fsdp', 'data'), None, 'tensor')
-        """
-        sizes = axis_sizes(mesh)
-        named = {
-            field: next((name for name in usual if name in sizes), usual[0])
-            for field, usual in _USUAL_NAMES.items()
-        }
-        return PartitionAxis(**named)
+    __slots__ = ()
 
     def resolve(
         self, *names: Entry, mode: Mode = "train", mesh: MeshLike | None = None
     ) -> PartitionSpec:
-        """Resolves the logical names of an array's dims to mesh axes.
+        """Resolves the logical names of an array's dims to mesh axes."""
+        raise NotImplementedError
 
-        Args:
-            names: One entry per dim: the name of a field, with or without its `_axis`
-                (`"batch"`), `None` for a dim that is not sharded, `UNCONSTRAINED`, or a
-                tuple of names for a dim that merges several.
-            mode: With `"generation"`, names that have a `generation_` field use that field. Its
-                default for the batch is `None`: the batch is replicated, as in EasyDeL, unless you
-                set `generation_batch_axis`.
-            mesh: If given, axes that it lacks are dropped.
-
-        Returns:
-            A spec with one entry per name. An axis goes to the first name that uses it.
-
-        Raises:
-            SpecError: If names are unknown (all are listed), or the mode is.
-
-        Warns:
-            ShardingWarning: If `mesh`, or by default the current mesh, has axes of more than one
-                device that no field names: nothing is ever sharded over them.
-
-        Examples:
-            >>> PartitionAxis().resolve("batch", "sequence", "head", "hidden_state")
-            P(('fsdp', 'dp'), 'sp', 'tp', None)
-            >>> PartitionAxis().resolve("batch", "query_sequence", "head", mode="generation")
-            P(None, None, 'tp')
-        """
-        if mode not in ("train", "generation"):
-            hint = did_you_mean(str(mode), ("train", "generation"))
-            raise SpecError(f"mode={mode!r} is neither 'train' nor 'generation'.{hint}")
-        _check_names(names)
-        known = self._axes_by_name(mode)
-        facts = [
-            f"{name!r} is not a logical name of PartitionAxis.{did_you_mean(name, known)}"
-            for name in all_axes(names)
-            if name not in known
-        ]
-        if facts:
-            short = ", ".join(name for name in known if not name.endswith("_axis"))
-            headline = f"{len(facts)} names are unknown:"
-            raise SpecError(f"{listed(headline, facts)}\nPartitionAxis has {short}.")
-        self._warn_of_unnamed_axes(mesh)
-        return _on_mesh(_resolve_by_dims(names, known), mesh)
-
-    def _warn_of_unnamed_axes(self, mesh: MeshLike | None) -> None:
-        here = get_incontext_mesh(raise_error=False) if mesh is None else mesh
-        if here is None:
-            return
-        named = all_axes(getattr(self, each.name) for each in fields(self))
-        if unnamed := idle_axes(here, named):
-            warn(
-                f"PartitionAxis: no field names {', '.join(map(repr, unnamed))} of the mesh"
-                f" ({describe_sizes(axis_sizes(here))}), so nothing is sharded over it."
-                " `PartitionAxis.for_mesh(mesh)` takes the names of a mesh."
-            )
-
-    def _axes_by_name(self, mode: Mode) -> dict[str, Entry]:
-        """The mesh axes of each name, with and without its `_axis`."""
-        by_name: dict[str, Entry] = {}
-        for each in fields(self):
-            of_generation = f"generation_{each.name}"
-            is_replaced = mode == "generation" and hasattr(self, of_generation)
-            axes = getattr(self, of_generation if is_replaced else each.name)
-            by_name[each.name.removesuffix("_axis")] = by_name[each.name] = axes
-        return by_name
+    def axes_by_name(self, mode: Mode) -> dict[str, Entry]:
+        """The mesh axes of each name."""
+        raise NotImplementedError
 
 
 # ------------------------------------------------------------------ rules
 
-LogicalRules = PartitionAxis | Sequence[Any]  # of pairs (name, axes)
-ReadLogicalRules = PartitionAxis | tuple[tuple[str, Entry], ...]
+LogicalRules = NamedAxes | Sequence[Any]  # of pairs (name, axes)
+ReadLogicalRules = NamedAxes | tuple[tuple[str, Entry], ...]
 
 
 @contextmanager
@@ -306,7 +127,7 @@ def resolve_by(
     shape: tuple[int, ...] | None = None,
 ) -> PartitionSpec:
     """Resolves names by rules, and projects the spec on the mesh and the shape, if given."""
-    _check_names(names)
+    check_names(names)
     # Flax too refuses names that occur twice, but for `None` and `UNCONSTRAINED`.
     if twice := [name for name, count in Counter(all_axes(names)).items() if count > 1]:
         raise SpecError(
@@ -319,9 +140,9 @@ def resolve_by(
             f"{tuple(names)} names {counted(len(names), 'dim')}, but shape {shape} has"
             f" {len(shape)}. Give at most one name per dim."
         )
-    is_by_dim = isinstance(rules, PartitionAxis)
-    spec = rules.resolve(*names) if is_by_dim else _resolve_by_priority(names, rules)
-    return _on_mesh(spec, mesh, shape)
+    is_by_dim = isinstance(rules, NamedAxes)
+    spec = rules.resolve(*names, mesh=mesh) if is_by_dim else _resolve_by_priority(names, rules)
+    return on_mesh(spec, mesh, shape)
 
 
 def rules_of_variable(
@@ -350,8 +171,8 @@ def rules_of_variable(
 
 
 def _pairs(rules: ReadLogicalRules | None) -> tuple[tuple[str, Entry], ...]:
-    is_by_dim = isinstance(rules, PartitionAxis)
-    return tuple(rules._axes_by_name("train").items()) if is_by_dim else rules or ()
+    is_by_dim = isinstance(rules, NamedAxes)
+    return tuple(rules.axes_by_name("train").items()) if is_by_dim else rules or ()
 
 
 def notes_on_names(
@@ -361,7 +182,7 @@ def notes_on_names(
     or its rule names an axis that the mesh lacks."""
     # Without rules in force, and for names that a `PartitionAxis` lacks, resolving them raises. Its
     # default fields name axes that few meshes have.
-    if rules is None or isinstance(rules, PartitionAxis):
+    if rules is None or isinstance(rules, NamedAxes):
         return []
     known = {name for name, _ in rules}
     sizes = {} if mesh is None else axis_sizes(mesh)
@@ -380,7 +201,7 @@ def notes_on_names(
 
 def read_logical_rules(rules: LogicalRules) -> ReadLogicalRules:
     """Normalises rules to a hashable form. Raises `ShardingRuleError` listing all bad rules."""
-    if isinstance(rules, PartitionAxis):
+    if isinstance(rules, NamedAxes):
         return rules
     if isinstance(rules, str) or not isinstance(rules, Sequence):
         raise ShardingRuleError(
@@ -459,7 +280,7 @@ def _entries_by_priority(
     return entry_by_name
 
 
-def _resolve_by_dims(names: Sequence[Entry], axes_by_name: Mapping[str, Entry]) -> PartitionSpec:
+def resolve_by_dims(names: Sequence[Entry], axes_by_name: Mapping[str, Entry]) -> PartitionSpec:
     # An axis goes to the first dim that has it, and a dim gets those of its axes that are left.
     used: set[str] = set()
     dims: list[Entry] = []
@@ -474,7 +295,7 @@ def _resolve_by_dims(names: Sequence[Entry], axes_by_name: Mapping[str, Entry]) 
     return PartitionSpec(*dims)
 
 
-def _check_names(names: Any) -> None:
+def check_names(names: Any) -> None:
     """Raises `SpecError` unless `names` is a sequence of names of dims."""
     if isinstance(names, str | PartitionSpec) or not isinstance(names, Sequence):
         raise SpecError(
@@ -489,7 +310,7 @@ def _check_names(names: Any) -> None:
             )
 
 
-def _on_mesh(
+def on_mesh(
     spec: PartitionSpec, mesh: MeshLike | None, shape: tuple[int, ...] | None = None
 ) -> PartitionSpec:
     """Projects a spec on a mesh and a shape, and keeps its number of entries."""

@@ -36,7 +36,7 @@ from treeshard._core.specs import (
 )
 from treeshard._planning.logical import (
     LogicalRules,
-    PartitionAxis,
+    NamedAxes,
     ReadLogicalRules,
     current_logical_rules,
     notes_on_names,
@@ -440,9 +440,9 @@ def _resolve_box(box: NamesInBox, rules: ReadLogicalRules | None, mesh: AnyMesh)
     # for names that it lacks, so it is left out if all names are axes.
     axes = axis_sizes(mesh)
     are_axes = axes.keys() >= set(all_axes(box.names))
-    if rules is None or (isinstance(rules, PartitionAxis) and are_axes):
+    if rules is None or (isinstance(rules, NamedAxes) and are_axes):
         return PartitionSpec(*box.names)
-    if not isinstance(rules, PartitionAxis):
+    if not isinstance(rules, NamedAxes):
         ruled = {name for name, _ in rules}
         rules += tuple((axis, axis) for axis in axes if axis not in ruled)
     return resolve_by(rules, box.names, mesh)

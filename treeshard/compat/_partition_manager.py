@@ -1,6 +1,6 @@
 """EasyDeL's constraints by logical names, which are constants there: `"__KV_LENGTH__"`."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from jax.tree_util import register_static
 
 from treeshard._core.specs import Entry
 from treeshard._placement.constraint import with_sharding_constraint
-from treeshard._planning.logical import PartitionAxis
+from treeshard._placement.partition_axis import PartitionAxis
 from treeshard.errors import SpecError
 
 # The constants whose fields have other names: `"__HEAD__"` is `head_axis`. For keys and values
@@ -76,7 +76,8 @@ class PartitionManager:
             mode = "generation" if shape[mode] == 1 else "train"
         known_mode: Any = _MODES.get(mode, mode)
         paxis = _decoding_as_training(self.paxis) if known_mode == "generation" else self.paxis
-        return paxis.resolve(*map(_read_name, axes or ()), mode=known_mode)
+        names = [_read_name(name, dict(paxis.custom)) for name in axes or ()]
+        return paxis.resolve(*names, mode=known_mode)
 
     def shard(
         self,
@@ -105,7 +106,8 @@ def apply_logical_sharding(
         x: The array.
         partition_manager: What maps names to mesh axes.
         axes: A name for each dim: a constant of EasyDeL's such as `"__BATCH__"`, a name of
-            `PartitionAxis`, `None` or `"_"` for a dim that is not sharded, or several of them.
+            `PartitionAxis` or of its `custom`, `None` or `"_"` for a dim that is not sharded, or
+            several of them.
         mode: `"train"` or `"generation"`, or a constant of EasyDeL's. Or a dim: an array that has
             length 1 there is one of decoding.
         dynamic_axes: An object with both as `axes` and `mode`, such as EasyDeL's
@@ -134,12 +136,15 @@ def apply_logical_sharding(
     return partition_manager.shard(x, axes, mode, dynamic_axes, auto_correct)
 
 
-def _read_name(name: Any) -> Entry:
+def _read_name(name: Any, custom: Collection[str]) -> Entry:
     """A name, or several, as `PartitionAxis` has it: `"__KV_LENGTH__"` is `"key_sequence"`."""
     if isinstance(name, list | tuple):
-        return tuple(map(_read_name, name))
+        names = [_read_name(each, custom) for each in name]
+        return tuple(each for each in names if each is not None)
     if not isinstance(name, str) or not name.strip("_"):
         return None
+    if name in custom:
+        return name
     word = name.strip("_").lower()
     return _FIELDS.get(word, word) if name.startswith("__") else name
 
