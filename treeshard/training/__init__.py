@@ -27,6 +27,7 @@ from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
 from treeshard._placement.targets import without_names
 from treeshard._planning.plan import Plan, plan
 from treeshard._planning.plan_in_force import INITIALISING, default_batch
+from treeshard._planning.wrong_arguments import check_specs
 from treeshard.errors import ArgumentError, StateError
 from treeshard.training._accumulation import accumulate_gradients
 from treeshard.training._gradients import value_and_grad
@@ -316,6 +317,7 @@ def _make_step(
             f" `{where}(fn, plan(state, rules, mesh))`."
         )
     plan.check_before_use()
+    check_specs(batch, f"{where}(fn, plan, batch={{}})")
     specs = without_names(default_batch(plan) if batch is None else batch, plan.mesh)
     check_axes(get_names_from_partition_spec(specs), axis_sizes(plan.mesh), f"{where}: batch")
     return Step(fn, plan, specs, donate=donate, per_device=per_device)

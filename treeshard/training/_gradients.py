@@ -27,6 +27,7 @@ from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec, 
 from treeshard._placement.constraint import with_sharding_constraint
 from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import PlanInForce, current_plan, default_batch, row_axes
+from treeshard._planning.wrong_arguments import check_specs
 from treeshard.errors import SpecError
 from treeshard.training._type_errors import sharding_type_errors
 
@@ -94,6 +95,7 @@ def value_and_grad(
     Source:
         The twin of `treeshard.manual.value_and_grad`, for code that the compiler partitions.
     """
+    check_specs(specs, "value_and_grad(loss, {})")
     named = axis_tuple(axis_names, "value_and_grad")
     given = None
     if isinstance(specs, Plan):
