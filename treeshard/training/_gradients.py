@@ -11,7 +11,7 @@ from jax.tree_util import tree_flatten
 from treeshard._core.arguments import check_no_refs
 from treeshard._core.arrays import StaticSplit, has_gradient, is_array
 from treeshard._core.contexts import deferred_axes
-from treeshard._core.jax_private import is_tracing, varying_axes, vmapped_axes
+from treeshard._core.jax_private import is_tracing, show_as, varying_axes, vmapped_axes
 from treeshard._core.mesh import (
     axes_of_type,
     axis_sizes,
@@ -126,7 +126,7 @@ def value_and_grad(
             out = loss(split.combine(arrays), *args)
             return out if has_aux else (out, None)
 
-        differentiate = jax.value_and_grad(run, has_aux=True)
+        differentiate = jax.value_and_grad(show_as(run, loss), has_aux=True)
         with nullcontext() if mesh is None else sharding_type_errors(mesh):
             if waiting:
                 # Types shard these gradients, and a constraint would end the wait.
