@@ -337,6 +337,8 @@ class Plan(PlannedTree):
           the field decides (`v_row`, `v_col`).
         - A history `(n, d0, d1)` is not sharded on its first dim.
         - A leaf without a counterpart is replicated.
+        - If `logical_partitioning` or a tree of specs decided a parameter in an nnx variable with
+          `optimizer_sharding`, its copies are sharded by that.
 
         Args:
             tree: The state of any optax optimizer, masked, partitioned or wrapped, or any other
