@@ -1,5 +1,6 @@
 """Arguments of another kind, or in the wrong order: the message shows the right call."""
 
+import tempfile
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from treeshard import errors
-from treeshard.checkpoint import save
+from treeshard.checkpoint import restore, save
 from treeshard.interchange import save_safetensors
 from treeshard.training import init_sharded, jit_step, value_and_grad
 
@@ -30,6 +31,12 @@ class Model:
 
 def identity(state: Any, batch: Any) -> Any:
     return state, ()
+
+
+def restore_from_file(like: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        save(f"{folder}/params", params)
+        restore(f"{folder}/params", like)
 
 
 step = jit_step(identity, plan, donate=False)
@@ -69,6 +76,15 @@ CALLS = {
         (lambda: step(params, x, key), "with 3 arguments. Put a key, or what else it needs, in "),
         (lambda: step(Model, x), f"jit_step: the state is the class Model, {NOT_A_TREE}"),
         (lambda: save(params, "folder"), PATH_FIRST),
+        (
+            lambda: restore_from_file(specs),
+            "has specs and no shapes. Pass a plan: `restore(path,",
+        ),
+        (
+            lambda: restore_from_file(rules),
+            "restore: the tree to read is a list of rules. Pass th",
+        ),
+        (lambda: restore_from_file(mesh), "`restore(path, like, rules=rules, mesh=mesh)`."),
         (
             lambda: plan.follow(optimizer),
             f"Plan.follow: {OPTIMIZER}zer.init(params)`, as in `plan.",

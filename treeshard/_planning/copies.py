@@ -74,7 +74,9 @@ def _originals(plan: PlannedTree) -> list[PlannedLeaf | None]:
         # Rules that do not read what a variable says of its array decide its copies too.
         if leaf is None or tactic is None:
             continue
-        spec, notes = tactic.refine(PartitionSpec(), plan.mesh, leaf.path, state, plan.min_size)
+        # A tree of specs shards leaves of any size.
+        least = 0 if leaf.decision.by_spec else plan.min_size
+        spec, notes = tactic.refine(PartitionSpec(), plan.mesh, leaf.path, state, least)
         spec, misfits = project(spec, plan.mesh, leaf.shape)
         decision = ResolvedSpec(spec, spec, adjustments=(*notes, *misfits), by_spec=True)
         originals[i] = leaf._replace(decision=decision)

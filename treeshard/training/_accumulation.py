@@ -151,7 +151,7 @@ def accumulate_gradients(
         # A check compares the step with what it gives in one pass.
         count = 1 if in_one_pass.value else num_minibatches
         keys = None if key is None else jax.random.split(key, count)
-        grads_of_minibatch = _checking_gradients(grads_of_rows, by_hand)
+        grads_of_minibatch = _checking_gradients(show_as(grads_of_rows, grad_fn), by_hand)
         # On Explicit axes the types of gradients say what is not reduced yet.
         here = context_mesh()
         has_explicit = here is not None and axes_of_type(here, AxisType.Explicit)
