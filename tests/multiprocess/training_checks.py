@@ -16,7 +16,7 @@ import treeshard as ts
 from tests.helpers import assert_same
 from tests.multiprocess.worker import Context, error_of, start_again
 from treeshard._core import meetings, processes
-from treeshard.training import _batch, init_sharded, jit_step
+from treeshard.training import init_sharded, jit_step
 
 RULES = [("b", None), (".*", ts.fsdp("fsdp", min_size=0))]
 OPTIMIZER = optax.sgd(0.1, momentum=0.9)
@@ -147,7 +147,7 @@ def check_a_new_form_on_one_process_names_the_absent(context: Context) -> None:
     batch = forms(context)["full"]
     _, loss = step(state, batch)
     if context.index:
-        with mock.patch.object(_batch, "TIMEOUT", 1.0), pytest.raises(ts.ProcessError) as told:
+        with mock.patch.object(meetings, "TIMEOUT", 1.0), pytest.raises(ts.ProcessError) as told:
             step(state, batch[:8])
         assert "jit_step: process 0 of 2 did not " in str(told.value)
         meetings._process.broken = ""  # so that it can join the program below
@@ -176,9 +176,10 @@ def check_batches_of_known_shapes_that_differ_give_no_numbers(context: Context) 
     step(state, part(rows[1]))
 
     if context.index:  # alone
-        with mock.patch.object(_batch, "TIMEOUT", 1.0), pytest.raises(ts.ProcessError) as told:
+        with mock.patch.object(meetings, "TIMEOUT", 1.0), pytest.raises(ts.ProcessError) as told:
             step(state, part(rows[0]))
         assert "jit_step: process 0 of 2 did not arrive within 1 s." in str(told.value)
+        assert "timeout=" not in str(told.value)  # a step has no such argument
         meetings._process.broken = ""  # so that it can join the program of process 0
     loss = step(state, part(rows[1]))[1]
     assert loss == losses[rows[1]]  # and not of the rows of process 0 alone

@@ -307,7 +307,7 @@ def test_the_argument_goes_before_the_sharding_and_the_plan_before_the_context(
         assert got.sharding == NamedSharding(fsdp_mesh, P("fsdp"))
         got = ts.with_sharding_constraint({"w": SQUARE}, plan)["w"]
         assert got.sharding == NamedSharding(mesh, P("fsdp"))
-        assert ts.unshard({"w": got}, plan, "data")["w"] is got
+        assert ts.unshard({"w": got}, plan.specs, "data")["w"] is got
         assert ts.unshard({"w": got}, plan, "fsdp")["w"].sharding == NamedSharding(mesh, P())
     assert ts.with_sharding_constraint(STRUCT, own).sharding == own
 

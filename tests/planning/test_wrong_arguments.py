@@ -1,17 +1,19 @@
 """Arguments of another kind, or in the wrong order: the message shows the right call."""
 
+import tempfile
 from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from treeshard import errors
-from treeshard.checkpoint import save
+from treeshard.checkpoint import restore, save
 from treeshard.interchange import save_safetensors
-from treeshard.training import init_sharded, jit_step
+from treeshard.training import init_sharded, jit_step, value_and_grad
 
 # Where annotations are checked, that check would come first.
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -31,12 +33,31 @@ def identity(state: Any, batch: Any) -> Any:
     return state, ()
 
 
+def restore_from_file(like: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        save(f"{folder}/params", params)
+        restore(f"{folder}/params", like)
+
+
 step = jit_step(identity, plan, donate=False)
 NOT_A_TREE = "which is not a pytree of arrays. "
 CALL_IT = "Call it first, and pass the arrays that it makes: "
 SWAPPED_SPECS = (
     "the tree and its specs are swapped: the first argument has specs, and the second has"
 )
+OPTIMIZER = "the tree is an optimizer, which has functions and no arrays. Pass its state: `optimi"
+RULES_AS_SPECS = "the specs are a list of rules. Make a plan: `"
+EVERY_SPEC = {
+    "unshard(tree, {})": lambda specs: ts.unshard(params, specs),
+    "shard(tree, {})": lambda specs: ts.shard(params, specs),
+    "reshard(tree, {})": lambda specs: ts.reshard(params, specs),
+    "with_sharding_constraint(tree, {})": lambda specs: ts.with_sharding_constraint(params, specs),
+    "from_process_local(tree, {})": lambda specs: ts.from_process_local(params, specs),
+    "make_shard_and_gather_fns({})": ts.make_shard_and_gather_fns,
+    "value_and_grad(loss, {})": lambda specs: value_and_grad(sum, specs),
+    "jit_step(fn, plan, batch={})": lambda specs: jit_step(identity, plan, batch=specs),
+}
+optimizer = optax.adam(1e-3)
 PATH_FIRST = "the path is a dict. The path comes first: `save"
 CALLS = {
     errors.ArgumentError: [
@@ -55,6 +76,66 @@ CALLS = {
         (lambda: step(params, x, key), "with 3 arguments. Put a key, or what else it needs, in "),
         (lambda: step(Model, x), f"jit_step: the state is the class Model, {NOT_A_TREE}"),
         (lambda: save(params, "folder"), PATH_FIRST),
+        (
+            lambda: restore_from_file(specs),
+            "has specs and no shapes. Pass a plan: `restore(path,",
+        ),
+        (
+            lambda: restore_from_file(rules),
+            "restore: the tree to read is a list of rules. Pass th",
+        ),
+        (lambda: restore_from_file(mesh), "`restore(path, like, rules=rules, mesh=mesh)`."),
+        (
+            lambda: plan.follow(optimizer),
+            f"Plan.follow: {OPTIMIZER}zer.init(params)`, as in `plan.",
+        ),
+        (
+            lambda: plan.follow(optimizer.init),
+            "Call it first, and pass the arrays that it makes: `pl",
+        ),
+        (lambda: plan.follow(optax.sgd), "`plan.follow(optimizer.init(params))`"),
+        (
+            lambda: ts.plan(optimizer, rules, mesh),
+            f"plan: {OPTIMIZER}zer.init(params)`, as in `plan",
+        ),
+        (
+            lambda: ts.shard(optimizer, P()),
+            f"shard: {OPTIMIZER}zer.init(params)`, as in `shard(tree",
+        ),
+        (
+            lambda: step(step(params, x), x),
+            "a pair (state, aux), as the step returns it. Write `stat",
+        ),
+        (
+            lambda: step(x, params),
+            "the state and the batch are swapped. Call `step(state, batch)`.",
+        ),
+        (lambda: step.lower(x, params), "the state and the batch are swapped."),
+        (
+            lambda: step(params, x)[0] and step((params, x), x),
+            "Write `state, aux = step(state, batch)",
+        ),
+        (lambda: ts.unshard(params, "fsdp"), 'or specs: `unshard(tree, specs, "fsdp")`.'),
+        (
+            lambda: ts.shard(params, "fsdp"),
+            "the str 'fsdp'. Pass the plan, `shard(tree, plan)`, or spe",
+        ),
+        (lambda: ts.shard(params, "fsdp"), "or specs: `shard(tree, P('fsdp'))`."),
+        *(
+            (lambda call=call, x=x: call(x), f"{text.partition('(')[0]}: the specs are {part}")
+            for text, call in EVERY_SPEC.items()
+            for x, part in (
+                ("fsdp", f"the str 'fsdp'. Pass the plan, `{text.format('plan')}`"),
+                (8, f"the int 8. Pass the plan, `{text.format('plan')}`"),
+                (mesh, f"a mesh. Pass the plan, `{text.format('plan')}`"),
+                (
+                    rules,
+                    f"a list of rules. Make a plan: `{text.format('treeshard.plan(tree, rul')}"[
+                        :-2
+                    ],
+                ),
+            )
+        ),
         (lambda: save_safetensors(params, "file"), "`save_safetensors(path, tree)`"),
     ],
     errors.ShardingRuleError: [
@@ -63,6 +144,10 @@ CALLS = {
             lambda: ts.plan(params, [(P("fsdp"), ".*")], mesh),
             "The pattern comes first: ('.*', P('fsdp',))",
         ),
+        (lambda: ts.plan(params, [("*", None)], mesh), "not a glob: write '.*'."),
+        (lambda: ts.plan(params, [("**/w", None)], mesh), "not a glob: write '.*/w'."),
+        (lambda: ts.match_partition_rules([("*.w", None)], params), "not a glob: write '.*.w'."),
+        (lambda: ts.plan(params, [("(w", None)], mesh), "put a backslash before it."),
         (
             lambda: ts.plan(params, [(None, "norm")], mesh),
             "the action None and the pattern 'norm' are swap",
@@ -78,6 +163,35 @@ CALLS = {
     errors.SpecError: [
         (lambda: ts.shard(specs, params, mesh), SWAPPED_SPECS),
         (lambda: ts.shard(plan, params), SWAPPED_SPECS),
+        (lambda: ts.unshard(plan, params), "The tree comes first: `unshard(tree, plan)`."),
+        (
+            lambda: ts.with_sharding_constraint(plan, params),
+            "first: `with_sharding_constraint(tree",
+        ),
+        (
+            lambda: ts.unshard(params, plan.specs),
+            "Pass it, `unshard(tree, specs, 'fsdp')`, or pass",
+        ),
+        (
+            lambda: ts.unshard(params, specs),
+            "or pass the plan in place of the specs: `unshard(tree,",
+        ),
+        (
+            lambda: ts.unshard(params, plan.shardings),
+            "the second argument has specs, and no axis to",
+        ),
+        (
+            lambda: ts.unshard(params, plan, "data"),
+            "over 'data': the plan shards no leaf over it, on",
+        ),
+        (
+            lambda: ts.unshard(params, plan, "fdsp"),
+            "Did you mean 'fsdp'? Leave the axis out, `unsha",
+        ),
+        (
+            lambda: ts.unshard(params["w"], plan["w"], "data"),
+            "on the mesh (fsdp=8). Leave the axis",
+        ),
         (lambda: ts.unshard(specs, params, "fsdp"), "The tree comes first: `shard(tree, specs)`,"),
         (lambda: ts.with_sharding_constraint(specs, params, mesh), SWAPPED_SPECS),
     ],
@@ -101,3 +215,19 @@ def test_what_has_no_arrays_is_right() -> None:
         ts.shard(empty, P("fsdp"), mesh)
     step_of_nothing = jit_step(identity, ts.plan({}, rules, mesh), batch=P("fsdp"))
     step_of_nothing({}, x)
+
+
+def test_axes_that_may_shard_nothing() -> None:
+    """Another mesh has one device along an axis; a small model or a norm is not sharded at all."""
+    both = {"w": np.ones((8, 8), "float32"), "norm": np.ones(3, "float32")}
+    of_both = [("norm", None), ("w", P("fsdp", "tensor"))]
+    cases = [
+        (ts.plan(both, of_both, "fsdp=8,tensor=1", min_size=0), "tensor"),
+        (ts.plan(both, of_both, "data=1,fsdp=8,tensor=1", min_size=0), "data"),
+        (ts.plan(both, of_both, "data=4,fsdp=2,tensor=1", min_size=0), ("data", "fsdp")),
+        (ts.plan(both, [(".*", None)], "fsdp=8"), "fsdp"),
+        (ts.plan(both, [(".*", ts.fsdp("fsdp"))], "fsdp=8"), "fsdp"),
+    ]
+    for of_plan, axis in cases:
+        ts.unshard(both, of_plan, axis)
+        ts.unshard(both["norm"], of_plan["norm"], axis)

@@ -82,3 +82,25 @@ def test_constraint(ours) -> None:
     assert ts.get_partition_spec(out["b"]) == {"c": P("devices"), "d": P("devices")}
     plan = ts.plan(tree, [("a|c", P("devices")), ("d", None)], row.mesh, min_size=0)
     assert ts.get_partition_spec(ours(tree=tree, shardings=plan)) == plan.specs
+
+
+def sharding_of_subtree(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: NamedSharding(row.mesh, old_fsdp(leaf)), tree)
+
+
+@row(
+    "kd.sharding.with_sharding_constraint(tree, sharding_of_subtree)",
+    "kd.sharding.ShardingStrategy(params=sharding_of_subtree)",
+)
+def test_functions_of_subtrees(constrained, planned) -> None:
+    tree = {"a": jnp.ones((8, 2**18)), "b": {"c": jnp.ones((8, 3))}}
+    out = constrained(tree=tree, sharding_of_subtree=sharding_of_subtree)
+    assert ts.get_partition_spec(out) == jax.tree.map(old_fsdp, tree)
+    plan = planned(params=PARAMS, sharding_of_subtree=sharding_of_subtree)
+    assert plan.specs == jax.tree.map(old_fsdp, PARAMS)
+    both = planned(
+        params=PARAMS,
+        sharding_of_subtree={**PARAMS, "dense": sharding_of_subtree}
+        | {key: None for key in PARAMS if key != "dense"},
+    )
+    assert both.specs["dense"] == plan.specs["dense"]

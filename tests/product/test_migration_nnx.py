@@ -51,6 +51,48 @@ def test_logical_names(ours) -> None:
     assert given(ours(state=state, names=names))["kernel"] == old == P("fsdp", "tensor")
 
 
+@row('nnx.get_partition_spec(state)["kernel"]')
+def test_a_plan_by_specs(ours) -> None:
+    state = linear(None, "fsdp")
+    plan = ours(state=state, nnx=nnx)
+    assert given(plan) == specs_of(state)
+    assert ts.shard(state, plan)["kernel"].get_value().sharding.spec == P(None, "fsdp")
+
+
+@row(
+    'nnx.with_partitioning(init, (None, "tensor"), optimizer_sharding=("fsdp", "tensor"))',
+)
+def test_optimizer_sharding(ours) -> None:
+    names = (None, "tensor")
+    kernel = nnx.with_partitioning(
+        nnx.initializers.lecun_normal(), names, optimizer_sharding=("fsdp", "tensor")
+    )
+    with nnx.use_eager_sharding(False):
+        model = nnx.Linear(64, 128, kernel_init=kernel, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(
+            model, optax.adafactor(1e-3, min_dim_size_to_factor=8), wrt=nnx.Param
+        )
+        moments = nnx.state(nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param))
+    state, mesh = nnx.state(model), row.mesh
+    plan = ts.plan(state, [(".*", ts.logical_partitioning())], mesh, min_size=0)
+    by_specs = ts.plan(state, nnx.get_partition_spec(state), mesh)
+    assert given(plan)["kernel"] == P(None, "tensor")
+    # The state of the nnx optimizer, and optax's own, whose leaves are variables too.
+    expected = given(ours(state=state, opt_state=moments))
+    assert expected == specs_of(moments)
+    assert expected["opt_state/0/mu/kernel"] == P("fsdp", "tensor")
+    assert given(by_specs.follow(moments)) == expected
+    own = given(plan.follow(optax.adam(1e-3).init(state)))
+    assert own["0/nu/kernel"] == P("fsdp", "tensor")
+    # Factors keep the axes of their dims.
+    factored = given(plan.follow(nnx.state(optimizer)))
+    assert factored["opt_state/0/v_row/kernel"] == P("fsdp")
+    assert factored["opt_state/0/v_col/kernel"] == P("tensor")
+    # Rules that do not read the annotations decide the optimizer state as well.
+    by_rules = ts.plan(state, [(".*", ts.fsdp("fsdp"))], mesh, min_size=0)
+    assert given(by_rules.follow(moments))["opt_state/0/mu/kernel"] == given(by_rules)["kernel"]
+
+
 class Net(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.up = nnx.Linear(64, 512, rngs=rngs)

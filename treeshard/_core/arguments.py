@@ -36,8 +36,8 @@ def describe_argument(x: Any) -> str:
 
 
 def check_tree(tree: Any, where: str, call: str, name: str = "the tree") -> None:
-    """Raises `ArgumentError` if a whole tree is a class, a function, or another opaque object, and
-    `LeafError` as `check_no_refs`.
+    """Raises `ArgumentError` if a whole tree is a class, a function, another opaque object or an
+    optimizer, and `LeafError` as `check_no_refs`.
 
     Args:
         tree: What is passed as a tree.
@@ -46,6 +46,11 @@ def check_tree(tree: Any, where: str, call: str, name: str = "the tree") -> None
         name: What the message calls the tree.
     """
     check_no_refs(tree, where)
+    if _is_optimizer(tree):
+        raise ArgumentError(
+            f"{where}: {name} is an optimizer, which has functions and no arrays. Pass its state:"
+            f" `optimizer.init(params)`, as in `{call}`."
+        )
     # JAX calls a class, a function or an opaque object a tree of one leaf. So is a number.
     if not all_leaves([tree]) or isinstance(tree, PLAIN_VALUES) or hasattr(tree, "shape"):
         return
@@ -55,6 +60,11 @@ def check_tree(tree: Any, where: str, call: str, name: str = "the tree") -> None
         advice = "Pass its arrays, or register its class as a pytree"
     what = f"{name} is {describe_argument(tree)}, which is not a pytree of arrays"
     raise ArgumentError(f"{where}: {what}. {advice}: `{call}`.")
+
+
+def _is_optimizer(tree: Any) -> bool:
+    """Whether a tree is a gradient transformation of optax, a named tuple of two functions."""
+    return isinstance(tree, tuple) and {"init", "update"} <= {*getattr(tree, "_fields", ())}
 
 
 def check_no_refs(tree: Any, where: str, prefix: str = "") -> None:

@@ -6,12 +6,16 @@ are 0.10.0 to 0.12.0, where the tests ran.
 """
 
 import importlib
-from collections.abc import Iterable, Mapping
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, TypeVar
 
 import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _private(module: str, name: str) -> Any:
@@ -210,3 +214,25 @@ def varying_axes(x: Any) -> frozenset[str]:
 def varying_axes_of_type(type_: Any) -> frozenset[str]:
     """The same of what `jax.typeof` returns."""
     return frozenset(type_.manual_axis_type.varying)
+
+
+# ------------------------------------------------------------------ errors of JAX
+
+
+def show_as(fn: F, shown: Any) -> F:
+    """`fn`, which errors of JAX call by the name and the line of another function.
+
+    Why: "The error occurred while tracing the function ... at ..." is about the user's function.
+    Without it: the name and line of a function inside treeshard, which calls the user's.
+    Versions: all. JAX looks for the function that another one wraps.
+    """
+    # The arguments are still those of `fn`: programs have their names.
+    signature = inspect.signature(fn)
+    while isinstance(shown, partial) or hasattr(shown, "__wrapped__"):
+        shown = shown.func if isinstance(shown, partial) else shown.__wrapped__
+    # An object that can be called has its code in its class.
+    has_code = hasattr(shown, "__code__")
+    named: Any = fn
+    named.__wrapped__ = shown if has_code else type(shown).__call__
+    named.__signature__ = signature
+    return fn

@@ -53,7 +53,7 @@ class MeetingOptions(TypedDict, total=False):
 
     phase: str
     among: Sequence[int] | None
-    timeout: float
+    timeout: float | None
     moves: bool
     channel: str
 
@@ -71,7 +71,7 @@ def exchange(
     *,
     phase: str = "",
     among: Sequence[int] | None = None,
-    timeout: float = TIMEOUT,
+    timeout: float | None = None,
     moves: bool = True,
     channel: str = "",
 ) -> list[bytes]:
@@ -89,7 +89,8 @@ def exchange(
             that are in the middle of it.
         among: The indices of the participating processes; all by default. If it is empty, only
             this one participates.
-        timeout: Seconds to wait for the other processes.
+        timeout: Seconds to wait for the other processes. `None` waits as long as by default, for
+            operations that have no argument of this name.
         moves: Whether data travels after this meeting. Then all threads and all started steps
             must be in one order. Other calls of threads in the background meet on their own.
         channel: Names a sequence of meetings of its own.
@@ -97,7 +98,8 @@ def exchange(
     participants = indices(among)
     if participants == [_process.index]:
         return [payload]
-    if timeout < AS_LONG_AS_IT_TAKES:  # others wait for what goes on, and would never end
+    # Others wait for what goes on, and would never end.
+    if timeout is None or timeout < AS_LONG_AS_IT_TAKES:
         check_not_broken(what, participants)
     if not (moves or is_main_thread()):
         channel = channel or "background"
@@ -395,7 +397,7 @@ class _Channel:
         return self._counts[kind]
 
     def meet(
-        self, what: str, phase: str, payload: bytes, timeout: float, *, moves: bool
+        self, what: str, phase: str, payload: bytes, timeout: float | None, *, moves: bool
     ) -> list[bytes]:
         thread = "" if self._name else threading.current_thread().name
         # A thread in the background goes on with a call that the user's code has made.
@@ -444,7 +446,7 @@ class _Channel:
                 _process.client().wait_at_barrier(f"{self._key}/{number}", 1, others)
 
     def _attend(
-        self, call: _Call, payload: bytes, timeout: float
+        self, call: _Call, payload: bytes, timeout: float | None
     ) -> dict[int, tuple[_Call, bytes]]:
         """The calls and messages of one meeting, by process."""
         number, self._number = self._number, self._number + 1
@@ -453,7 +455,7 @@ class _Channel:
         try:
             # The service decides once how a barrier ends. A process that comes to one that has
             # failed gets the same error at once, so all processes count the same meetings.
-            self._wait(number, timeout)
+            self._wait(number, TIMEOUT if timeout is None else timeout)
             messages = self._messages(number, call.what)
         except jax.errors.JaxRuntimeError as error:
             calls = {i: there for i, (there, _) in self._messages(number, call.what).items()}
@@ -507,7 +509,7 @@ class _Channel:
             )
         return {i: (_Call(*header[:-1]), payloads[i]) for i, header in headers.items()}
 
-    def _first_difference(self, call: _Call, timeout: float) -> str:
+    def _first_difference(self, call: _Call, timeout: float | None) -> str:
         """Names the first step, or the first batch, in which processes differ that make one call.
 
         They exchange what they have done in another meeting, to which all of them come.
@@ -624,12 +626,14 @@ def _describe_line(line: str, function: str) -> str:
 
 
 def _absent(
-    call: _Call, absent: Sequence[int], waited: float, timeout: float, error: Exception
+    call: _Call, absent: Sequence[int], waited: float, timeout: float | None, error: Exception
 ) -> str:
     """Why not all processes came to a meeting, although those that came make the same call."""
     # The status of a barrier whose time is over; any other is of a process or service lost.
     is_lost = "DEADLINE_EXCEEDED" not in str(error)
     reason = _reason(error)
+    longer = "" if timeout is None else ", or wait longer with `timeout=`"
+    timeout = TIMEOUT if timeout is None else timeout
     if not absent:  # all arrived, one of them too late; or the service itself is gone
         after = waited if is_lost else timeout
         return (
@@ -646,8 +650,7 @@ def _absent(
         )
     return (
         f"{call.what}: {who} did not arrive within {timeout:g} s. Nothing was done. Every process"
-        " must make this call. See the log of the missing process, or wait longer with"
-        f" `timeout=`.{here}"
+        f" must make this call. See the log of the missing process{longer}.{here}"
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten, tree_leaves, tree_structure
 
 from treeshard._core.arrays import array_text, has_shape
@@ -187,6 +187,36 @@ def _match_leaves(
 _LEAF = tree_structure(0)
 
 
+def call_functions(specs: SpecTree, tree: PyTree, name: str = "specs") -> SpecTree:
+    """A tree of specs in which each function is replaced by what it returns for its subtree.
+
+    A function of a subtree returns a spec for it, or a tree of specs, as strategies of kauldron do.
+    """
+    if isinstance(specs, SpecCarrier) or not any(map(is_spec_function, tree_leaves(specs))):
+        return specs
+    flat, treedef = tree_flatten(specs, is_leaf=is_spec_entry)
+    try:
+        subtrees = treedef.flatten_up_to(tree)
+    except (ValueError, TypeError, KeyError) as error:
+        raise SpecError(_first_difference(specs, tree, "", name) or str(error)) from None
+    called = [
+        _call_function(entry, subtree) if is_spec_function(entry) else entry
+        for entry, subtree in zip(flat, subtrees, strict=True)
+    ]
+    return treedef.unflatten(called)
+
+
+def is_spec_function(x: Any) -> bool:
+    """Whether an entry of a tree of specs is a function of the subtree at its place."""
+    # A mesh is callable, because its context manager is a decorator.
+    return callable(x) and not isinstance(x, type | Mesh)
+
+
+def _call_function(function: Callable[[PyTree], SpecTree], subtree: PyTree) -> SpecTree:
+    # Specs made by `jax.tree.map` of a module have its functions, such as `jax.nn.relu`.
+    return function(subtree) if any(map(has_shape, tree_leaves(subtree))) else None
+
+
 def _check_order(specs: SpecTree, tree: PyTree) -> None:
     """Raises `SpecError` if what is given as specs has arrays, and the tree has specs."""
     tree = tree.specs if isinstance(tree, SpecCarrier) else tree
@@ -253,7 +283,7 @@ def _first_difference(specs: SpecTree, tree: PyTree, path: str, name: str) -> st
     4. Their children differ.
     5. Only the static fields differ, which are neither keys nor children.
     """
-    if is_spec_entry(specs):  # 1
+    if is_spec_entry(specs) or (_one_level(specs) is None and is_spec_function(specs)):  # 1
         return None
     spec_children, tree_children = _one_level(specs), _one_level(tree)
     here = path or "the root"
@@ -334,6 +364,8 @@ class ResolvedSpec:
     # The index of the rule that requested it, and its pattern; `None` without a rule.
     rule: int | None = None
     pattern: str | None = None
+    # Whether a tree of specs in place of rules requested it.
+    by_spec: bool = False
 
     @property
     def errors(self) -> list[Adjustment]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 from jax.tree_util import tree_flatten, tree_leaves, tree_map
 
 from treeshard._core.arrays import array_text, has_shape
@@ -18,6 +18,7 @@ from treeshard._core.make_mesh import with_devices
 from treeshard._core.mesh import MeshLike
 from treeshard._core.paths import PyTree, nested
 from treeshard._core.spec_trees import raise_misfits, resolve_specs
+from treeshard._core.specs import is_spec
 from treeshard._core.text import dtype_name, parse_dtype
 from treeshard._disk.leaves import (
     SavedLeaf,
@@ -29,8 +30,8 @@ from treeshard._disk.leaves import (
     kind_of,
 )
 from treeshard._planning.plan import Plan, plan
-from treeshard._planning.rules import Rules
-from treeshard.errors import FormatError, MismatchError, did_you_mean, listed, warn
+from treeshard._planning.rules import Rules, is_list_of_rules
+from treeshard.errors import ArgumentError, FormatError, MismatchError, did_you_mean, listed, warn
 
 
 class RequestedLeaf(NamedTuple):
@@ -282,6 +283,7 @@ def read_request(
     """
     placing.check(where)
     to = cast_dtype(cast)
+    _check_like(like, where)
     tree = like
     if like is None:
         tree = {name: _like_leaf(x, to) for name, x in stored.items()}
@@ -336,6 +338,20 @@ def _in_subtree(
     prefix = max(prefixes, key=lambda x: len(stored.keys() & {*found[x].values()}))
     under = {x: row for x, row in stored.items() if not prefix or f"{x}/".startswith(f"{prefix}/")}
     return found[prefix], under
+
+
+def _check_like(like: Any, where: str) -> None:
+    """Raises `ArgumentError` if what is passed as a tree is a mesh, a list of rules, or specs."""
+    what, advice = "", "Pass them by name: `{}(path, like, rules=rules, mesh=mesh)`."
+    leaves = tree_leaves(like, is_leaf=is_spec)
+    if isinstance(like, Mesh | AbstractMesh):
+        what = "is a mesh"
+    elif is_list_of_rules(like):
+        what = "is a list of rules"
+    elif leaves and all(map(is_spec, leaves)):
+        what, advice = "has specs and no shapes", "Pass a plan: `{}(path, plan)`."
+    if what:
+        raise ArgumentError(f"{where}: the tree to read {what}. {advice.format(where)}")
 
 
 def _like_leaf(x: SavedLeaf, cast: str | None) -> Any:

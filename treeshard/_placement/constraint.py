@@ -39,6 +39,7 @@ from treeshard._core.spec_trees import (
     ResolvedSpec,
     SpecCarrier,
     SpecTree,
+    call_functions,
     get_names_from_partition_spec,
     raise_misfits,
     resolve_specs,
@@ -57,7 +58,7 @@ from treeshard._core.specs import (
 )
 from treeshard._placement.shard import shard
 from treeshard._placement.targets import meshes_of, resolver
-from treeshard._planning.axis_names import idle_axes, name_on_mesh
+from treeshard._planning.axis_names import idle_axes, name_on_mesh, splits_rows
 from treeshard._planning.logical import NamedAxes, current_logical_rules, resolve_names
 from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import (
@@ -68,6 +69,7 @@ from treeshard._planning.plan_in_force import (
     mesh_in_force,
     row_axes,
 )
+from treeshard._planning.wrong_arguments import check_specs
 from treeshard.errors import NEAR_MISS, SpecError, did_you_mean, listed, warn
 
 Uneven = Literal["warn", "error", "drop", "keep"]
@@ -122,6 +124,7 @@ def with_sharding_constraint(
         ShardingRuleError: If `sharding` is a `Plan` with errors, as `Plan.check_before_use`, whose
             warnings apply too.
         LeafError: If a leaf is a mutable reference (`jax.Ref`).
+        ArgumentError: If `sharding` is a mesh, a list of rules or text.
 
     Warns:
         ShardingWarning: If axes were dropped because they do not divide a dim
@@ -136,6 +139,8 @@ def with_sharding_constraint(
         raise SpecError(f"uneven={uneven!r} is none of {', '.join(map(repr, known))}.{hint}")
     mesh = as_mesh(mesh, make_mesh)
     check_no_refs(arr, "with_sharding_constraint")
+    check_specs(sharding, "with_sharding_constraint(arr, {})", arr)
+    sharding = call_functions(sharding, arr, "sharding")
     if isinstance(sharding, SpecCarrier):
         sharding.check_before_use()
     return _constrain_tree("with_sharding_constraint", arr, sharding, mesh, uneven)
@@ -184,10 +189,12 @@ def unshard(
 
     Raises:
         SpecError: As `with_sharding_constraint`, whose warnings apply too. If the plan has no
-            subtree of this structure and these shapes, or several with different specs. Without
-            `axis`, if no plan is in force. Inside `shard_map`, if a dim cannot be gathered over an
-            axis because an axis further in still shards it.
+            subtree of this structure and these shapes, or several with different specs; if it
+            shards no leaf over `axis`. Without `axis`, if `specs` is not a plan and none is in
+            force. Inside `shard_map`, if a dim cannot be gathered over an axis because an axis
+            further in still shards it.
         TypeError: If `axis` is neither a string nor a sequence of strings.
+        ArgumentError: If `specs` is a mesh, a list of rules or text.
         ShardingRuleError: If `specs` is a `Plan` with errors, as `Plan.check_before_use`, whose
             warnings apply too.
         LeafError: If a leaf is a mutable reference (`jax.Ref`).
@@ -200,6 +207,8 @@ def unshard(
         MaxText gathers a layer's weights this way; the name is PyTorch FSDP2's.
     """
     check_no_refs(tree, "unshard")
+    check_specs(specs, _CALL[0], tree, axis=', "fsdp"')
+    specs = call_functions(specs, tree)
     if isinstance(specs, SpecCarrier):
         specs.check_before_use()
         mesh = specs.mesh if mesh is None else mesh
@@ -272,10 +281,39 @@ def _find_specs(
                 )
             return None
     if over is not None:
+        if source is not None:
+            _check_shards(over, source.plan)
         return specs, over
     if source is None:
-        raise SpecError(f"unshard: pass the axis to gather over, {_NO_PLAN}.")
+        named = get_names_from_partition_spec(specs)
+        axes = [name for name in named if splits_rows(name)] or named or ["fsdp"]
+        raise SpecError(
+            "unshard: the second argument has specs, and no axis to gather over follows. Pass it,"
+            f" `unshard(tree, specs, {axes[0]!r})`, or pass the plan in place of the specs:"
+            " `unshard(tree, plan)`."
+        )
     return specs, tuple(source.gathered_axes)
+
+
+def _check_shards(axes: Sequence[str], plan: Plan) -> None:
+    """Raises `SpecError` if none of some axes shards a leaf of the plan, and one should.
+
+    Another mesh may have one device along an axis, and a small model no leaf that is sharded.
+    """
+    # The plan of a part, such as a norm, may have no leaf that is sharded over an axis in use.
+    plan, sizes = plan.whole, axis_sizes(plan.mesh)
+    used = get_names_from_partition_spec(plan)
+    others = [name for name in used if sizes[name] > 1]
+    if any(axis in used or sizes.get(axis) == 1 for axis in axes):
+        return
+    if others or not {*axes} <= sizes.keys():
+        names = ", ".join(map(repr, axes))
+        hint = did_you_mean(axes[0], used)
+        raise SpecError(
+            f"unshard: nothing can be gathered over {names}: the plan shards no leaf over it, on"
+            f" the mesh ({describe_mesh(plan.mesh)}).{hint} Leave the axis out, `unshard(tree,"
+            " plan)`, to gather over those of the plan."
+        )
 
 
 def _warn_of_misspelled(axes: Sequence[str], specs: Sequence[Any]) -> None:

@@ -47,6 +47,7 @@ from treeshard._placement.moves import return_unchanged, through_host
 from treeshard._placement.shard import Call, place
 from treeshard._placement.targets import raise_unmovable, resolver, unreadable
 from treeshard._placement.transport import deliver
+from treeshard._planning.wrong_arguments import check_specs
 from treeshard.errors import DoesNotFitError
 
 To = Literal["all"] | int
@@ -322,6 +323,7 @@ def make_shard_and_gather_fns(
     Source:
         EasyLM and EasyDeL's function of this name.
     """
+    check_specs(partition_specs, "make_shard_and_gather_fns({})")
     mesh = as_mesh(mesh, make_mesh)
     if isinstance(partition_specs, SpecCarrier):
         partition_specs.check_before_use()

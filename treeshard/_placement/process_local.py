@@ -33,7 +33,7 @@ from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.processes import TIMEOUT, participating_processes, require_agreement
 from treeshard._core.replicas import checksum_text, shared_parts
-from treeshard._core.spec_trees import ResolvedSpec, SpecTree
+from treeshard._core.spec_trees import ResolvedSpec, SpecTree, call_functions
 from treeshard._core.specs import project
 from treeshard._placement.moves import as_keys, host_copy, through_host
 from treeshard._placement.shard import Call, place
@@ -44,6 +44,7 @@ from treeshard._placement.targets import (
     resolve_on_devices,
     unmovable,
 )
+from treeshard._planning.wrong_arguments import check_specs
 from treeshard.errors import LeafError, SpecError, TreeShardError
 
 WHERE = "from_process_local"
@@ -110,6 +111,8 @@ def from_process_local(
     Source:
         `jax.make_array_from_process_local_data`.
     """
+    check_specs(specs, f"{WHERE}(tree, {{}})", tree)
+    specs = call_functions(specs, tree)
     mesh = as_mesh(mesh, make_mesh)
     leaves, treedef = tree_flatten(tree)
     arrays = [x for x in leaves if has_shape(x)]

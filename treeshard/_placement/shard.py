@@ -44,7 +44,7 @@ from treeshard._core.processes import (
     show_progress,
 )
 from treeshard._core.replicas import shared_parts
-from treeshard._core.spec_trees import SpecCarrier, SpecTree
+from treeshard._core.spec_trees import SpecCarrier, SpecTree, call_functions
 from treeshard._placement.moves import (
     Move,
     Read,
@@ -55,6 +55,7 @@ from treeshard._placement.moves import (
     transfer_across_processes,
 )
 from treeshard._placement.targets import meshes_of, targets
+from treeshard._planning.wrong_arguments import check_specs
 from treeshard.errors import DoesNotFitError
 
 Check = Literal["form", "small", "values"]
@@ -93,7 +94,8 @@ def shard(
         tree: Any pytree of numpy and JAX arrays. Other leaves pass through.
         specs: A tree of `PartitionSpec`s or JAX shardings, a prefix of one, or a `Plan`. One spec
             for a tree is cut to the rank of each leaf, so scalars are replicated. `None` leaves a
-            leaf where it is. `logical_axis_rules` resolves tuples of logical names.
+            leaf where it is. `logical_axis_rules` resolves tuples of logical names. A function
+            takes the subtree at its place, and returns an entry or a tree of them.
         mesh: The mesh, or its axes as text; by default that of `specs`, or the current mesh.
         read: For leaves that are `jax.ShapeDtypeStruct`s: takes a leaf's path and the index of
             a shard (a slice for each dim), and returns that part in the leaf's dtype.
@@ -116,6 +118,7 @@ def shard(
         LeafError: If a leaf has no values, is a mutable reference (`jax.Ref`) or masked, or has a
             dtype that JAX lacks.
         ShardingRuleError: If `specs` is a `Plan` with errors.
+        ArgumentError: If `specs` is a mesh, a list of rules or text.
         NoMeshError: If there is no mesh.
         MeshError: If the mesh is abstract.
         MismatchError: If `read` returns another shape or dtype.
@@ -178,6 +181,7 @@ def reshard(
 
     Raises:
         UnknownAxisError, SpecError, NoMeshError, MeshError: As `shard`, for specs and meshes.
+        ArgumentError: As `shard`.
         DeletedLeafError, LeafError, ProcessError: As `shard`, for leaves and processes.
         ShardingRuleError: As `shard`, whose warnings apply too.
     """
@@ -216,6 +220,8 @@ class _Group(NamedTuple):
 
 def place(tree: PyTree, specs: SpecTree, mesh: MeshLike | None, call: Call) -> PyTree:
     """Checks every leaf, on all processes, and only then moves the first."""
+    check_specs(specs, f"{call.name}(tree, {{}})", tree)
+    specs = call_functions(specs, tree)
     mesh = as_mesh(mesh, make_mesh)
     leaves, treedef = tree_flatten(tree)
     group = _ALONE

@@ -21,11 +21,12 @@ from treeshard._core.arrays import device_dtype, has_shape
 from treeshard._core.mesh import axis_sizes, axis_tuple, check_axes
 from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import ResolvedSpec
-from treeshard._core.specs import all_axes, entries, with_entries
+from treeshard._core.specs import all_axes, entries, project, with_entries
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.mirrors import Original, follow
+from treeshard._planning.named_dims import optimizer_states
 from treeshard._planning.planned import PlannedTree
-from treeshard._planning.tactics import shard_largest
+from treeshard._planning.tactics import Tactic, logical_partitioning, shard_largest
 from treeshard._planning.tree_walk import Shape, name_leaves
 from treeshard.errors import SpecError
 
@@ -37,7 +38,7 @@ def plan_copies(
 ) -> list[PlannedLeaf]:
     """The plan of every array of a tree that holds copies of a planned one; see `Plan.follow`."""
     axes = _read_axes(extra_axis, plan)
-    original = Original(plan._split.treedef, plan.leaf_at_each_index())
+    original = Original(plan._split.treedef, _originals(plan))
     leaves, treedef = tree_flatten(tree)
     rows = zip(name_leaves(tree, treedef), leaves, follow(tree, original), strict=True)
     known: dict[Any, ResolvedSpec] = {}  # equal decisions are one object, as in `plan`
@@ -61,6 +62,34 @@ def plan_copies(
             known[key] = decision
         copies.append(PlannedLeaf(path, shape, device_dtype(leaf.dtype), known[key]))
     return copies
+
+
+def _originals(plan: PlannedTree) -> list[PlannedLeaf | None]:
+    """The leaves that copies follow: those of the plan, but as its nnx variables say of optimizer
+    state."""
+    originals = plan.leaf_at_each_index()
+    for i, state in optimizer_states(plan._bare_structs()).items():
+        leaf = originals[i]
+        tactic = None if leaf is None else _reader_of_names(leaf, plan)
+        # Rules that do not read what a variable says of its array decide its copies too.
+        if leaf is None or tactic is None:
+            continue
+        # A tree of specs shards leaves of any size.
+        least = 0 if leaf.decision.by_spec else plan.min_size
+        spec, notes = tactic.refine(PartitionSpec(), plan.mesh, leaf.path, state, least)
+        spec, misfits = project(spec, plan.mesh, leaf.shape)
+        decision = ResolvedSpec(spec, spec, adjustments=(*notes, *misfits), by_spec=True)
+        originals[i] = leaf._replace(decision=decision)
+    return originals
+
+
+def _reader_of_names(leaf: PlannedLeaf, plan: PlannedTree) -> Tactic | None:
+    """The tactic that decided a leaf by names of its dims, or a tree of specs did, such as that of
+    `nnx.get_partition_spec`."""
+    if leaf.decision.by_spec:
+        return logical_partitioning()
+    action = None if leaf.rule is None else plan.rules[leaf.rule][1]
+    return action if isinstance(action, Tactic) and not action.by_shape else None
 
 
 def _read_axes(extra_axis: str | Sequence[str], plan: PlannedTree) -> tuple[str, ...]:

@@ -118,7 +118,7 @@ def _rule_text(rule: int | None, pattern: str | None) -> str:
 
 
 def _decided_by(leaf: PlannedLeaf) -> str:
-    return _rule_text(leaf.rule, leaf.pattern)
+    return "its spec" if leaf.decision.by_spec else _rule_text(leaf.rule, leaf.pattern)
 
 
 def _with_sizes(axes: Sequence[str], plan: PlannedTree) -> str:
@@ -162,7 +162,8 @@ def _specs_that_do_not_fit(plan: PlannedTree) -> Iterator[Finding]:
             # "... is not divisible by 4. Pad it to 8, or use another dim."
             why, _, fix = error.why.partition(". ")
             fact = f"{_decided_by(leaf)}: {why.rstrip('.')}."
-        yield Finding(error.kind, fact, fix or "Change the rule.", _paths(leaves), leaf.rule)
+        change = "Change the spec." if leaf.decision.by_spec else "Change the rule."
+        yield Finding(error.kind, fact, fix or change, _paths(leaves), leaf.rule)
 
 
 def shared_paths(plan: PlannedTree) -> Iterator[Finding]:
@@ -437,6 +438,8 @@ _FIXES = {
 
 def _explain_unsplit(leaf: PlannedLeaf, idle: Sequence[str], plan: PlannedTree) -> tuple[str, str]:
     """Why a leaf is not split over idle axes, and the fix."""
+    if leaf.decision.by_spec:
+        return f"its spec is {leaf.asked}.", f"Name {entry_of(idle)!r} in its spec."
     if leaf.rule is None:
         why = "it has no counterpart in the plan that this one follows."
         return why, "Plan it by rules of its own."

@@ -22,6 +22,14 @@ class FieldArray(NamedTuple):
     names: tuple[str, ...]
 
 
+class OptimizerState(NamedTuple):
+    """An array of optimizer state, by what the nnx variable of its parameter says of it."""
+
+    array: Any
+    names: tuple[Entry, ...]
+    rules: Any
+
+
 class NamesInBox(NamedTuple):
     """The names of a leaf's dims.
 
@@ -40,13 +48,15 @@ class NamesInBox(NamedTuple):
 
 def has_names(leaf: Any) -> bool:
     """Whether a leaf, as `leaves_with_names` shows it, may have names of dims."""
-    return isinstance(leaf, FieldArray) or is_wrapper(leaf)
+    return isinstance(leaf, FieldArray | OptimizerState) or is_wrapper(leaf)
 
 
 def names_in(leaf: Any) -> NamesInBox:
     """The names of dims in a leaf that `has_names`."""
     if isinstance(leaf, FieldArray):
         return NamesInBox(leaf.names, logical=True)
+    if isinstance(leaf, OptimizerState):
+        return NamesInBox(leaf.names, leaf.rules, adds_rules=True)
     if is_named_array(leaf):
         return NamesInBox(_names_of_axes(leaf), logical=True)
     # Linen: `nn.Partitioned(value, names, mesh)`, whose names are mesh axes, and
@@ -57,9 +67,27 @@ def names_in(leaf: Any) -> NamesInBox:
     # nnx: `nnx.with_partitioning(init, names, sharding_rules=...)` keeps them in the metadata of a
     # `Variable`; `out_sharding` may also be a finished spec.
     metadata = leaf.get_metadata()
-    names: Any = metadata.get("out_sharding") or ()
-    names = entries(names) if is_spec(names) else tuple(names)
+    names = _names_of_sharding(metadata.get("out_sharding"))
     return NamesInBox(names, metadata.get("sharding_rules"), adds_rules=True)
+
+
+def _names_of_sharding(sharding: Any) -> tuple[Entry, ...]:
+    """The names in an entry of the metadata: names, a spec or `None`."""
+    return entries(sharding) if is_spec(sharding) else tuple(sharding or ())
+
+
+def optimizer_states(tree: Any) -> dict[int, OptimizerState]:
+    """What variables of nnx say of the optimizer state of their arrays, by the index of the leaf.
+
+    `nnx.with_partitioning(init, names, optimizer_sharding=...)` keeps it in their metadata.
+    """
+    states: dict[int, OptimizerState] = {}
+    for i, leaf in enumerate(leaves_with_names(tree)):
+        metadata = leaf.get_metadata() if hasattr(type(leaf), "get_metadata") else {}
+        if "optimizer_sharding" in metadata:
+            names = _names_of_sharding(metadata["optimizer_sharding"])
+            states[i] = OptimizerState(value_of(leaf), names, metadata.get("sharding_rules"))
+    return states
 
 
 def _names_of_axes(array: Any) -> tuple[str, ...]:
@@ -74,7 +102,7 @@ def _names_of_axes(array: Any) -> tuple[str, ...]:
 
 def value_of(leaf: Any) -> Any:
     """The array of a leaf, as `leaves_with_names` shows it."""
-    if isinstance(leaf, FieldArray):
+    if isinstance(leaf, FieldArray | OptimizerState):
         return leaf.array
     return tree_leaves(leaf)[0] if is_wrapper(leaf) else leaf
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.tree_util import tree_flatten, tree_leaves
 
-from treeshard._core.arguments import check_no_refs, check_tree
+from treeshard._core.arguments import check_tree
 from treeshard._core.arrays import StaticSplit, device_dtype, has_shape, same_arrays
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.mesh import (
@@ -26,8 +26,10 @@ from treeshard._core.mesh import (
     parse_axes,
 )
 from treeshard._core.paths import PyTree, children_with_keys, path_under
+from treeshard._core.spec_trees import SpecTree
 from treeshard._core.text import human_bytes
 from treeshard._planning.copies import histories, plan_copies
+from treeshard._planning.given_specs import decide_by_specs, is_spec_tree
 from treeshard._planning.logical import ReadLogicalRules, current_logical_rules, logical_axis_rules
 from treeshard._planning.matching import WARNED, PlannedLeaf, Row, decide
 from treeshard._planning.planned import ArrayFacts, PlannedTree
@@ -56,16 +58,18 @@ if TYPE_CHECKING:  # a training loop needs neither
 
 @dataclass(frozen=True)
 class _ByRules:
-    """The recipe of a plan that rules decided."""
+    """The recipe of a plan that rules decided, or a tree of specs in their place."""
 
     # The rules for logical names that were in force.
     logical: ReadLogicalRules | None
+    specs: SpecTree = None
     source: None = None
 
     def remake(self, planned: "Plan", mesh: MeshLike) -> "Plan":
         options = {"min_size": planned.min_size, "strict": planned.strict}
         with nullcontext() if self.logical is None else logical_axis_rules(self.logical):
-            return plan(planned._bare_structs(), planned.rules, mesh, **options)
+            rules = planned.rules if self.specs is None else self.specs
+            return plan(planned._bare_structs(), rules, mesh, **options)
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ class Plan(PlannedTree):
 
     Attributes:
         mesh: The mesh that the plan is for.
-        rules: The rules that decided.
+        rules: The rules that decided; none if a tree of specs did.
         min_size: Leaves with fewer elements were not sharded.
         leaves: A `PlannedLeaf` for every array, in the order in which JAX flattens the tree.
         strict: Whether a plan with errors raises when it is applied, or warns: see
@@ -284,9 +288,7 @@ class Plan(PlannedTree):
             return type(errors[0]), "\n".join(map(str, errors))
         # The copies of a leaf with an error may fit, as a factored moment does, which has fewer
         # dims. They are still not sharded as the rule says.
-        origin = self
-        while isinstance(origin._recipe, _PartOf):
-            origin = origin._recipe.source
+        origin = self.whole
         return origin._recipe.source._error_text if isinstance(origin._recipe, _Copies) else None
 
     @cached_property
@@ -309,6 +311,11 @@ class Plan(PlannedTree):
         """The plan of the whole tree whose leaves the rules decided."""
         source = self._recipe.source
         return self if source is None else source._decided_by_rules
+
+    @property
+    def whole(self) -> "Plan":
+        """The plan of the whole tree of which this is the plan of a part: see `plan[path]`."""
+        return self._recipe.source.whole if isinstance(self._recipe, _PartOf) else self
 
     def _adjusted_rows(self) -> list[Row]:
         return [(x.path, x.shape, x.decision) for x in self.leaves if x.decision.adjustments]
@@ -349,6 +356,8 @@ class Plan(PlannedTree):
           the field decides (`v_row`, `v_col`).
         - A history `(n, d0, d1)` is not sharded on its first dim.
         - A leaf without a counterpart is replicated.
+        - If `logical_partitioning` or a tree of specs decided a parameter in an nnx variable with
+          `optimizer_sharding`, its copies are sharded by that.
 
         Args:
             tree: The state of any optax optimizer, masked, partitioned or wrapped, or any other
@@ -370,6 +379,7 @@ class Plan(PlannedTree):
             UnknownAxisError: If the mesh does not have `extra_axis`.
             SpecError: If `extra_axis` has a name twice.
             TypeError: If `extra_axis` is neither a string nor a sequence of strings.
+            ArgumentError: If the tree is an optimizer, a function or another opaque object.
             LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
         Examples:
@@ -382,7 +392,7 @@ class Plan(PlannedTree):
             `optax.tree_map_params`, for states that hold copies of the parameters; ZeRO stage
             1: Rajbhandari et al. 2020, arXiv:1910.02054.
         """
-        check_no_refs(tree, "Plan.follow")
+        check_tree(tree, "Plan.follow", "plan.follow(optimizer.init(params))")
         leaves = plan_copies(tree, self, extra_axis, memory)
         split = StaticSplit(*tree_flatten(tree), has_shape)
         return replace(
@@ -485,7 +495,7 @@ def _mesh_of_text(text: str) -> AnyMesh:
 
 def plan(
     tree: PyTree,
-    rules: Rules,
+    rules: Rules | SpecTree,
     mesh: MeshLike,
     *,
     min_size: int | None = None,
@@ -493,11 +503,15 @@ def plan(
 ) -> Plan:
     """Decides how every leaf of a tree is sharded, by the first rule that matches its path.
 
+    In place of rules, it takes the specs that you have: `plan(tree, specs, mesh)`.
+
     Examples:
         >>> params = {"norm": jax.numpy.ones(64), "weight": jax.numpy.ones((512, 64))}
         >>> decided = plan(params, [("norm", None), (".*", fsdp("fsdp"))], make_mesh("fsdp=8"))
         >>> decided.specs
         {'norm': P(), 'weight': P('fsdp',)}
+        >>> plan(params, {"norm": None, "weight": P("fsdp")}, make_mesh("fsdp=8")) == decided
+        True
 
     Nothing is moved and no values are read. A spec that does not fit its leaf raises no
     error: the plan records what was changed, as `adjustments` of the leaf. `Plan.check`
@@ -506,7 +520,14 @@ def plan(
     Args:
         tree: Arrays, or their `jax.ShapeDtypeStruct`s, in any pytree. Non-array leaves are
             kept as they are.
-        rules: As in `match_partition_rules`.
+        rules: As in `match_partition_rules`. Or a tree of specs with the structure of `tree`, or a
+            prefix of it: each entry is a `PartitionSpec`, a `NamedSharding`, of which the spec and
+            the memory count, a tuple of logical names, `None` to replicate, or a function of the
+            subtree at its place that returns such an entry or a tree of them. `min_size` does not
+            replicate leaves that have a spec. A list or tuple is a list of rules if it is empty, or
+            has a string or a compiled pattern in it or in lists and tuples within it; anything else
+            is a tree of specs. In a tree of specs whose root is a list or tuple, write
+            `PartitionSpec`s for logical names.
         mesh: The mesh to plan for. No devices are needed: give an `AbstractMesh` of any
             size, or its axes as text, such as `"data=16,fsdp=256"`. Text is a mesh of the devices,
             as in `init_sharded`, where just as many are attached. To see that, JAX starts.
@@ -523,6 +544,7 @@ def plan(
     Raises:
         ShardingRuleError: If a rule is malformed, a function does not return a spec, or the
             arguments are in another order.
+        SpecError: If a tree of specs does not match `tree`, or an entry is not a spec.
         ArgumentError: If the tree is a class, a function or another opaque object.
         MeshError: If `mesh` is not one.
         LeafError: If a leaf is a mutable reference (`jax.Ref`).
@@ -532,7 +554,11 @@ def plan(
     check_order(rules, mesh, "plan", call)
     check_tree(tree, "plan", call)
     mesh = as_mesh(mesh, _mesh_of_text)
-    decided = decide(read_rules(rules), tree, mesh, min_size)
+    by_specs = is_spec_tree(rules)
+    if by_specs:
+        decided = decide_by_specs(rules, tree, mesh)
+    else:
+        decided = decide(read_rules(rules), tree, mesh, min_size)
     warn_of_moves(decided.adjusted_rows(), ())
     columns = zip(decided.paths, decided.leaves, decided.shapes, decided.decisions, strict=True)
     leaves = [
@@ -540,7 +566,7 @@ def plan(
         for path, leaf, shape, decision in columns
         if shape is not None
     ]
-    pairs = tuple((pattern, action) for pattern, action in rules)
+    pairs = () if by_specs else tuple((pattern, action) for pattern, action in rules)
     for i, decision in histories(leaves).items():
         leaves[i] = leaves[i]._replace(decision=decision)
     split = StaticSplit(decided.leaves, decided.treedef, has_shape)
@@ -552,7 +578,7 @@ def plan(
         split,
         strict,
         _array_facts(leaves, split.dynamic(decided.leaves)),
-        _recipe=_ByRules(current_logical_rules()),
+        _recipe=_ByRules(current_logical_rules(), rules if by_specs else None),
     )
 
 

@@ -57,6 +57,8 @@ def _reason(leaf: PlannedLeaf, rules: Sequence[tuple[Any, Any]]) -> str:
     """The rule that decided a leaf, and what of it could not be done."""
     if not leaf.shape and leaf.rule is None:
         why = "scalar"
+    elif leaf.decision.by_spec:
+        why = "its spec" if leaf.asked == leaf.given else f"its spec {leaf.asked}"
     elif leaf.rule is None:
         # Unmatched leaves have an adjustment; others are in a plan that follows another one.
         why = "" if leaf.adjustments else "no counterpart"

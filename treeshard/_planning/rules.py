@@ -107,11 +107,14 @@ ERRORS = MISFITS | {"unmatched"}
 
 def rules_error(rows: Iterable[Row], mesh: AnyMesh | None) -> ShardingRuleError | None:
     """One error for all leaves that do not follow the rules, or `None`."""
+    rows = list(rows)
     facts, kinds = _facts_and_kinds(rows, ERRORS)
     if not facts:
         return None
+    by_specs = all(decision.by_spec for *_, decision in rows)
     where = f"The mesh has {describe_mesh(mesh)}." if mesh is not None else "No mesh was given."
-    message = listed(f"{len(facts)} leaves do not follow the rules. {where}", facts)
+    what = "fit their specs" if by_specs else "follow the rules"
+    message = listed(f"{len(facts)} leaves do not {what}. {where}", facts)
     if len(facts) == 1 and "axis-not-in-mesh" not in kinds:  # which names the mesh's axes itself
         message = f"{message} {where}"
     if "unmatched" in kinds:
@@ -162,6 +165,8 @@ def _facts_and_kinds(
         if decision.rule is not None:
             by = f"{decision.requested} by rule {decision.rule}, {decision.pattern!r}"
             why = f"{by}: {why}"
+        elif decision.by_spec:
+            why = f"{decision.requested}: {why}"
         facts.append(f"{path}: shape {shape}, {why}")
     return facts, frozenset(found)
 
@@ -194,7 +199,7 @@ def check_action(action: Any) -> Any:
 
 def check_order(rules: Any, other: Any, where: str, call: str) -> None:
     """Raises `ShardingRuleError` if the rules are where another argument belongs."""
-    if _is_list_of_rules(other) and not _is_list_of_rules(rules):
+    if is_list_of_rules(other) and not is_list_of_rules(rules):
         raise ShardingRuleError(
             f"{where}: the arguments are in the wrong order: the rules are"
             f" {describe_argument(rules)}, and the list of rules is elsewhere. Call `{call}`."
@@ -205,7 +210,8 @@ def _is_pattern(x: Any) -> bool:
     return isinstance(x, str | bytes | re.Pattern)
 
 
-def _is_list_of_rules(x: Any) -> bool:
+def is_list_of_rules(x: Any) -> bool:
+    """Whether each item of a list or tuple is a pair that begins with a pattern."""
     if not isinstance(x, list | tuple) or not x:
         return False
     pairs = [rule for rule in x if isinstance(rule, tuple | list) and len(rule) == 2]
@@ -272,9 +278,12 @@ def _read_rule(rule: Any, read_action: Callable[[Any], Any]) -> tuple[re.Pattern
         compiled = re.compile(pattern)
     # A large count, `a{9999999999}`, overflows, and deep nesting recurses.
     except (re.error, TypeError, OverflowError, RecursionError) as error:
+        advice = "To match a special character, put a backslash before it."
+        if isinstance(pattern, str) and pattern.startswith("*"):
+            regex = re.sub(r"\*+", ".*", pattern)
+            advice = f"A pattern is a regular expression, not a glob: write {regex!r}."
         raise ShardingRuleError(
-            f": the pattern {pattern!r} does not compile: {error}. To match a special character,"
-            " put a backslash before it."
+            f": the pattern {pattern!r} does not compile: {error}. {advice}"
         ) from None
     if not isinstance(compiled.pattern, str):
         raise ShardingRuleError(f": the pattern {pattern!r} is bytes. Paths are str.")

@@ -18,6 +18,7 @@ from treeshard._core.arguments import PLAIN_VALUES, check_no_refs, check_tree, d
 from treeshard._core.arrays import array_text, is_array, same_arrays
 from treeshard._core.contexts import plan_in_force
 from treeshard._core.facts import Facts
+from treeshard._core.jax_private import show_as
 from treeshard._core.make_mesh import with_devices
 from treeshard._core.meetings import breaking_if_left, exclusive, last_meeting, set_origin
 from treeshard._core.mesh import MeshLike, axis_sizes, check_axes
@@ -27,6 +28,7 @@ from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
 from treeshard._placement.targets import without_names
 from treeshard._planning.plan import Plan, plan
 from treeshard._planning.plan_in_force import INITIALISING, default_batch
+from treeshard._planning.wrong_arguments import check_specs
 from treeshard.errors import ArgumentError, StateError
 from treeshard.training._accumulation import accumulate_gradients
 from treeshard.training._gradients import value_and_grad
@@ -130,17 +132,25 @@ def init_sharded(
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), plan_in_force(INITIALISING):
             return fn(*eqx.combine(arguments, static_arguments))
 
-    def make_and_compare(arguments: Any) -> tuple[PyTree, tuple[tuple[str, str], ...]]:
+    # What the trace tells that is not an array.
+    found: list[tuple[PyTree, Sequence[tuple[str, str]]]] = []
+
+    def make_and_compare(arguments: Any) -> PyTree:
         tree = make(arguments)
         check_tree(tree, "init_sharded", call, "what fn returns")
-        return tree, same_arrays(leaf_paths(tree), tree_leaves(tree))
+        arrays, static = eqx.partition(tree, is_array)
+        found.append((static, same_arrays(leaf_paths(tree), tree_leaves(tree))))
+        return arrays
 
     processes = participating_processes((), [mesh])
     with breaking_if_left(), exclusive(processes):
         with require_agreement("init_sharded", among=processes) as facts:
             # Only inside the trace can two leaves be seen to be one array.
-            structs, pairs = eqx.filter_eval_shape(make_and_compare, arguments)
-            tree_plan = plan(structs, rules, mesh, min_size=min_size, strict=strict)
+            structs = jax.eval_shape(show_as(make_and_compare, fn), arguments)
+            static, pairs = found[-1]
+            tree_plan = plan(
+                eqx.combine(structs, static), rules, mesh, min_size=min_size, strict=strict
+            )
             tree_plan = tree_plan.with_same_arrays(pairs)
             tree_plan.check_before_use()
             shardings = tree_plan.sharding_of_each()
@@ -154,7 +164,7 @@ def init_sharded(
 
         # The partitioner splits the initialisers too. Random bits are the same for all splits
         # since JAX 0.5, by its default `jax_threefry_partitionable`.
-        arrays = jax.jit(make_arrays, out_shardings=shardings)(arguments)
+        arrays = jax.jit(show_as(make_arrays, fn), out_shardings=shardings)(arguments)
         if processes:
             set_origin(arrays, processes, last_meeting(), [leaf.path for leaf in tree_plan.leaves])
     return tree_plan.with_arrays(arrays), tree_plan
@@ -317,6 +327,7 @@ def _make_step(
             f" `{where}(fn, plan(state, rules, mesh))`."
         )
     plan.check_before_use()
+    check_specs(batch, f"{where}(fn, plan, batch={{}})")
     specs = without_names(default_batch(plan) if batch is None else batch, plan.mesh)
     check_axes(get_names_from_partition_spec(specs), axis_sizes(plan.mesh), f"{where}: batch")
     return Step(fn, plan, specs, donate=donate, per_device=per_device)

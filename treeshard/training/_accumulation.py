@@ -24,6 +24,7 @@ from treeshard._core.contexts import full_over, in_one_pass
 from treeshard._core.jax_private import (
     is_in_jit,
     is_tracing,
+    show_as,
     varying_axes,
     varying_axes_of_type,
 )
@@ -150,7 +151,7 @@ def accumulate_gradients(
         # A check compares the step with what it gives in one pass.
         count = 1 if in_one_pass.value else num_minibatches
         keys = None if key is None else jax.random.split(key, count)
-        grads_of_minibatch = _checking_gradients(grads_of_rows, by_hand)
+        grads_of_minibatch = _checking_gradients(show_as(grads_of_rows, grad_fn), by_hand)
         # On Explicit axes the types of gradients say what is not reduced yet.
         here = context_mesh()
         has_explicit = here is not None and axes_of_type(here, AxisType.Explicit)
@@ -206,11 +207,11 @@ def _summed_up(
         types.append(jax.tree.map(jax.typeof, (grads, metrics)))
 
     # The structs that `eval_shape` returns have no sharding on a mesh that has Auto axes too.
-    jax.eval_shape(typed, jax.tree.map(lambda x: x[0], (minibatches, keys)))
+    jax.eval_shape(show_as(typed, grad_fn), jax.tree.map(lambda x: x[0], (minibatches, keys)))
     zeros = jax.tree.map(_zeros, types[0])
     # By this name `check_step` knows that a step can be run in one pass too.
     with jax.named_scope(IN_MINIBATCHES) if count > 1 else nullcontext():
-        return jax.lax.scan(add, zeros, (minibatches, keys), length=count)[0]
+        return jax.lax.scan(show_as(add, grad_fn), zeros, (minibatches, keys), length=count)[0]
 
 
 # ------------------------------------------------------------------ the mesh
@@ -266,7 +267,7 @@ def _checking_gradients(grad_fn: GradFn, axes: tuple[str, ...]) -> GradFn:
                 raise SpecError(f"accumulate_gradients: {listed(headline, facts, headed=True)}")
         return grads, metrics
 
-    return run
+    return show_as(run, grad_fn)
 
 
 def _why_not_own(grad: Any, axes: Sequence[str], split: Container[str]) -> str:
@@ -345,7 +346,11 @@ def _in_parts(
 
         each = PartitionSpec(*names)
         run = jax.shard_map(
-            part, in_specs=each, out_specs=each, axis_names=set(names), check_vma=False
+            show_as(part, grad_fn),
+            in_specs=each,
+            out_specs=each,
+            axis_names=set(names),
+            check_vma=False,
         )
         return run(batch, keys)
 
@@ -359,7 +364,7 @@ def _in_parts(
                 raise
         return with_vmap(*each)
 
-    grads, metrics = jax.jit(in_parts)(batch, keys)
+    grads, metrics = jax.jit(show_as(in_parts, grad_fn))(batch, keys)
     metrics = map_metrics(lambda x: x.sum(dims), lambda x: x.sum(dims) / (count * parts), metrics)
     with jax.named_scope(AVERAGES_PARTS):
         grads = jax.tree.map(lambda x: x / count, grads)

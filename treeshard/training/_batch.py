@@ -19,7 +19,7 @@ from treeshard._core.facts import SMALL_BYTES
 from treeshard._core.meetings import known_checksum, origin
 from treeshard._core.mesh import axis_sizes
 from treeshard._core.paths import PyTree, leaf_paths, path_under
-from treeshard._core.processes import TIMEOUT, require_agreement
+from treeshard._core.processes import require_agreement
 from treeshard._core.replicas import checksum_text
 from treeshard._core.spec_trees import SpecTree, specs_of_leaves
 from treeshard._core.specs import axes_of, entries
@@ -83,7 +83,7 @@ class BatchPlacement:
         A process that changes alone waits here, before its program starts; so that of the others
         cannot end, and gives no numbers.
         """
-        with require_agreement(self.where, among=self.processes, timeout=TIMEOUT) as facts:
+        with require_agreement(self.where, among=self.processes) as facts:
             facts |= _forms(data, treedef)
         self._last_text = text
 
@@ -131,7 +131,7 @@ class BatchPlacement:
             if in_place is not None:
                 return in_place
         processes = self.processes if data else []
-        with require_agreement(self.where, among=processes, timeout=TIMEOUT) as facts:
+        with require_agreement(self.where, among=processes) as facts:
             agreed = self.targets(data, treedef)
             self._check_readable(data, treedef, agreed)
             if processes:

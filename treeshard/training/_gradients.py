@@ -11,7 +11,7 @@ from jax.tree_util import tree_flatten
 from treeshard._core.arguments import check_no_refs
 from treeshard._core.arrays import StaticSplit, has_gradient, is_array
 from treeshard._core.contexts import deferred_axes
-from treeshard._core.jax_private import is_tracing, varying_axes, vmapped_axes
+from treeshard._core.jax_private import is_tracing, show_as, varying_axes, vmapped_axes
 from treeshard._core.mesh import (
     axes_of_type,
     axis_sizes,
@@ -27,6 +27,7 @@ from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec, 
 from treeshard._placement.constraint import with_sharding_constraint
 from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import PlanInForce, current_plan, default_batch, row_axes
+from treeshard._planning.wrong_arguments import check_specs
 from treeshard.errors import SpecError
 from treeshard.training._type_errors import sharding_type_errors
 
@@ -94,6 +95,7 @@ def value_and_grad(
     Source:
         The twin of `treeshard.manual.value_and_grad`, for code that the compiler partitions.
     """
+    check_specs(specs, "value_and_grad(loss, {})")
     named = axis_tuple(axis_names, "value_and_grad")
     given = None
     if isinstance(specs, Plan):
@@ -124,7 +126,7 @@ def value_and_grad(
             out = loss(split.combine(arrays), *args)
             return out if has_aux else (out, None)
 
-        differentiate = jax.value_and_grad(run, has_aux=True)
+        differentiate = jax.value_and_grad(show_as(run, loss), has_aux=True)
         gathered = () if step is None else step.gathered_axes
         types = nullcontext()
         if mesh is not None:

@@ -11,17 +11,46 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.tree_util import tree_leaves
 
-from treeshard._core.arrays import data_of
+from treeshard._core.arrays import data_of, has_shape
+from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._placement.shard import shard
 from treeshard._planning.matching import PlannedLeaf
+from treeshard._planning.plan import Plan
 from treeshard.errors import (
+    ArgumentError,
     DeletedLeafError,
     SpecError,
     StateError,
     listed,
     warn,
 )
+
+# ------------------------------------------------------------------ the arguments of a step
+
+
+def check_arguments(state: PyTree, batch: PyTree, plan: Plan, where: str) -> None:
+    """Raises `ArgumentError` if the state is what a step returned, or swapped with the batch."""
+    planned = [(leaf.path, leaf.shape) for leaf in plan.leaves]
+    if not planned or _arrays_of(state) == planned:
+        return
+    if isinstance(state, tuple) and len(state) == 2 and _arrays_of(state[0]) == planned:
+        raise ArgumentError(
+            f"{where}: the state is a pair (state, aux), as the step returns it. Write"
+            " `state, aux = step(state, batch)`."
+        )
+    if _arrays_of(batch) == planned:
+        raise ArgumentError(
+            f"{where}: the state and the batch are swapped. Call `step(state, batch)`."
+        )
+
+
+def _arrays_of(tree: PyTree) -> list[tuple[str, tuple[int, ...]]]:
+    """The path and the shape of each array."""
+    pairs = zip(leaf_paths(tree), tree_leaves(tree), strict=True)
+    return [(path, tuple(x.shape)) for path, x in pairs if has_shape(x)]
+
 
 # ------------------------------------------------------------------ the arrays of a state
 

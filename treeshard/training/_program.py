@@ -14,7 +14,7 @@ from jax.tree_util import DictKey, register_pytree_with_keys, tree_flatten, tree
 
 from treeshard._core.arrays import StaticSplit, array_text, has_shape, is_array
 from treeshard._core.contexts import plan_in_force
-from treeshard._core.jax_private import is_tracing, varying_axes
+from treeshard._core.jax_private import is_tracing, show_as, varying_axes
 from treeshard._core.paths import PyTree, leaf_paths, pair, path_under
 from treeshard._core.reports import report
 from treeshard._core.spec_trees import get_names_from_partition_spec
@@ -128,6 +128,7 @@ class Program:
             return _Named(new, self._names), aux
 
         run.__name__ = getattr(self._fn, "__name__", "step")  # what profiles show
+        show_as(run, self._fn)
         shardings = _Named(self.shardings, self._names)
         # `None` takes arguments as they are sharded, and leaves results to the partitioner. JAX
         # donates whole arguments, so the batch is another one than the state.
@@ -154,7 +155,7 @@ class Program:
         specs = [leaf.given for leaf in self.leaves]
         batch_specs = self.batch.dynamic(self._placement.specs_of(self.batch.combine(data)))
         sharded = jax.shard_map(
-            on_this_device,
+            show_as(on_this_device, self._fn),
             mesh=self._placement.mesh,
             in_specs=(specs, [_spec_of(spec) for spec in batch_specs]),
             out_specs=(specs, PartitionSpec()),

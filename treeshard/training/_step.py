@@ -32,6 +32,7 @@ from treeshard.training._batch import BatchPlacement, structs_of
 from treeshard.training._pitfalls import (
     are_distinct,
     are_from_steps,
+    check_arguments,
     check_not_deleted,
     check_separate,
     check_sharded,
@@ -174,6 +175,7 @@ class Step:
         # Of this structure, once.
         check_tree(treedef.unflatten(leaves), self._name, "step(state, batch)", "the state")
         check_no_refs(data_def.unflatten(data), self._name, "batch")
+        check_arguments(treedef.unflatten(leaves), data_def.unflatten(data), self.plan, self._name)
         program = Program(
             self._fn,
             self._in_force,

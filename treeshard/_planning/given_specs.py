@@ -1,0 +1,82 @@
+"""A plan from a tree of specs that somebody has already, in place of rules."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from jax.sharding import PartitionSpec
+from jax.tree_util import all_leaves, tree_flatten
+
+from treeshard._core.arrays import has_shape
+from treeshard._core.mesh import AnyMesh
+from treeshard._core.paths import PyTree
+from treeshard._core.spec_trees import (
+    ResolvedSpec,
+    SpecCarrier,
+    SpecTree,
+    call_functions,
+    is_spec_entry,
+    is_spec_function,
+    resolve_specs,
+)
+from treeshard._core.specs import trimmed
+from treeshard._planning.logical import resolve_names
+from treeshard._planning.matching import Decided
+from treeshard._planning.tree_walk import name_leaves
+
+_REPLICATED = ResolvedSpec(PartitionSpec(), PartitionSpec(), by_spec=True)
+
+
+def is_spec_tree(x: Any) -> bool:
+    """Whether what is given as rules is a tree of specs.
+
+    1. A list or tuple is a list of rules if it is empty, or has a string or a pattern anywhere in
+       its lists and tuples. So is any other sequence that is not a pytree.
+    2. `None` alone, a string and a number are neither.
+    3. Anything else is a tree of specs: a spec, a plan, a function, a container.
+    """
+    if type(x) in (list, tuple):
+        return bool(x) and not _has_pattern(x)
+    if isinstance(x, SpecCarrier) or (is_spec_entry(x) and x is not None):
+        return True
+    is_container = not all_leaves([x]) and x is not None
+    return is_container or is_spec_function(x)
+
+
+def _has_pattern(x: Any) -> bool:
+    # A dict may have logical names in it, and a named tuple is the state of an optimizer.
+    if type(x) in (list, tuple):
+        return any(map(_has_pattern, x))
+    return isinstance(x, str | bytes | re.Pattern)
+
+
+def decide_by_specs(specs: SpecTree, tree: PyTree, mesh: AnyMesh) -> Decided:
+    """Decides every leaf of a tree by the spec that is given for it, whatever its size."""
+    if isinstance(specs, SpecCarrier):
+        specs = specs.placements  # which name memories, too
+    leaves, treedef = tree_flatten(tree)
+    resolved = resolve_specs(
+        tree,
+        call_functions(specs, tree),
+        mesh,
+        choose_mesh=lambda given, leaf: mesh,
+        resolve=lambda names: trimmed(resolve_names(names, mesh)),
+    )
+    known = {id(x): _on_devices(x, mesh) for x in resolved if x is not None}
+    decisions = [_REPLICATED if x is None else known[id(x)] for x in resolved]
+    shapes = [tuple(leaf.shape) if has_shape(leaf) else None for leaf in leaves]
+    return Decided(treedef, leaves, name_leaves(tree, treedef), shapes, decisions)
+
+
+def _on_devices(resolved: ResolvedSpec, mesh: AnyMesh) -> ResolvedSpec:
+    """A decision of a plan, which has one mesh for all leaves, and `None` for their own memory."""
+    memory = resolved.memory_kind
+    memory = None if memory in _own_memories(mesh) else memory
+    return replace(resolved, mesh=None, memory_kind=memory, by_spec=True)
+
+
+def _own_memories(mesh: AnyMesh) -> Sequence[str | None]:
+    """The names of the memory in which devices hold arrays by default."""
+    devices: Any = getattr(mesh, "devices", None)
+    return ("device",) if devices is None else ("device", devices.flat[0].default_memory().kind)

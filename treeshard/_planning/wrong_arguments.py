@@ -1,0 +1,42 @@
+"""What is passed as specs and is something else: the message has the line to write."""
+
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh
+
+from treeshard._core.arguments import PLAIN_VALUES, describe_argument
+from treeshard._core.spec_trees import SpecCarrier
+from treeshard._core.specs import is_logical
+from treeshard._planning.rules import is_list_of_rules
+from treeshard.errors import ArgumentError, SpecError
+
+
+def check_specs(specs: Any, call: str, tree: Any = None, axis: str = "") -> None:
+    """Raises `ArgumentError` if what is passed as specs is a mesh, a list of rules or text, and
+    `SpecError` if the tree and a plan are swapped.
+
+    Args:
+        specs: What is passed as specs.
+        call: How the function is called, with a place for the specs: `"shard(tree, {})"`.
+        tree: The tree that they are for.
+        axis: What follows the specs in the call, unless they are a plan: `', "fsdp"'`.
+    """
+    if isinstance(specs, SpecCarrier):
+        return
+    where = call.partition("(")[0]
+    if isinstance(tree, SpecCarrier):
+        raise SpecError(
+            "the tree and its specs are swapped: the first argument has specs, and the second has"
+            f" arrays. The tree comes first: `{call.format('plan')}`."
+        )
+    if is_list_of_rules(specs) and not all(is_logical(rule) for rule in specs):
+        planned = call.format("treeshard.plan(tree, rules, mesh)")
+        raise ArgumentError(f"{where}: the specs are a list of rules. Make a plan: `{planned}`.")
+    if not isinstance(specs, (Mesh, AbstractMesh, *PLAIN_VALUES)):
+        return
+    # A name of an axis, most likely.
+    spec = f"P({specs!r})" if isinstance(specs, str) and not axis else "specs"
+    raise ArgumentError(
+        f"{where}: the specs are {describe_argument(specs)}. Pass the plan,"
+        f" `{call.format('plan')}`, or specs: `{call.format(spec + axis)}`."
+    )
