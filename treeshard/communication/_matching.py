@@ -149,8 +149,8 @@ class _Gradient:
         self.scattered = {axis for x in planned if x.kind == "reduce-scatter" for axis in x.axes}
         of_one_layer = self.total // math.prod(leaf.shape[:1])
         self.layer = self.total if self.scattered or len(leaf.shape) < 2 else of_one_layer
-        # Of a stack that is gathered before the loop. What is left of a matrix is a vector.
-        self.slice = of_one_layer if len(leaf.shape) > 2 else self.total
+        # Of a stack that is gathered before the loop
+        self.slice = of_one_layer
 
     def is_vector(self, *, by_layer: bool = False) -> bool:
         """Whether it is one, or each of its layers is."""
@@ -339,7 +339,9 @@ class Matcher:
         for gradient in self._sort_by_fit(moved):
             for parts in self._parts(gradient, moved):
                 size = moved.size * parts
-                is_slice = size == gradient.total or moved.one * parts == gradient.slice
+                # Of a matrix, one slice is a vector: it is a stack only if all are reduced so.
+                is_stack = len(gradient.shape) > 2 or size == gradient.total
+                is_slice = is_stack and moved.one * parts == gradient.slice
                 if is_slice and gradient.has(moved.axes, size):
                     gradient.take(moved.axes, size)
                     self._note_reduction(moved, gradient)
