@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from itertools import islice
 from traceback import walk_stack
+from types import FrameType
 from typing import TypeVar
 
 import jax
@@ -291,10 +292,10 @@ def calling_line(stack: Iterable[str]) -> str:
     return next((line for line in lines if not line.startswith(_HIDDEN)), user_line(lines))
 
 
-def walk_calls() -> list[tuple[str, str]]:
-    """The calls that led to the caller of this function, itself the first: the line of each, and
-    the name of the function there."""
-    frames = walk_stack(sys._getframe(1))
+def walk_calls(innermost: FrameType) -> list[tuple[str, str]]:
+    """The calls that led to a frame, itself the first: the line of each, and the name of the
+    function there."""
+    frames = walk_stack(innermost)
     return [(f"{x.f_code.co_filename}:{line}", x.f_code.co_name) for x, line in frames]
 
 
@@ -302,6 +303,6 @@ def warn(message: str) -> None:
     """Warns at the user's line, so that Python's own registry shows a message once per line."""
     # `skip_file_prefixes=` of `warnings.warn`, from Python 3.12 on, takes no packages in the middle
     # of a path. Level 1 is the line of this call.
-    lines = [line for line, _ in walk_calls()]
+    lines = [line for line, _ in walk_calls(sys._getframe())]
     level = 1 + lines.index(user_line(lines))
     warnings.warn(readable(message), ShardingWarning, stacklevel=level)

