@@ -307,7 +307,7 @@ class PlanInForce:
     def _specs_at(
         self, leaves: Sequence[PlannedLeaf], arrays: Sequence[Any], first: int
     ) -> list[PartitionSpec | None] | None:
-        """The specs of leaves, as in `Part`; `None` if an array lacks their dims from `first` on."""
+        """The specs of leaves, as in `Part`; `None` if an array lacks their dims from `first`."""
         specs: list[PartitionSpec | None] = []
         for leaf, x in zip(leaves, arrays, strict=True):
             shape = tuple(x.shape)
