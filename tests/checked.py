@@ -1,4 +1,4 @@
-"""Checks of gradients and steps, of which tests read the report, whether it is right or wrong."""
+"""Checks of gradients and steps for tests that read the report of right and wrong ones."""
 
 from collections.abc import Callable
 from typing import Any

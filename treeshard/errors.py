@@ -198,10 +198,6 @@ def misfit_error(kinds: Iterable[str], error: type[E]) -> type[E]:
     return next(kind for kind in error.__subclasses__() if issubclass(kind, UnknownAxisError))
 
 
-# "dp" is another name than "fsdp" (similarity 0.67); "fdsp" (0.75) is a misspelling.
-NEAR_MISS = 0.75
-
-
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """`" Did you mean 'fsdp'?"`, or `""` if no known name is similar. 1 as `cutoff` is equality."""
     if len(name) > _LONGEST_NAME:

@@ -135,7 +135,7 @@ def judged(error: ts.CheckpointError, path: Path) -> str:
     assert "copy this one again" in facts.pop(), text
     facts = [fact.strip() for fact in (facts[1:] if len(facts) > 1 else facts)]
     assert facts, text
-    if "0 leaves and " in text:  # of which only `verify` looks at all
+    if "0 leaves and " in text:  # `verify` alone looks at all files
         assert all(fact.startswith("state/") for fact in facts), text
         return "other files"
     files = [fact for fact in facts if fact.startswith("state/")]

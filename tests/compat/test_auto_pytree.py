@@ -28,7 +28,7 @@ class Cache:
 
 
 def test_fields_are_nodes_unless_their_type_or_a_name_says_otherwise() -> None:
-    cache = Cache(jnp.ones(4), depth=2)
+    cache = Cache(jnp.ones(4), depth=2, name="static", alias="static")
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(cache)]
     assert paths == [".keys", ".label", ".index"]
     assert cache.double().index == 14

@@ -76,6 +76,12 @@ def test_custom_names(names: list[Any], train: P, decode: P) -> None:
     assert manager.resolve(names, "__autoregressive__") == decode
 
 
+def test_keys_and_values_have_the_defaults_of_their_fields_in_eformer() -> None:
+    manager = PartitionManager(ts.PartitionAxis(head_axis="ep", attention_dim_axis="sp"))
+    names = ["__KV_HEAD__", "__KV_HEAD_DIM__", "__HEAD__", "__HEAD_DIM__"]
+    assert manager.resolve(names, "__train__") == P("tp", None, "ep", "sp")
+
+
 def test_a_dim_of_length_one_is_of_decoding() -> None:
     paxis = ts.PartitionAxis(generation_batch_axis="dp")
     manager = PartitionManager(paxis)

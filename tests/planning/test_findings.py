@@ -106,12 +106,6 @@ PLANTED = {
         [(".*", ts.logical_partitioning([("mlp", None), ("embed", "fsdp")]))],
         "rule 0 '.*', 'embd' has no logical rule. Did you mean 'embed'? Add a logical rule for it.",
     ),
-    "an axis of a logical rule": (
-        {"w": nn.LogicallyPartitioned(struct(512, 512), ("embed", "mlp"))},
-        [(".*", ts.logical_partitioning([("mlp", ()), ("embed", ("data", "fdsp"))]))],
-        "warning logical-axis-not-in-mesh: w: the logical rule for 'embed': the mesh has no axis"
-        " 'fdsp'. It has data=2, fsdp=4. Did you mean 'fsdp'? Correct the logical rule.",
-    ),
     "state, another dim": (
         PAIR,
         [("mu", COLUMNS), ("w", ROWS)],

@@ -418,7 +418,9 @@ def test_json_has_integers_of_numpy() -> None:
     n = np.int64(4)
     rules = [("w", ts.fsdp("fsdp", min_size=n, skip=(n - 4,))), ("b", ts.shard_dim("fsdp", n - 4))]
     tree = {"w": struct(4, 4), "b": struct(4)}
-    raw = json.loads(ts.plan(tree, rules, mesh_of(fsdp=4), min_size=n).to_json())
+    plan = ts.plan(tree, rules, mesh_of(fsdp=4), min_size=n)
+    assert type(plan.min_size) is int
+    raw = json.loads(plan.to_json())
     assert (raw["min_size"], raw["mesh"][0]["size"], raw["leaves"][0]["shape"]) == (4, 4, [4])
     texts = ["fsdp('fsdp', min_size=4, skip=(0,))", "shard_dim('fsdp', 0)"]
     assert [rule["action"] for rule in raw["rules"]] == texts

@@ -18,7 +18,7 @@ NAMES = sorted(path.name.removesuffix(".txt.gz") for path in TEXTS.glob("*.txt.g
 # What differs from the plan, and why. All other programs move what is planned.
 DIFFERENCES = {
     "mlp_no_hints": {"activation", "not-moved"},  # nothing gathers the weights
-    # Small gradients are all-reduced, and on v5p:2x2x2 those of an axis that covers the torus.
+    # Small gradients are all-reduced; on v5p:2x2x2 also over an axis that covers the torus.
     **{name: {"all-reduce"} for name in ("biases", "biases_hand", "biases_scan")},
     "hsdp": {"all-reduce"},  # within one slice, compilers all-reduce over both axes at once
     "accumulate": {"inside-loop"},  # gradients are scattered for each minibatch

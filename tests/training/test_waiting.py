@@ -114,7 +114,7 @@ OTHER_USES: dict[str, Callable[[Any, Any], Any]] = {
 PAIRS = [(P(), named), (P("fsdp"), named)]
 if os.environ.get("TREESHARD_SOAK"):
     PAIRS += [(P(), value_and_grad), (P("fsdp"), jax.value_and_grad)]
-# JAX has types for all others; for those of the first line from 0.12 on.
+# JAX has types for all others, and from 0.12 on for the first ones.
 TYPED_LATER = ("plus one", "a square", "remat", "scatter", "cast", "where")
 RAISE = {
     *((name, P("fsdp")) for name in TYPED_LATER if jax.__version_info__ < (0, 12)),

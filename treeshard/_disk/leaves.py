@@ -287,7 +287,7 @@ def raise_damages(
 ) -> None:
     """Raises one `DamagedError` that lists all damages, if there are any.
 
-    They are given by leaf path. Files of which no leaf is read are given by name.
+    They are given by leaf path. Files that no leaf is read from are given by name.
     """
     facts = [f"{leaf}: {why}" for leaf, why in damages.items()]
     facts += [f"{file} {why}." for file, why in other_files.items()]

@@ -70,9 +70,12 @@ from treeshard._planning.plan_in_force import (
     row_axes,
 )
 from treeshard._planning.wrong_arguments import check_specs
-from treeshard.errors import NEAR_MISS, SpecError, did_you_mean, listed, warn
+from treeshard.errors import SpecError, did_you_mean, listed, warn
 
 Uneven = Literal["warn", "error", "drop", "keep"]
+
+# "dp" is another name than "fsdp" (similarity 0.67); "fdsp" (0.75) is a misspelling.
+_NEAR_MISS = 0.75
 
 
 def with_sharding_constraint(
@@ -320,7 +323,7 @@ def _warn_of_misspelled(axes: Sequence[str], specs: Sequence[Any]) -> None:
     """Warns of axes that no spec names, and that resemble one that is named."""
     named = get_names_from_partition_spec(specs)
     for name in axes:
-        hint = did_you_mean(name, named, NEAR_MISS)
+        hint = did_you_mean(name, named, _NEAR_MISS)
         if hint and name not in named:
             warn(f"unshard: no spec names the axis {name!r}, so nothing is gathered.{hint}")
 
@@ -565,7 +568,7 @@ def _is_misspelled(note: Adjustment, target: ResolvedSpec) -> bool:
         return False
     used = get_names_from_partition_spec(target.spec)
     unused = set(axis_sizes(cast(AnyMesh, target.mesh))).difference(used)
-    return any(did_you_mean(axis, unused, NEAR_MISS) for axis in note.axes)
+    return any(did_you_mean(axis, unused, _NEAR_MISS) for axis in note.axes)
 
 
 # ------------------------------------------------------------------ applying it

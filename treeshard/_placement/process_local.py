@@ -189,7 +189,7 @@ def _form(tree: PyTree, made: Iterable[int], parts: list[Any]) -> str:
 
 
 def _join(part: Any, joint: jax.ShapeDtypeStruct) -> jax.Array:
-    """The array of which this process has a part. Nothing is communicated."""
+    """The full array, from the part that this process has. Nothing is communicated."""
     data = host_copy(part)  # JAX may keep the memory that it is given
     shape = (*joint.shape, *data.shape[part.ndim :])  # the data of keys have more dims
     # JAX's function raises on a process that has no device of the mesh.

@@ -10,14 +10,13 @@ for two conventions: what a mesh axis is for (`axis_names`), and which leaves ar
                                  already-sharded, indivisible, reduced-type
     2. shared_paths              path-collision
     3. unused_rules              dead-rule, shadowed-rule
-    4. _absent_logical_axes      logical-axis-not-in-mesh
-    5. _unused_specs             explicit-spec-too-small
-    6. _only_small_leaves        all-too-small
-    7. _trimmed_specs            trimmed
-    8. _same_arrays              same-array
-    9. _narrowed_arrays          narrowed
-    10. _left_whole              left-whole
-    11. _state_unlike_weights    state-unlike-weight
+    4. _unused_specs             explicit-spec-too-small
+    5. _only_small_leaves        all-too-small
+    6. _trimmed_specs            trimmed
+    7. _same_arrays              same-array
+    8. _narrowed_arrays          narrowed
+    9. _left_whole               left-whole
+    10. _state_unlike_weights    state-unlike-weight
 
 Each is a function of the plan that yields findings, in this order.
 """
@@ -49,7 +48,7 @@ from treeshard._planning.matching import (
 from treeshard._planning.planned import PlannedTree
 from treeshard._planning.rules import ERRORS, kind_of
 from treeshard._planning.tactics import Tactic
-from treeshard.errors import NEAR_MISS, counted, did_you_mean
+from treeshard.errors import counted, did_you_mean
 
 T = TypeVar("T")
 
@@ -62,9 +61,8 @@ class Finding(NamedTuple):
     Attributes:
         code: Errors: `"unmatched"`, `"rank"`, `"axis-not-in-mesh"`, `"axis-already-used"`,
             `"already-sharded"`, `"indivisible"`, `"reduced-type"`, `"path-collision"`. Warnings:
-            `"dead-rule"`, `"shadowed-rule"`, `"logical-axis-not-in-mesh"`,
-            `"explicit-spec-too-small"`, `"all-too-small"`, `"trimmed"`, `"same-array"`,
-            `"narrowed"`, `"left-whole"`, `"state-unlike-weight"`.
+            `"dead-rule"`, `"shadowed-rule"`, `"explicit-spec-too-small"`, `"all-too-small"`,
+            `"trimmed"`, `"same-array"`, `"narrowed"`, `"left-whole"`, `"state-unlike-weight"`.
         fact: What is wrong.
         fix: What to do about it.
         paths: The paths of the leaves concerned; empty for a rule that matches no leaf.
@@ -96,7 +94,7 @@ class Finding(NamedTuple):
 def find(plan: PlannedTree) -> tuple[Finding, ...]:
     """All findings of a plan: errors first; unsplit leaves ordered by what they waste."""
     # The leaves of a plan by `Plan.follow` were not decided by rules, so its rules are not checked.
-    of_rules = (unused_rules, _absent_logical_axes, _unused_specs, _only_small_leaves)
+    of_rules = (unused_rules, _unused_specs, _only_small_leaves)
     of_leaves = (
         _trimmed_specs,
         _same_arrays,
@@ -219,18 +217,6 @@ def _similar_path(pattern: str, leaves: Iterable[PlannedLeaf]) -> str:
         for start in range(len(keys) - count + 1):
             parts["/".join(keys[start : start + count])] = None
     return did_you_mean(word, parts)
-
-
-def _absent_logical_axes(plan: PlannedTree) -> Iterator[Finding]:
-    """Logical rules with a misspelt axis.
-
-    One list of rules serves meshes with different axes, so an absent axis alone is no mistake.
-    """
-    axes = axis_sizes(plan.mesh)
-    for note, leaves in _group_by_note(plan, {"logical-axis-not-in-mesh"}):
-        if any(did_you_mean(axis, axes, NEAR_MISS) for axis in note.axes):
-            fix = "Correct the logical rule."
-            yield Finding(note.kind, note.why, fix, _paths(leaves), leaves[0].rule)
 
 
 # ------------------------------------------------------------------ small leaves

@@ -193,8 +193,6 @@ class Plan(PlannedTree):
 
         - rules that match no leaf, and rules whose leaves are all taken by earlier rules
           (except a last rule that matches every leaf, which is a fallback);
-        - logical rules that name an axis which the mesh does not have, and which resembles one that
-          it has (`logical-axis-not-in-mesh`);
         - leaves of at least `min_size` elements that are not split over axes which are idle for
           them (`left-whole`), if splitting them evenly would save at least 1% of the memory that a
           device needs; largest saving first. An axis is idle for a leaf if neither the leaf nor,

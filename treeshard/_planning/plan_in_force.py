@@ -82,7 +82,7 @@ class Part(NamedTuple):
     is_layer: bool
 
 
-# What `PlanInForce.known_spec` returns for an array of which it knows nothing. `None` would be an
+# What `PlanInForce.known_spec` returns for an array that it does not know. `None` would be an
 # array that has its full shape.
 UNKNOWN = object()
 
@@ -248,7 +248,7 @@ class PlanInForce:
         return isinstance(x, jax.ShapeDtypeStruct) or still_differs(x, axis)
 
     def _shape_here(self, leaf: PlannedLeaf) -> Shape:
-        """The shape of a leaf where this is traced: inside `shard_map`, that of a shard."""
+        """The shape of a leaf where this is traced: inside `shard_map`, the shape of a shard."""
         return self._shard_shape(leaf, self.part_by_hand(leaf.given))
 
     def _shard_shape(self, leaf: PlannedLeaf, spec: PartitionSpec) -> Shape:
@@ -307,8 +307,7 @@ class PlanInForce:
     def _specs_at(
         self, leaves: Sequence[PlannedLeaf], arrays: Sequence[Any], first: int
     ) -> list[PartitionSpec | None] | None:
-        """The specs of leaves of which arrays have the dims from `first` on, as in `Part`; `None`
-        if an array has others."""
+        """The specs of leaves, as in `Part`; `None` if an array lacks their dims from `first`."""
         specs: list[PartitionSpec | None] = []
         for leaf, x in zip(leaves, arrays, strict=True):
             shape = tuple(x.shape)

@@ -42,7 +42,7 @@ MARK = "treeshard-mark"  # which every process must see before it writes
 TEMPORARY = ".orbax-checkpoint-tmp"  # suffix of the name of an incomplete checkpoint
 COMMITTED = "commit_success.txt"  # marks a complete checkpoint where directories cannot be renamed
 
-# The names beside a checkpoint `7`, all of which readers ignore:
+# The names beside a checkpoint `7`. Readers ignore all of them:
 # 1. `7.orbax-checkpoint-tmp`: it is being written. Or it was replaced, by an exchange of names.
 # 2. `7.orbax-checkpoint-tmp-replaced`: it is being replaced where names cannot be exchanged. After
 #    a kill between two renames it gets its name back.

@@ -348,7 +348,7 @@ def _leaves_in(
     for key, holders in store.files_by_key.items():
         for file in holders:
             if file in changed:
-                # The key of a chunk begins with that of its array, which has no `/`.
+                # The key of a chunk begins with the key of its array, which has no `/`.
                 found[key.partition("/")[0]] = f"its file {file} {changed[file]}."
     keys = {row.path: store_key(row.path) for row in rows}
     return {leaf: found[key] for leaf, key in keys.items() if key in found}
@@ -385,8 +385,8 @@ def find_damages(
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Reads all leaves, chunk by chunk. Returns how leaves are damaged, by path, and other files.
 
-    `rows` are those of the table. The other files belong to the checkpoint too, but no leaf is read
-    from them: the index of a single process, and what Orbax reads.
+    `rows` are the rows of the table. The other files belong to the checkpoint too, but no leaf is
+    read from them: the index of a single process, and what Orbax reads.
     """
     stored = [row for row in table.leaves if row.stored]
     # What is in flight, each chunk once more as TensorStore decodes it, and the one before.

@@ -219,7 +219,7 @@ class Matcher:
         self.filed: dict[_Difference, list[tuple[Collective, str | None]]] = defaultdict(list)
         # The collectives of each choice of the compiler, by what is said of it.
         self.choices: dict[str, list[Collective]] = defaultdict(list)
-        # Likewise those of gradients and updates in another dtype than planned.
+        # Likewise the collectives of gradients and updates in another dtype than planned.
         self.cast: dict[str, list[Collective]] = defaultdict(list)
         self.gathers: list[_Gather] = []
         of_gradients: dict[str, list[PlannedTransfer]] = defaultdict(list)
@@ -406,8 +406,8 @@ class Matcher:
 
         The dtype of a weight's planned gather is the one in the trace, so the compiler chose the
         other: those for CPUs have no collectives of 16-bit floats, and products of TPUs round to
-        bfloat16. A planned reduction has the dtype of that gather, and an update that of its leaf:
-        there the trace may cast too.
+        bfloat16. A planned reduction has the dtype of its gather, and an update the dtype of its
+        leaf: there the trace may cast too.
         """
         collective = moved.collective
         self.leaves[moved.number] = planned.path

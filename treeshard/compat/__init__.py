@@ -32,7 +32,9 @@ from treeshard.compat._dataclasses import auto_pytree
 from treeshard.compat._logical import logical_to_mesh_spec
 from treeshard.compat._partition_manager import PartitionManager, apply_logical_sharding
 from treeshard.compat._pattern_strings import create_pattern_based_partition_spec
-from treeshard.compat._structure import extract_sharding_structure, get_shardings_with_structure
+from treeshard.compat._structure import extract_sharding_structure
+
+get_shardings_with_structure = extract_sharding_structure
 
 __all__ = [
     "LOG_SHARDING_MOVE",

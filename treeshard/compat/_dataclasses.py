@@ -38,7 +38,7 @@ def auto_pytree(
         max_print_length: The characters of a field, above which `repr` has its type alone.
 
     Raises:
-        TypeError: If `meta_fields` has a name that is no field.
+        TypeError: If `meta_fields` names something else than a field.
 
     Examples:
         >>> @auto_pytree

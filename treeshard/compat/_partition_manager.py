@@ -64,8 +64,8 @@ class PartitionManager:
         dynamic_axes: Any = None,
         shape: Sequence[int] | None = None,
     ) -> PartitionSpec:
-        """Resolves names to mesh axes. The arguments are those of `apply_logical_sharding`; the
-        shape is needed if the mode is a dim."""
+        """Resolves names to mesh axes. It takes the arguments of `apply_logical_sharding`; a
+        mode that is a dim needs the shape."""
         if axes is None or mode is None:
             if dynamic_axes is None:
                 raise SpecError("PartitionManager: pass `axes=` and `mode=`, or `dynamic_axes=`.")
@@ -150,7 +150,7 @@ def _read_name(name: Any, custom: Collection[str]) -> Entry:
 
 
 def _decoding_as_training(paxis: PartitionAxis) -> PartitionAxis:
-    """Axes of which decoding has those of training where it has none of its own."""
+    """The axes; decoding has the axes of training where it has none of its own."""
     default = PartitionAxis(*(getattr(paxis, field.name) for field in fields(paxis)[:5]))
     changes = {
         field.name: getattr(paxis, field.name.removeprefix("generation_"))

@@ -221,8 +221,8 @@ def _places(tree: PyTree) -> tuple[list[_Place], Any]:
 # 1. The plan in force, if a part of it has the structure and the shapes of the tree. Boxes that
 #    name other axes than it does are an error: one of the two is wrong, and values would be too.
 # 2. Boxes that name axes, if the plan has no such part: the tree was made inside the `shard_map`.
-# 3. Nothing: leaves are replicated, as in plain data parallelism. Under `check_vma=True` the types
-#    of shards differ from those of replicated leaves, and it is an error to pass shards.
+# 3. Nothing: leaves are replicated, as in plain data parallelism. Under `check_vma=True` shards
+#    and replicated leaves have different types, and it is an error to pass shards.
 
 
 @dataclass(frozen=True)

@@ -213,7 +213,7 @@ def _decide_by_size(
     spec, notes = fsdp(axes).refine(leaf.spec, mesh, leaf.path, full, min_weight_size)
     if spec != leaf.spec:
         return Decision(spec)
-    # That a leaf is small is no news. That no dim can be split may be a mistake in a shape.
+    # Small leaves are not reported. If no dim can be split, a shape may be wrong.
     is_indivisible = bool(notes) and notes[0].kind == "no-dim"
     return Decision(warning=notes[0].why) if is_indivisible else Decision()
 

@@ -480,7 +480,7 @@ def attempt(run: Callable[[], T]) -> tuple[T | None, Exception | None]:
     """
     try:
         return run(), None
-    # Not what stops a process, such as Ctrl-C: that is no result of a layout.
+    # Not what stops a process, such as Ctrl-C: a layout does not cause it.
     except Exception as error:
         return None, error
 

@@ -62,7 +62,7 @@ def on_host(x: Any) -> Any:
 
 
 def shards_of(arrays: Sequence[Any]) -> list[Shards]:
-    """A copy of the shard of each device, those of other processes included."""
+    """A copy of the shard of each device, also of devices of other processes."""
     arrays = [data_of(x) for x in arrays]
     spread = {i: _stack_shards(x) for i, x in enumerate(arrays) if is_spread(x)}
     everywhere = dict(zip(spread, gather(list(spread.values())), strict=True))

@@ -449,7 +449,7 @@ def _check_lengths(batch: PyTree, split: StaticSplit, count: int) -> None:
     if len({*lengths}) < 2:
         return
     paths = split.dynamic(leaf_paths(batch))
-    # The most frequent length is that of the rows; of several, the longest.
+    # The most frequent length is the number of rows; of several, the longest.
     usual = max(lengths, key=lambda length: (lengths.count(length), length))
     odd = [i for i, length in enumerate(lengths) if length != usual]
     headline = (

@@ -61,8 +61,8 @@ def value_and_grad(
       if it alone is sharded (ZeRO-1), so that compilers can scatter them.
     - On Explicit axes, JAX's types shard them as their parameters, and each product ends in an
       all-reduce of a full gradient. With `axis_names`, gradients of weights in products wait for
-      one sum after all loops of the loss, and those of weights that `unshard` gathers are
-      scattered. Other gradients are summed where the weight is used.
+      one sum after all loops of the loss, and gradients of weights that `unshard` gathers
+      are scattered. Other gradients are summed where the weight is used.
 
     For one reduction of several minibatches, see `axis_names` of `accumulate_gradients`.
 

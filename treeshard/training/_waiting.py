@@ -71,7 +71,7 @@ def accumulate_with_deferred_sum(
 
 def _call_unless_wrong(run: Callable[..., Any], *arguments: Any) -> Any:
     """Calls a function of values that are `reduced`; `None` if JAX has a wrong rule for what it
-    does with them. That is no error of the user's, and the same without such types is right."""
+    does with them. The user's code is right then, and so is the same without such types."""
     # It is not inlined: JAX would give all its equations the line of this call.
     traceable = jax.jit(run)
     traced = traceable.trace(*arguments)  # JAX keeps it for the call, while this is alive
@@ -92,7 +92,7 @@ _KEEPS = (
 def _typed_as_waiting(
     run: Callable[..., Any], arrays: list[Any], axes: tuple[str, ...]
 ) -> list[Any]:
-    """The arrays; those of two dims or more, if they are used in products alone, as `reduced`."""
+    """The arrays, as `reduced` if they have two dims or more and are used in products alone."""
     over = [_not_splitting(axes, x) if x.ndim > 1 else [] for x in arrays]
     if not any(over):
         return arrays
