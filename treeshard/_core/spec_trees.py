@@ -165,7 +165,7 @@ def _match_leaves(
         # A class may make something else of specs than its leaves, so it is not rebuilt from them.
         each = specs.at_each_leaf(tree)
         if each is not None:
-            return each
+            return [(spec, False) for spec in each]
         specs = specs.specs
     # JAX matches the structures, which is fast. Only if it fails are both walked for a message.
     try:
