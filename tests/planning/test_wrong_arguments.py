@@ -51,7 +51,7 @@ EVERY_SPEC = {
     "unshard(tree, {})": lambda specs: ts.unshard(params, specs),
     "shard(tree, {})": lambda specs: ts.shard(params, specs),
     "reshard(tree, {})": lambda specs: ts.reshard(params, specs),
-    "with_sharding_constraint(tree, {})": lambda specs: ts.with_sharding_constraint(params, specs),
+    "with_sharding_constraint(arr, {})": lambda specs: ts.with_sharding_constraint(params, specs),
     "from_process_local(tree, {})": lambda specs: ts.from_process_local(params, specs),
     "make_shard_and_gather_fns({})": ts.make_shard_and_gather_fns,
     "value_and_grad(loss, {})": lambda specs: value_and_grad(sum, specs),
@@ -166,7 +166,7 @@ CALLS = {
         (lambda: ts.unshard(plan, params), "The tree comes first: `unshard(tree, plan)`."),
         (
             lambda: ts.with_sharding_constraint(plan, params),
-            "first: `with_sharding_constraint(tree",
+            "first: `with_sharding_constraint(arr",
         ),
         (
             lambda: ts.unshard(params, plan.specs),

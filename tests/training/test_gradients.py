@@ -189,7 +189,7 @@ def test_values_and_raw_gradients_are_those_of_one_device(
 def test_what_has_no_type_is_an_error_and_not_another_number() -> None:
     for name in UNTYPED:
         step, plan = in_a_step([name], HSDP, "explicit")
-        with pytest.raises(ShardingTypeError, match="JAX cannot tell"):
+        with pytest.raises(ShardingTypeError, match=r"test_gradients\.py:\d+: "):
             step.lower(plan.structs, BATCH)
 
 
