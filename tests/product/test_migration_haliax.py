@@ -10,7 +10,7 @@ import optax
 import pytest
 from helpers import assert_close, assert_same
 from jax.sharding import PartitionSpec as P
-from migration import check_init, short, table
+from migration import PAGE, check_init, short, table
 
 import treeshard as ts
 from tests.deprecations import tolerated
@@ -159,3 +159,13 @@ def test_names_without_rules_in_force() -> None:
     tree, rules = {"named": hax.zeros((Embed, Mlp))}, [("", ts.logical_partitioning())]
     with pytest.raises(ts.ShardingRuleError, match=r"named: .*no rules are in force"):
         ts.plan(tree, rules, row.mesh, min_size=0)
+
+
+def test_specs_have_the_structure_of_the_model() -> None:
+    model = ts.shard({"up": hax.zeros((Embed, Mlp))}, P("data"), row.mesh)
+    specs = ts.plan(model, [("up", P("data"))], row.mesh, min_size=0).specs
+    assert jax.tree.structure(specs) == jax.tree.structure(model)
+    assert specs["up"].array == P("data")
+    assert ts.get_partition_spec(model)["up"] == P("data")
+    sentence = "`ts.get_partition_spec(model)` has specs in place of `NamedArray`s, as `pspec_for`."
+    assert sentence in PAGE.read_text()
