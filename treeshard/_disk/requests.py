@@ -57,8 +57,10 @@ class RequestedLeaf(NamedTuple):
         return parse_dtype(self.dtype).itemsize
 
 
-def request_leaf(name: str, x: Any) -> RequestedLeaf | None:
-    """What a leaf of a like-tree requests; `None` if it is static."""
+def _request_leaf(
+    name: str, x: Any, sharding: Sharding | None, by_rules: bool
+) -> RequestedLeaf | None:
+    """What a leaf of a like-tree requests; `None` if it is static. Rules place numpy leaves."""
     kind = kind_of(x)
     if kind is None or (kind == "array" and x.dtype == jax.dtypes.float0):
         return None
@@ -66,7 +68,8 @@ def request_leaf(name: str, x: Any) -> RequestedLeaf | None:
         return RequestedLeaf(name, kind)
     is_numpy = isinstance(x, np.ndarray | np.generic)
     dtype = x.dtype.newbyteorder("=") if is_numpy else x.dtype  # the byte order is not saved
-    return RequestedLeaf(name, kind, tuple(x.shape), dtype_name(dtype), on_devices=not is_numpy)
+    on_devices = by_rules or not is_numpy
+    return RequestedLeaf(name, kind, tuple(x.shape), dtype_name(dtype), on_devices, sharding)
 
 
 def _type_text(x: SavedLeaf | RequestedLeaf) -> str:
@@ -112,26 +115,24 @@ class Differences(NamedTuple):
             sections.append((f"requested leaves are not in {source}", missing))
             sections.append((f"leaves of {source} are not requested", unexpected))
         facts = [listed(f"{len(rows)} {what}:", rows) for what, rows in sections if rows]
-        advice = _USE_PARTIAL if missing or unexpected else ""
-        if above := _path_above(self.missing, self.unexpected):
-            advice = _WHOLE_PATH.format(source=source, path=above)
-        if not partial and advice:
-            facts.append(advice)
+        above = _path_above(self.missing, self.unexpected)
+        whole_path = above and _WHOLE_PATH.format(source=source, path=above)
+        if not partial and (missing or unexpected):
+            facts.append(whole_path or _USE_PARTIAL)
         if facts:
             raise MismatchError("\n".join(facts))
         if missing:
             headline = f"{len(missing)} leaves keep their values from `like`:"
-            warn(listed(headline, missing) + (f"\n{advice}" if above else ""))
+            warn("\n".join(filter(None, [listed(headline, missing), whole_path])))
 
 
 def _path_above(missing: Sequence[str], unexpected: Iterable[str]) -> str:
     """The path under which all missing leaves are stored; empty if there is none."""
-    stored = set(unexpected)
-    for name in stored if missing else ():
-        above = name.removesuffix(f"/{missing[0]}")
-        if above != name and all(f"{above}/{x}" in stored for x in missing):
-            return above
-    return ""
+    if not missing:
+        return ""
+    stored, end = {*unexpected}, f"/{missing[0]}"
+    found = (name.removesuffix(end) for name in stored if name.endswith(end))
+    return next((x for x in found if stored.issuperset(f"{x}/{name}" for name in missing)), "")
 
 
 def compare(
@@ -284,11 +285,9 @@ def read_request(
     placing.check(where)
     to = cast_dtype(cast)
     _check_like(like, where)
-    tree = like
+    tree = tree_map(_structs, like)
     if like is None:
         tree = {name: _like_leaf(x, to) for name, x in stored.items()}
-    elif any(isinstance(x, Plan) for x in tree_leaves(like)):
-        tree = tree_map(_structs, like)
     check_known(tree, where, MismatchError)
     leaves, treedef = tree_flatten(tree, is_leaf=is_none)
     name_of = names(tree)
@@ -298,18 +297,10 @@ def read_request(
         # A `None` holds no values, so that either side may have it in the place of anything.
         name_of = {i: name for i, name in name_of.items() if leaves[i] is not None}
         stored = {name: x for name, x in stored.items() if x.kind != "none"}
-    if placing.rules is not None:
-        shardings = _decided(tree, placing.rules, placing, where)
-    else:
-        shardings = _own_shardings(tree, where)
-    requested: dict[int, RequestedLeaf] = {}
-    for i, name in name_of.items():
-        leaf = request_leaf(name, leaves[i])
-        if leaf is not None and leaf.dtype:
-            on_devices = leaf.on_devices or placing.rules is not None
-            leaf = leaf._replace(on_devices=on_devices, sharding=shardings[i])
-        if leaf is not None:
-            requested[i] = leaf
+    shardings = _shardings(tree, placing, where)
+    by_rules = placing.rules is not None
+    requests = {i: _request_leaf(x, leaves[i], shardings[i], by_rules) for i, x in name_of.items()}
+    requested = {i: leaf for i, leaf in requests.items() if leaf is not None}
     return Request(leaves, treedef, requested, stored, compare(stored, requested.values(), to))
 
 
@@ -365,9 +356,13 @@ def _like_leaf(x: SavedLeaf, cast: str | None) -> Any:
     return empty_value(x.kind)
 
 
-def _decided(tree: PyTree, rules: Rules, placing: Placing, where: str) -> list[Any]:
-    """The shardings that the rules decide, and `None` for leaves without a shape."""
-    decided = plan(tree, rules, with_devices(placing.mesh, where), min_size=placing.min_size)
+def _shardings(tree: PyTree, placing: Placing, where: str) -> list[Any]:
+    """Where to place each leaf, by the rules, or without rules as it is; `None` is a leaf, too."""
+    if placing.rules is None:
+        return _own_shardings(tree, where)
+    decided = plan(
+        tree, placing.rules, with_devices(placing.mesh, where), min_size=placing.min_size
+    )
     decided.check_before_use()
     # Not by `decided.shardings`: a class may make something else of shardings than its leaves.
     shardings = iter(decided.sharding_of_each())

@@ -325,11 +325,10 @@ def make_shard_and_gather_fns(
     """
     check_specs(partition_specs, "make_shard_and_gather_fns({})")
     mesh = as_mesh(mesh, make_mesh)
-    if isinstance(partition_specs, SpecCarrier):
-        partition_specs.check_before_use()
-        specs, mesh = partition_specs.specs, mesh or partition_specs.mesh
-    else:
-        specs = partition_specs
+    specs = partition_specs
+    if isinstance(specs, SpecCarrier):
+        specs.check_before_use()
+        specs, mesh = specs.specs, mesh or specs.mesh
     leaf_specs, treedef = flatten_specs(specs, resolve=resolver(mesh))
     shard_fns: list[Callable[[Any], Any]] = []
     gather_fns: list[Callable[[Any], Any]] = []

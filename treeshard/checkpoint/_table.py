@@ -126,15 +126,17 @@ def _is_empty(x: Any) -> bool:
     return isinstance(x, list | tuple | Mapping) and not x
 
 
+_CONTAINERS = {"list": list, "tuple": tuple, "dict": dict}
+
+
 def _empty_kind(x: Any) -> str:
-    kinds = (kind for kind in (list, tuple) if isinstance(x, kind))
-    return next(kinds, dict).__name__
+    kinds = (kind for kind, container in _CONTAINERS.items() if isinstance(x, container))
+    return next(kinds, "dict")
 
 
 def empty_containers(table: LeafTable) -> dict[str, Any]:
     """The containers of a table that have no children, by path; a named tuple is a tuple."""
-    kinds = {"list": list, "tuple": tuple}
-    return {path: kinds.get(kind, dict)() for path, kind in table.empty.items()}
+    return {path: _CONTAINERS.get(kind, dict)() for path, kind in table.empty.items()}
 
 
 def unpack(row: SavedLeaf, array: Any) -> Any:
