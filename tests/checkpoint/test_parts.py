@@ -202,6 +202,9 @@ def test_a_subtree_without_its_path_is_told(write, read, tmp_path) -> None:
         read(tmp_path / "x", STATE["params"])
     with pytest.warns(ts.ShardingWarning, match=says):
         read(tmp_path / "x", STATE["params"], partial=True)
+    # Not if another leaf is missing, which is stored nowhere.
+    with pytest.raises(ts.MismatchError, match="`partial=True` reads the leaves that both have"):
+        read(tmp_path / "x", {**STATE["params"], "zero": np.zeros(3)})
 
 
 def test_a_subtree_of_the_latest_step(mesh, tmp_path) -> None:
