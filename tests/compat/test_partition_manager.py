@@ -30,6 +30,7 @@ BIAS = ["__BIAS_HEAD_SEQ__", "__BIAS_KV_SEQ__", "__LENGTH__", "__EMBED__"]
         (BIAS, P(None, None, "sp", "tp"), P(None, None, "sp", "tp")),
         (["batch", ("sequence", "head")], P(("fsdp", "dp"), ("sp", "tp")), None),
         ([["__EMBED__", "__KV_HEAD_DIM__"], ["_"]], P("tp", None), P("tp", None)),
+        ([["__KV_HEAD__", "__TENSOR_PARALLEL__"], None], P("tp", None), P("tp", None)),
     ],
 )
 def test_names_resolve_as_in_eformer(names: list[Any], train: Any, decode: Any) -> None:
@@ -88,8 +89,10 @@ def test_a_dim_of_length_one_is_of_decoding() -> None:
     hidden = SimpleNamespace(axes=["__BATCH__", "__QUERY_LENGTH__", "__EMBED__"], mode=1)
     assert manager.resolve(dynamic_axes=hidden, shape=(8, 1, 4)) == P("dp", "sp", "tp")
     assert manager.resolve(dynamic_axes=hidden, shape=(8, 2, 4)) == P(("fsdp", "dp"), "sp", "tp")
-    with pytest.raises(ts.SpecError, match="pass `shape="):
+    with pytest.raises(ts.SpecError, match=r"mode=1 is a dim, and the shape is \(\). Pass the `sh"):
         manager.resolve(dynamic_axes=hidden)
+    with pytest.raises(ts.SpecError, match=r"the shape is \(8,\)"):
+        manager.shard(jnp.ones(8), dynamic_axes=hidden)
 
 
 def test_arrays_are_constrained_in_and_out_of_jit() -> None:
@@ -114,6 +117,8 @@ def test_arrays_are_constrained_in_and_out_of_jit() -> None:
     [
         ({"axes": ["__BATCH__"]}, "`axes=` and `mode=`"),
         ({"axes": ["__BACH__"], "mode": "__train__"}, "Did you mean 'batch'"),
+        ({"axes": [3], "mode": "train"}, r"3 \(int\) is not a logical name"),
+        ({"axes": ["batch"], "mode": "__trian__"}, "'__trian__' is neither 'train' nor"),
     ],
 )
 def test_mistakes_have_a_way_out(arguments: dict[str, Any], message: str) -> None:
