@@ -336,5 +336,8 @@ def test_an_axis_that_no_field_names_is_told() -> None:
         assert PartitionAxis().resolve("batch", mesh="data=2,fsdp=2,tensor=2") == P("fsdp")
     by_data = pytest.warns(ShardingWarning, match="'data'")
     with jax.set_mesh(ts.make_mesh("data=2,fsdp=4")), by_data:
+        PartitionAxis().resolve("head")
+    by_x = pytest.warns(ShardingWarning, match="'x'")
+    with jax.set_mesh(ts.make_mesh("x=2,fsdp=4")), by_x:
         PartitionAxis().resolve("batch")
     PartitionAxis().resolve("batch", mesh="data=1,fsdp=8")  # an axis of one device
