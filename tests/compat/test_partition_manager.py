@@ -89,6 +89,8 @@ def test_a_dim_of_length_one_is_of_decoding() -> None:
     hidden = SimpleNamespace(axes=["__BATCH__", "__QUERY_LENGTH__", "__EMBED__"], mode=1)
     assert manager.resolve(dynamic_axes=hidden, shape=(8, 1, 4)) == P("dp", "sp", "tp")
     assert manager.resolve(dynamic_axes=hidden, shape=(8, 2, 4)) == P(("fsdp", "dp"), "sp", "tp")
+    assert manager.resolve(["batch"], None, hidden, (8, 1)) == P("dp", "sp", "tp")
+    assert manager.resolve(None, "train", hidden, (8, 1)) == P("dp", "sp", "tp")
     with pytest.raises(ts.SpecError, match=r"mode=1 is a dim, and the shape is \(\). Pass the `sh"):
         manager.resolve(dynamic_axes=hidden)
     with pytest.raises(ts.SpecError, match=r"the shape is \(8,\)"):
@@ -117,6 +119,7 @@ def test_arrays_are_constrained_in_and_out_of_jit() -> None:
     [
         ({"axes": ["__BATCH__"]}, "`axes=` and `mode=`"),
         ({"axes": ["__BACH__"], "mode": "__train__"}, "Did you mean 'batch'"),
+        ({"axes": ["_head"], "mode": "train"}, "'_head' is not a logical name"),
         ({"axes": [3], "mode": "train"}, r"3 \(int\) is not a logical name"),
         ({"axes": ["batch"], "mode": "__trian__"}, "'__trian__' is neither 'train' nor"),
     ],

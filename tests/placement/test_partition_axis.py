@@ -27,6 +27,7 @@ X = jnp.ones((8, 16, 8))
         (("batch", "sequence", "head"), "train", P(("fsdp", "dp"), None, "tp")),
         (("batch", "sequence", "head"), "generation", P("dp", None, "tp")),
         ((None, "cache"), "train", P(None, "tp")),
+        (("batch", "sequence", None, None), "train", P(("fsdp", "dp"))),
     ],
 )
 @pytest.mark.parametrize("context", ["argument", "text", "set_mesh", "with mesh"])

@@ -123,13 +123,14 @@ def test_all_malformed_rules_are_listed() -> None:
 @pytest.mark.usefixtures("unchecked")
 def test_all_bad_fields_are_listed() -> None:
     with pytest.raises(ts.ShardingRuleError) as error:
-        PartitionAxis(data_parallel_axis=None, vocab_axis=3, batch_axis=("a", "a"))
+        PartitionAxis(None, vocab_axis=3, batch_axis=("a", "a"), expert_gate_axis=...)
     several = "give a mesh axis, a tuple of them, or None."
     assert str(error.value).splitlines() == [
-        "3 fields are not mesh axes:",
+        "4 fields are not mesh axes:",
         "  PartitionAxis(data_parallel_axis=None): give a mesh axis.",
         f"  PartitionAxis(batch_axis=('a', 'a')): {several}",
         f"  PartitionAxis(vocab_axis=3): {several}",
+        f"  PartitionAxis(expert_gate_axis=Ellipsis): {several}",
     ]
 
 
@@ -340,4 +341,7 @@ def test_an_axis_that_no_field_names_is_told() -> None:
     by_x = pytest.warns(ShardingWarning, match="'x'")
     with jax.set_mesh(ts.make_mesh("x=2,fsdp=4")), by_x:
         PartitionAxis().resolve("batch")
+    by_tensor = pytest.warns(ShardingWarning, match="no field names 'tensor'")
+    with jax.set_mesh(ts.make_mesh("data=4,tensor=2")), by_tensor:
+        PartitionAxis(batch_axis=("dp", "data")).resolve("batch")
     PartitionAxis().resolve("batch", mesh="data=1,fsdp=8")  # an axis of one device

@@ -243,9 +243,7 @@ class PartitionAxis(NamedAxes):
         Raises:
             SpecError: As `resolve` and `with_sharding_constraint`, whose warnings apply too.
         """
-        # Where axes are dropped here, the constraint does not warn of them again.
-        here = get_incontext_mesh(raise_error=False) if mesh is None else mesh
-        spec = self.resolve(*names, mode=mode, mesh=here)
+        spec = self.resolve(*names, mode=mode, mesh=mesh)
         return with_sharding_constraint(x, trimmed(spec), mesh)
 
     def _warn_of_unnamed_axes(self, mesh: MeshLike | None, spec: PartitionSpec) -> None:
