@@ -51,6 +51,7 @@ def test_names_resolve_as_in_eformer(names: list[Any], train: Any, decode: Any) 
         ({"generation_head_axis": None}, P(("fsdp", "dp"), "sp", "tp")),
         ({"generation_head_axis": "ep", "key_sequence_axis": None}, P(("fsdp", "dp"), None, "ep")),
         ({"tensor_parallel_axis": "model"}, P(("fsdp", "dp"), "sp", "model")),
+        ({"tensor_parallel_axis": "model", "head_axis": "ep"}, P(("fsdp", "dp"), "sp", "ep")),
     ],
 )
 def test_decoding_is_sharded_as_training_unless_it_has_its_own_axes(
@@ -106,6 +107,7 @@ def test_arrays_are_constrained_in_and_out_of_jit() -> None:
         )
 
     assert constrain(x := jnp.ones((8, 2, 4))) is x  # no mesh
+    assert jax.jit(lambda m, x: m.shard(x, ["__BATCH__"], "train"))(manager, x).shape == x.shape
     with jax.set_mesh(ts.make_mesh("fsdp=4,tp=2")):
         assert constrain(x).sharding.spec == P("fsdp", None, "tp")
         assert jax.jit(constrain)(x).sharding.spec == P("fsdp", None, "tp")

@@ -27,7 +27,6 @@ X = jnp.ones((8, 16, 8))
         (("batch", "sequence", "head"), "train", P(("fsdp", "dp"), None, "tp")),
         (("batch", "sequence", "head"), "generation", P("dp", None, "tp")),
         ((None, "cache"), "train", P(None, "tp")),
-        (("batch", "sequence", None, None), "train", P(("fsdp", "dp"))),
     ],
 )
 @pytest.mark.parametrize("context", ["argument", "text", "set_mesh", "with mesh"])
@@ -58,11 +57,15 @@ def test_what_it_takes_and_returns() -> None:
     assert AXES.constrain(X, "batch") is X  # no mesh
     mesh = "fsdp=4,tp=2"
     tree = {"a": X, "b": struct(8, 4), "step": 3, "act": jax.nn.relu}
+    assert AXES.constrain(X, "batch", "sequence", None, None, mesh=mesh).sharding.spec == P("fsdp")
+    assert AXES.constrain(X, "batch", None, mesh=mesh).sharding.spec == P("fsdp")
     found = AXES.constrain(tree, "batch", "head", mesh=mesh)
     assert (found["step"], found["act"]) == (3, jax.nn.relu)
     assert found["b"].sharding.spec == P("fsdp", "tp")
     with pytest.raises(ts.SpecError, match="'bach' is not a logical name.* Did you mean 'batch'"):
         AXES.constrain(X, "bach", mesh=mesh)
+    with pytest.raises(ts.SpecError, match="is not a logical name. Give a str"):
+        AXES.constrain(X, ("batch", "batch"), mesh=mesh)
     with pytest.raises(ts.SpecError, match="4 entries"):
         AXES.constrain(X, "batch", None, None, "head", mesh=mesh)
     with pytest.warns(ts.ShardingWarning, match="6 is not divisible"):
