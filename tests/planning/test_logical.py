@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import treeshard as ts
 from treeshard import PartitionAxis, ShardingWarning, logical_axis_rules, logical_to_mesh_spec
 from treeshard._core.specs import axes_of
-from treeshard._planning.logical import current_logical_rules, resolve_names
+from treeshard._planning.logical import current_logical_rules, resolve_names, rules_of_variable
 
 U = P.UNCONSTRAINED
 GENERATION = {"mode": "generation"}
@@ -68,6 +68,14 @@ def test_a_partition_axis_assigns_axes_in_the_order_of_dims() -> None:
     assert logical_to_mesh_spec(names, PartitionAxis()) == P("tp", None, ("fsdp", "dp"))
     spec = logical_to_mesh_spec(names, PartitionAxis(), mesh_of(fsdp=4, tp=2), (7, 8, 8))
     assert spec == P(None, None, "fsdp")
+
+
+def test_rules_of_a_variable_are_added_to_a_partition_axis() -> None:
+    rules = rules_of_variable(PartitionAxis(), (("own", "x"),))
+    assert rules is not None
+    assert logical_to_mesh_spec(("own", "batch"), rules) == P("x", ("fsdp", "dp"))
+    with pytest.raises(ts.SpecError, match="the rules in force have 'head' as 'tp', and the var"):
+        rules_of_variable(PartitionAxis(), (("head", "x"),))
 
 
 # ------------------------------------------------------------------ bad input
