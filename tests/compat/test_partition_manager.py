@@ -30,6 +30,7 @@ BIAS = ["__BIAS_HEAD_SEQ__", "__BIAS_KV_SEQ__", "__LENGTH__", "__EMBED__"]
         (BIAS, P(None, None, "sp", "tp"), P(None, None, "sp", "tp")),
         (["batch", ("sequence", "head")], P(("fsdp", "dp"), ("sp", "tp")), None),
         ([["__EMBED__", "__KV_HEAD_DIM__"], ["_"]], P("tp", None), P("tp", None)),
+        ([["__KV_HEAD__", "__TENSOR_PARALLEL__"], None], P("tp", None), P("tp", None)),
     ],
 )
 def test_names_resolve_as_in_eformer(names: list[Any], train: Any, decode: Any) -> None:
@@ -50,6 +51,7 @@ def test_names_resolve_as_in_eformer(names: list[Any], train: Any, decode: Any) 
         ({"generation_head_axis": None}, P(("fsdp", "dp"), "sp", "tp")),
         ({"generation_head_axis": "ep", "key_sequence_axis": None}, P(("fsdp", "dp"), None, "ep")),
         ({"tensor_parallel_axis": "model"}, P(("fsdp", "dp"), "sp", "model")),
+        ({"tensor_parallel_axis": "model", "head_axis": "ep"}, P(("fsdp", "dp"), "sp", "ep")),
     ],
 )
 def test_decoding_is_sharded_as_training_unless_it_has_its_own_axes(
@@ -88,8 +90,12 @@ def test_a_dim_of_length_one_is_of_decoding() -> None:
     hidden = SimpleNamespace(axes=["__BATCH__", "__QUERY_LENGTH__", "__EMBED__"], mode=1)
     assert manager.resolve(dynamic_axes=hidden, shape=(8, 1, 4)) == P("dp", "sp", "tp")
     assert manager.resolve(dynamic_axes=hidden, shape=(8, 2, 4)) == P(("fsdp", "dp"), "sp", "tp")
-    with pytest.raises(ts.SpecError, match="pass `shape="):
+    assert manager.resolve(["batch"], None, hidden, (8, 1)) == P("dp", "sp", "tp")
+    assert manager.resolve(None, "train", hidden, (8, 1)) == P("dp", "sp", "tp")
+    with pytest.raises(ts.SpecError, match=r"mode=1 is a dim, and the shape is \(\). Pass the `sh"):
         manager.resolve(dynamic_axes=hidden)
+    with pytest.raises(ts.SpecError, match=r"the shape is \(8,\)"):
+        manager.shard(jnp.ones(8), dynamic_axes=hidden)
 
 
 def test_arrays_are_constrained_in_and_out_of_jit() -> None:
@@ -101,6 +107,7 @@ def test_arrays_are_constrained_in_and_out_of_jit() -> None:
         )
 
     assert constrain(x := jnp.ones((8, 2, 4))) is x  # no mesh
+    assert jax.jit(lambda m, x: m.shard(x, ["__BATCH__"], "train"))(manager, x).shape == x.shape
     with jax.set_mesh(ts.make_mesh("fsdp=4,tp=2")):
         assert constrain(x).sharding.spec == P("fsdp", None, "tp")
         assert jax.jit(constrain)(x).sharding.spec == P("fsdp", None, "tp")
@@ -114,6 +121,9 @@ def test_arrays_are_constrained_in_and_out_of_jit() -> None:
     [
         ({"axes": ["__BATCH__"]}, "`axes=` and `mode=`"),
         ({"axes": ["__BACH__"], "mode": "__train__"}, "Did you mean 'batch'"),
+        ({"axes": ["_head"], "mode": "train"}, "'_head' is not a logical name"),
+        ({"axes": [3], "mode": "train"}, r"3 \(int\) is not a logical name"),
+        ({"axes": ["batch"], "mode": "__trian__"}, "'__trian__' is neither 'train' nor"),
     ],
 )
 def test_mistakes_have_a_way_out(arguments: dict[str, Any], message: str) -> None:

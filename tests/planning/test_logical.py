@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import treeshard as ts
 from treeshard import PartitionAxis, ShardingWarning, logical_axis_rules, logical_to_mesh_spec
 from treeshard._core.specs import axes_of
-from treeshard._planning.logical import current_logical_rules, resolve_names
+from treeshard._planning.logical import current_logical_rules, resolve_names, rules_of_variable
 
 U = P.UNCONSTRAINED
 GENERATION = {"mode": "generation"}
@@ -70,6 +70,14 @@ def test_a_partition_axis_assigns_axes_in_the_order_of_dims() -> None:
     assert spec == P(None, None, "fsdp")
 
 
+def test_rules_of_a_variable_are_added_to_a_partition_axis() -> None:
+    rules = rules_of_variable(PartitionAxis(), (("own", "x"),))
+    assert rules is not None
+    assert logical_to_mesh_spec(("own", "batch"), rules) == P("x", ("fsdp", "dp"))
+    with pytest.raises(ts.SpecError, match="the rules in force have 'head' as 'tp', and the var"):
+        rules_of_variable(PartitionAxis(), (("head", "x"),))
+
+
 # ------------------------------------------------------------------ bad input
 
 NOT_A_TUPLE = "is not a tuple of logical names. Give a name or None for"
@@ -85,6 +93,8 @@ ALL_NAMES = "PartitionAxis has data_parallel, .*generation_attention_dim."
         (("batch", None), RULES, (8,), r"names 2 dims, but shape \(8,\) has 1"),
         (P("batch"), RULES, None, NOT_A_TUPLE),
         (3, RULES, None, NOT_A_TUPLE),
+        ("batch", RULES, None, NOT_A_TUPLE),
+        (("length", ["batch"]), RULES, None, NO_NAME),
         (("batch", 3), RULES, None, r"\('batch', 3\): 3 \(int\) is not a logical name"),
         (("head", ("batch", None)), PartitionAxis(), None, NO_NAME),
         (("head", ("batch", "batch")), PartitionAxis(), None, NO_NAME),
@@ -123,13 +133,14 @@ def test_all_malformed_rules_are_listed() -> None:
 @pytest.mark.usefixtures("unchecked")
 def test_all_bad_fields_are_listed() -> None:
     with pytest.raises(ts.ShardingRuleError) as error:
-        PartitionAxis(data_parallel_axis=None, vocab_axis=3, batch_axis=("a", "a"))
+        PartitionAxis(None, vocab_axis=3, batch_axis=("a", "a"), expert_gate_axis=...)
     several = "give a mesh axis, a tuple of them, or None."
     assert str(error.value).splitlines() == [
-        "3 fields are not mesh axes:",
+        "4 fields are not mesh axes:",
         "  PartitionAxis(data_parallel_axis=None): give a mesh axis.",
         f"  PartitionAxis(batch_axis=('a', 'a')): {several}",
         f"  PartitionAxis(vocab_axis=3): {several}",
+        f"  PartitionAxis(expert_gate_axis=Ellipsis): {several}",
     ]
 
 
@@ -232,6 +243,7 @@ RESOLVED: dict[str, tuple[Any, P, dict[str, Any]]] = {
     "unconstrained": ((U, "head"), P(U, "tp"), {}),
     "of a tuple, the rest": (("fully_sharded_data_parallel", "batch"), P("fsdp", "dp"), {}),
     "several in one, one taken": (("head", ("expert", "vocab")), P("tp", "ep"), {}),
+    "several of one axis": ((("head", "vocab"), "mlp_intermediate"), P("tp", None), {}),
     "generation": (TRAINING, P(None, None, "tp", None), GENERATION),
     "by its generation name": (("generation_key_sequence",), P("sp"), {}),
     "absent axes": (("batch", "sequence"), P("fsdp", None), {"mesh": mesh_of(fsdp=2, tp=4)}),
@@ -336,5 +348,11 @@ def test_an_axis_that_no_field_names_is_told() -> None:
         assert PartitionAxis().resolve("batch", mesh="data=2,fsdp=2,tensor=2") == P("fsdp")
     by_data = pytest.warns(ShardingWarning, match="'data'")
     with jax.set_mesh(ts.make_mesh("data=2,fsdp=4")), by_data:
+        PartitionAxis().resolve("head")
+    by_x = pytest.warns(ShardingWarning, match="'x'")
+    with jax.set_mesh(ts.make_mesh("x=2,fsdp=4")), by_x:
         PartitionAxis().resolve("batch")
+    by_tensor = pytest.warns(ShardingWarning, match="no field names 'tensor'")
+    with jax.set_mesh(ts.make_mesh("data=4,tensor=2")), by_tensor:
+        PartitionAxis(batch_axis=("dp", "data")).resolve("batch")
     PartitionAxis().resolve("batch", mesh="data=1,fsdp=8")  # an axis of one device

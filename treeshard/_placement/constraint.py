@@ -58,7 +58,7 @@ from treeshard._core.specs import (
 )
 from treeshard._placement.shard import shard
 from treeshard._placement.targets import meshes_of, resolver
-from treeshard._planning.axis_names import idle_axes, name_on_mesh, splits_rows
+from treeshard._planning.axis_names import name_on_mesh, splits_rows
 from treeshard._planning.logical import NamedAxes, current_logical_rules, resolve_names
 from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import (
@@ -288,14 +288,18 @@ def _find_specs(
             _check_shards(over, source.plan)
         return specs, over
     if source is None:
-        named = get_names_from_partition_spec(specs)
-        axes = [name for name in named if splits_rows(name)] or named or ["fsdp"]
-        raise SpecError(
-            "unshard: the second argument has specs, and no axis to gather over follows. Pass it,"
-            f" `unshard(tree, specs, {axes[0]!r})`, or pass the plan in place of the specs:"
-            " `unshard(tree, plan)`."
-        )
+        raise SpecError(_ask_for_axis(specs))
     return specs, tuple(source.gathered_axes)
+
+
+def _ask_for_axis(specs: SpecTree) -> str:
+    named = get_names_from_partition_spec(specs)
+    axes = [name for name in named if splits_rows(name)] or named or ["fsdp"]
+    return (
+        "unshard: the second argument has specs, and no axis to gather over follows. Pass it,"
+        f" `unshard(tree, specs, {axes[0]!r})`, or pass the plan in place of the specs:"
+        " `unshard(tree, plan)`."
+    )
 
 
 def _check_shards(axes: Sequence[str], plan: Plan) -> None:
@@ -306,17 +310,15 @@ def _check_shards(axes: Sequence[str], plan: Plan) -> None:
     # The plan of a part, such as a norm, may have no leaf that is sharded over an axis in use.
     plan, sizes = plan.whole, axis_sizes(plan.mesh)
     used = get_names_from_partition_spec(plan)
-    others = [name for name in used if sizes[name] > 1]
-    if any(axis in used or sizes.get(axis) == 1 for axis in axes):
+    is_whole = {*axes} <= sizes.keys() and all(sizes[name] == 1 for name in used)
+    if is_whole or any(axis in used or sizes.get(axis) == 1 for axis in axes):
         return
-    if others or not {*axes} <= sizes.keys():
-        names = ", ".join(map(repr, axes))
-        hint = did_you_mean(axes[0], used)
-        raise SpecError(
-            f"unshard: nothing can be gathered over {names}: the plan shards no leaf over it, on"
-            f" the mesh ({describe_mesh(plan.mesh)}).{hint} Leave the axis out, `unshard(tree,"
-            " plan)`, to gather over those of the plan."
-        )
+    names = ", ".join(map(repr, axes))
+    raise SpecError(
+        f"unshard: nothing can be gathered over {names}: the plan shards no leaf over it, on the"
+        f" mesh ({describe_mesh(plan.mesh)}).{did_you_mean(axes[0], used)} Leave the axis out,"
+        " `unshard(tree, plan)`, to gather over those of the plan."
+    )
 
 
 def _warn_of_misspelled(axes: Sequence[str], specs: Sequence[Any]) -> None:
@@ -537,38 +539,32 @@ def _explain_applied_in_part(note: Adjustment, target: ResolvedSpec, uneven: Une
     if note.kind == "indivisible" and uneven == "warn":
         mesh = describe_mesh(target.mesh)
         return f"{note.why} The mesh: {mesh}. It is constrained to {target.spec} instead."
-    if note.kind == "axis-already-used" or _is_misspelled(note, target):
+    if note.kind == "axis-already-used":
         return note.why
-    return _explain_other_names(note, target)
+    return _explain_absent(note, target) if note.kind == "axis-not-in-mesh" else ""
 
 
 _KEEP = '`uneven="keep"` works inside jit, on Auto axes: arrays are stored in equal shards.'
 
 
-def _explain_other_names(note: Adjustment, target: ResolvedSpec) -> str:
-    """What to do if the mesh has an axis that serves what a default axis of `PartitionAxis` is for,
-    under another name, and the spec does not use it."""
-    if note.kind != "axis-not-in-mesh":
-        return ""
-    mesh = cast(AnyMesh, target.mesh)
-    used = get_names_from_partition_spec(target.spec)
-    called = [name_on_mesh(axis, axis_sizes(mesh)) for axis in note.axes]
-    idle = [name for name in called if name in idle_axes(mesh, used)]
+def _explain_absent(note: Adjustment, target: ResolvedSpec) -> str:
+    """What to warn of, if axes that the mesh lacks are likely no axes of another mesh.
+
+    They are misspelled, or defaults of `PartitionAxis`: the mesh has an axis for the same use under
+    another name. In both cases the spec does not use that axis.
+    """
+    sizes = axis_sizes(cast(AnyMesh, target.mesh))
+    unused = [name for name in sizes if name not in get_names_from_partition_spec(target.spec)]
+    if any(did_you_mean(axis, unused, _NEAR_MISS) for axis in note.axes):
+        return note.why
+    called = [name_on_mesh(axis, sizes) for axis in note.axes]
+    idle = [name for name in called if name in unused and sizes[name] > 1]
     if not idle:
         return ""
     return (
         f"{note.why} It has {idle[0]!r} instead. `PartitionAxis.for_mesh(mesh)` takes the names of"
         " a mesh."
     )
-
-
-def _is_misspelled(note: Adjustment, target: ResolvedSpec) -> bool:
-    """Whether an unknown axis is likely misspelled, rather than an axis of another mesh."""
-    if note.kind != "axis-not-in-mesh":
-        return False
-    used = get_names_from_partition_spec(target.spec)
-    unused = set(axis_sizes(cast(AnyMesh, target.mesh))).difference(used)
-    return any(did_you_mean(axis, unused, _NEAR_MISS) for axis in note.axes)
 
 
 # ------------------------------------------------------------------ applying it

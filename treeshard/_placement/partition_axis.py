@@ -13,9 +13,17 @@ from jax.sharding import PartitionSpec
 
 from treeshard._core.mesh import MeshLike, axis_sizes, describe_sizes, get_incontext_mesh
 from treeshard._core.paths import PyTree
-from treeshard._core.specs import Entry, all_axes, axes_of, entry_of, is_mesh_axes, trimmed
+from treeshard._core.specs import (
+    Entry,
+    all_axes,
+    axes_of,
+    entries,
+    entry_of,
+    is_mesh_axes,
+    trimmed,
+)
 from treeshard._placement.constraint import with_sharding_constraint
-from treeshard._planning.axis_names import USUAL_NAMES, idle_axes
+from treeshard._planning.axis_names import USUAL_NAMES, idle_axes, name_on_mesh
 from treeshard._planning.logical import Mode, NamedAxes, check_names, on_mesh, resolve_by_dims
 from treeshard.errors import ShardingRuleError, SpecError, did_you_mean, listed, warn
 
@@ -124,14 +132,14 @@ class PartitionAxis(NamedAxes):
     def _find_mistake(self, name: Any, axes: Any) -> str | None:
         """What is wrong with a custom name."""
         names = [each.name for each in self._fields_of_axes()]
-        own = {*names, *(field.removesuffix("_axis") for field in names)}
+        short = [field.removesuffix("_axis") for field in names]
         call = f"PartitionAxis(custom={{{name!r}: {axes!r}}})"
         if not isinstance(name, str) or not is_mesh_axes(axes):
             return f"{call}: give a name, and a mesh axis, a tuple of them, or None."
-        if name in own:
+        if name in (*names, *short):
             return f"{call}: the field {name.removesuffix('_axis')}_axis has this name. Set it."
         # In eformer such a name stands for the axes of the field.
-        if references := [axis for axis in axes_of(axes) if axis.endswith("_axis") and axis in own]:
+        if references := [axis for axis in axes_of(axes) if axis in names]:
             return f"{call}: {references[0]} is a field. Give its mesh axes."
         return None
 
@@ -183,7 +191,9 @@ class PartitionAxis(NamedAxes):
 
         Warns:
             ShardingWarning: If `mesh`, or by default the current mesh, has axes of more than one
-                device that no field names: nothing is ever sharded over them.
+                device that no field names: nothing is ever sharded over them. Without `mesh`, not
+                if the spec names one by its default name, such as `"dp"` for `"data"`:
+                `with_sharding_constraint` warns of it.
 
         Examples:
             >>> PartitionAxis().resolve("batch", "sequence", "head", "hidden_state")
@@ -205,8 +215,9 @@ class PartitionAxis(NamedAxes):
             short = ", ".join(name for name in known if not name.endswith("_axis"))
             headline = f"{len(facts)} names are unknown:"
             raise SpecError(f"{listed(headline, facts)}\nPartitionAxis has {short}.")
-        self._warn_of_unnamed_axes(mesh)
-        return on_mesh(resolve_by_dims(names, known), mesh)
+        spec = resolve_by_dims(names, known)
+        self._warn_of_unnamed_axes(mesh, spec)
+        return on_mesh(spec, mesh)
 
     def constrain(
         self, x: PyTree, *names: Entry, mode: Mode = "train", mesh: MeshLike | None = None
@@ -232,19 +243,22 @@ class PartitionAxis(NamedAxes):
         Raises:
             SpecError: As `resolve` and `with_sharding_constraint`, whose warnings apply too.
         """
-        # Where axes are dropped here, the constraint does not warn of them again.
-        here = get_incontext_mesh(raise_error=False) if mesh is None else mesh
-        spec = self.resolve(*names, mode=mode, mesh=here)
+        spec = self.resolve(*names, mode=mode, mesh=mesh)
         return with_sharding_constraint(x, trimmed(spec), mesh)
 
-    def _warn_of_unnamed_axes(self, mesh: MeshLike | None) -> None:
+    def _warn_of_unnamed_axes(self, mesh: MeshLike | None, spec: PartitionSpec) -> None:
         here = get_incontext_mesh(raise_error=False) if mesh is None else mesh
         if here is None:
             return
-        if unnamed := idle_axes(here, all_axes(self._all_entries().values())):
+        sizes, unnamed = axis_sizes(here), idle_axes(here, all_axes(self._all_entries().values()))
+        # Without `mesh`, the spec keeps the axes that are absent, and whoever applies it tells.
+        is_told_later = mesh is None and any(
+            name_on_mesh(axis, sizes) in unnamed for axis in all_axes(entries(spec))
+        )
+        if unnamed and not is_told_later:
             warn(
                 f"PartitionAxis: no field names {', '.join(map(repr, unnamed))} of the mesh"
-                f" ({describe_sizes(axis_sizes(here))}), so nothing is sharded over it."
+                f" ({describe_sizes(sizes)}), so nothing is sharded over it."
                 " `PartitionAxis.for_mesh(mesh)` takes the names of a mesh."
             )
 

@@ -166,7 +166,7 @@ def rules_of_variable(
                 f"the rules in force have {name!r} as {others[0]!r}, and the variable's own"
                 f" `sharding_rules` have it as {axes!r}. Flax refuses both together: remove one."
             )
-        merged += [] if others else [(name, axes)]
+        merged.append((name, axes))
     return tuple(merged)
 
 

@@ -8,9 +8,9 @@ import jax
 from jax.sharding import PartitionSpec
 from jax.tree_util import register_static
 
-from treeshard._core.specs import Entry
 from treeshard._placement.constraint import with_sharding_constraint
 from treeshard._placement.partition_axis import PartitionAxis
+from treeshard._planning.axis_names import USUAL_NAMES
 from treeshard.errors import SpecError
 
 # The constants whose fields have other names: `"__HEAD__"` is `head_axis`. For keys and values
@@ -26,12 +26,8 @@ _FIELDS = {
     "bias_head_seq": "bias_head_sequence",
     "bias_kv_seq": "bias_key_sequence",
 }
-_MODES: dict[Any, Any] = {
-    "__train__": "train",
-    "__prefill__": "train",
-    "__autoregressive__": "generation",
-    "__insert__": "generation",
-}
+_MODES: dict[str, Any] = dict.fromkeys(("__train__", "__prefill__"), "train")
+_MODES |= dict.fromkeys(("__autoregressive__", "__insert__"), "generation")
 
 
 @register_static
@@ -58,11 +54,7 @@ class PartitionManager:
     paxis: PartitionAxis
 
     def resolve(
-        self,
-        axes: Sequence[Any] | None = None,
-        mode: str | int | None = None,
-        dynamic_axes: Any = None,
-        shape: Sequence[int] | None = None,
+        self, axes: Any = None, mode: Any = None, dynamic_axes: Any = None, shape: Any = ()
     ) -> PartitionSpec:
         """Resolves names to mesh axes. It takes the arguments of `apply_logical_sharding`; a
         mode that is a dim needs the shape."""
@@ -71,13 +63,13 @@ class PartitionManager:
                 raise SpecError("PartitionManager: pass `axes=` and `mode=`, or `dynamic_axes=`.")
             axes, mode = dynamic_axes.axes, dynamic_axes.mode
         if isinstance(mode, int):
-            if shape is None:
-                raise SpecError(f"PartitionManager: mode={mode} is a dim, so pass `shape=`.")
+            if not shape[mode:]:
+                why = f"mode={mode} is a dim, and the shape is {tuple(shape)}"
+                raise SpecError(f"PartitionManager: {why}. Pass the `shape=` of the array.")
             mode = "generation" if shape[mode] == 1 else "train"
-        known_mode: Any = _MODES.get(mode, mode)
-        paxis = _decoding_as_training(self.paxis) if known_mode == "generation" else self.paxis
-        names = [_read_name(name, dict(paxis.custom)) for name in axes or ()]
-        return paxis.resolve(*names, mode=known_mode)
+        names = [_read_name(name, dict(self.paxis.custom)) for name in axes]
+        paxis = _decoding_as_training(self.paxis)
+        return paxis.resolve(*names, mode=_MODES.get(mode, mode))
 
     def shard(
         self,
@@ -136,26 +128,26 @@ def apply_logical_sharding(
     return partition_manager.shard(x, axes, mode, dynamic_axes, auto_correct)
 
 
-def _read_name(name: Any, custom: Collection[str]) -> Entry:
+def _read_name(name: Any, custom: Collection[str]) -> Any:
     """A name, or several, as `PartitionAxis` has it: `"__KV_LENGTH__"` is `"key_sequence"`."""
     if isinstance(name, list | tuple):
-        names = [_read_name(each, custom) for each in name]
+        names = dict.fromkeys(_read_name(each, custom) for each in name)
+        # `"__HEAD__"` and `"__KV_HEAD__"` may be names of one axis, which a tuple has once.
         return tuple(each for each in names if each is not None)
-    if not isinstance(name, str) or not name.strip("_"):
+    if name in (None, "_"):
         return None
-    if name in custom:
+    if name in custom or not str(name).startswith("__"):
         return name
     word = name.strip("_").lower()
-    return _FIELDS.get(word, word) if name.startswith("__") else name
+    return _FIELDS.get(word, word)
 
 
 def _decoding_as_training(paxis: PartitionAxis) -> PartitionAxis:
     """The axes; decoding has the axes of training where it has none of its own."""
-    default = PartitionAxis(*(getattr(paxis, field.name) for field in fields(paxis)[:5]))
-    changes = {
-        field.name: getattr(paxis, field.name.removeprefix("generation_"))
-        for field in fields(PartitionAxis)
-        if field.name.startswith("generation_")
-        and getattr(paxis, field.name) in (None, getattr(default, field.name))
-    }
+    default = PartitionAxis(**{name: getattr(paxis, name) for name in USUAL_NAMES})
+    changes: dict[str, Any] = {}
+    for field in fields(PartitionAxis):
+        own, training = getattr(paxis, field.name), field.name.removeprefix("generation_")
+        if training != field.name and own in (None, getattr(default, field.name)):
+            changes[field.name] = getattr(paxis, training)
     return replace(paxis, **changes)
