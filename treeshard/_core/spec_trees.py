@@ -12,6 +12,7 @@ from typing import Any, cast
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten, tree_leaves, tree_structure
 
+from treeshard._core.arguments import describe_argument, takes
 from treeshard._core.arrays import array_text, has_shape
 from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh, current_or_given, describe_mesh
 from treeshard._core.paths import PyTree, children_with_keys, leaf_paths, path_under
@@ -214,7 +215,14 @@ def is_spec_function(x: Any) -> bool:
 
 def _call_function(function: Callable[[PyTree], SpecTree], subtree: PyTree) -> SpecTree:
     # Specs made by `jax.tree.map` of a module have its functions, such as `jax.nn.relu`.
-    return function(subtree) if any(map(has_shape, tree_leaves(subtree))) else None
+    if not any(map(has_shape, tree_leaves(subtree))):
+        return None
+    if not takes(function, 1):
+        raise SpecError(
+            f"{describe_argument(function)} is neither a spec nor a function of a subtree. A tactic"
+            ' is the action of a rule: `plan(tree, [(".*", fsdp("fsdp"))], mesh)`.'
+        )
+    return function(subtree)
 
 
 def _check_order(specs: SpecTree, tree: PyTree) -> None:
