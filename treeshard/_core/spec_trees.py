@@ -174,10 +174,7 @@ def _match_leaves(
     except SpecError:
         _check_order(specs, tree)
         raise
-    try:
-        subtrees = treedef.flatten_up_to(tree)
-    except (ValueError, TypeError, KeyError) as error:
-        raise SpecError(_first_difference(specs, tree, "", name) or str(error)) from None
+    subtrees = _subtrees(specs, treedef, tree, name)
     per_leaf: list[tuple[Any, bool]] = []
     for spec, subtree in zip(prefixes, subtrees, strict=True):
         structure = tree_structure(subtree)
@@ -188,6 +185,14 @@ def _match_leaves(
 _LEAF = tree_structure(0)
 
 
+def _subtrees(specs: SpecTree, treedef: Any, tree: PyTree, name: str) -> list[PyTree]:
+    """What a tree has at the place of each entry of specs of this structure; or `SpecError`."""
+    try:
+        return treedef.flatten_up_to(tree)
+    except (ValueError, TypeError, KeyError) as error:
+        raise SpecError(_first_difference(specs, tree, "", name) or str(error)) from None
+
+
 def call_functions(specs: SpecTree, tree: PyTree, name: str = "specs") -> SpecTree:
     """A tree of specs in which each function is replaced by what it returns for its subtree.
 
@@ -196,13 +201,9 @@ def call_functions(specs: SpecTree, tree: PyTree, name: str = "specs") -> SpecTr
     if isinstance(specs, SpecCarrier) or not any(map(is_spec_function, tree_leaves(specs))):
         return specs
     flat, treedef = tree_flatten(specs, is_leaf=is_spec_entry)
-    try:
-        subtrees = treedef.flatten_up_to(tree)
-    except (ValueError, TypeError, KeyError) as error:
-        raise SpecError(_first_difference(specs, tree, "", name) or str(error)) from None
     called = [
         _call_function(entry, subtree) if is_spec_function(entry) else entry
-        for entry, subtree in zip(flat, subtrees, strict=True)
+        for entry, subtree in zip(flat, _subtrees(specs, treedef, tree, name), strict=True)
     ]
     return treedef.unflatten(called)
 
