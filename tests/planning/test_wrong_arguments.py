@@ -187,6 +187,11 @@ CALLS = {
             lambda: ts.plan(params, [(P("fsdp"), ".*")], mesh),
             "The pattern comes first: ('.*', P('fsdp',))",
         ),
+        (
+            lambda: ts.infer_sharding(rules, params, mesh),
+            "list of rules is elsewhere. Call `infer_sharding(params, strategy, mesh)`.",
+        ),
+        (lambda: ts.infer_sharding(params, mesh, rules), "Call `infer_sharding(params, strategy,"),
         (lambda: ts.plan(params, [(".*", ts.fsdp)], mesh), "a tactic such as fsdp('fsdp'), or a"),
         (lambda: ts.plan(params, [(".*", lambda x: P())], mesh), "or a function (path, leaf) -> P"),
         (lambda: ts.plan(params, [("*", None)], mesh), "not a glob: write '.*'."),
