@@ -566,3 +566,11 @@ def test_on_one_device_a_model_runs_in_silence() -> None:
     f = jax.jit(lambda p: ts.with_sharding_constraint(ts.unshard(p) * 2, P("fsdp")))
     assert f(jnp.ones(8)).sum() == f(np.ones(8, "float32")).sum() == 16
     assert jax.grad(lambda p: f(p).sum())(jnp.ones(8))[0] == 2
+
+
+def test_errors_of_placing_name_the_constraint() -> None:
+    """It places arrays as `shard` does, and has no `timeout`."""
+    deleted = jnp.ones((8, 4))
+    deleted.delete()
+    with pytest.raises(ts.DeletedLeafError, match=r"^with_sharding_constraint: "):
+        ts.with_sharding_constraint({"x": deleted}, P("fsdp"), ts.make_mesh("fsdp=8"))

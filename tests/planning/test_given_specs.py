@@ -127,6 +127,26 @@ def test_logical_names_are_resolved_again_for_another_mesh() -> None:
     assert plan.on("fsdp=8").specs == {"w": P("fsdp")}
 
 
+@pytest.mark.parametrize("spec", [P("data", "fsdp"), NamedSharding(MESH, P("data", "fsdp"))])
+def test_one_spec_for_a_tree_is_cut_to_each_leaf(spec) -> None:
+    tree = {"w": np.ones((64, 64), "f4"), "b": np.ones(64, "f4"), "s": np.float32(0), "k": KEY}
+    cut = {"w": P("data", "fsdp"), "b": P("data"), "s": P(), "k": P()}
+    for plan in (ts.plan(tree, spec, MESH), ts.plan({"in": tree}, {"in": spec}, MESH)["in"]):
+        assert plan.specs == cut == ts.get_partition_spec(ts.shard(tree, plan))
+        assert not plan.findings
+    with pytest.raises(ts.ShardingRuleError, match="b: .* has 2 entries, but shape"):
+        ts.plan(tree, {**dict.fromkeys(tree), "b": spec}, MESH).check()
+
+
+@pytest.mark.parametrize("spec", [P(), None, P("data")])
+def test_a_spec_that_leaves_an_axis_idle_is_meant(spec) -> None:
+    tree = {"w": np.ones((512, 512), "f4")}
+    assert ts.plan(tree, [(".*", spec)], MESH).findings[0].code == "left-whole"
+    given = ts.plan(tree, {"w": spec}, MESH)
+    assert not given.findings
+    assert not given.follow(optax.sgd(1.0, momentum=0.9).init(tree)).findings
+
+
 WRONG = {"w": P("fdsp"), "b": P("fsdp"), "k": P()}
 SHAPES = {"w": jnp.ones((256, 64)), "b": jnp.ones(3), "k": jnp.ones((512, 512))}
 
@@ -134,9 +154,8 @@ SHAPES = {"w": jnp.ones((256, 64)), "b": jnp.ones(3), "k": jnp.ones((512, 512))}
 def test_findings_and_text_speak_of_specs() -> None:
     plan = ts.plan(SHAPES, WRONG, MESH)
     found = {finding.code: str(finding) for finding in plan.findings}
-    assert found.keys() == {"indivisible", "axis-not-in-mesh", "left-whole"}
+    assert found.keys() == {"indivisible", "axis-not-in-mesh"}  # the spec of `k` is meant
     assert "b: its spec: P('fsdp',) splits dim 0 of shape (3,)" in found["indivisible"]
-    assert "its spec is P(). Name 'fsdp' in its spec." in found["left-whole"]
     assert "its spec P('fsdp',): indivisible fsdp on dim 0" in str(plan)
     with pytest.raises(ts.UnknownAxisError) as raised:
         ts.shard(SHAPES, plan)

@@ -10,10 +10,16 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from treeshard import errors
+from treeshard import errors, manual
 from treeshard.checkpoint import restore, save
 from treeshard.interchange import save_safetensors
-from treeshard.training import init_sharded, jit_step, value_and_grad
+from treeshard.training import (
+    accumulate_gradients,
+    init_sharded,
+    jit_step,
+    shard_map_step,
+    value_and_grad,
+)
 
 # Where annotations are checked, that check would come first.
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -56,6 +62,23 @@ EVERY_SPEC = {
     "make_shard_and_gather_fns({})": ts.make_shard_and_gather_fns,
     "value_and_grad(loss, {})": lambda specs: value_and_grad(sum, specs),
     "jit_step(fn, plan, batch={})": lambda specs: jit_step(identity, plan, batch=specs),
+}
+EVERY_FUNCTION = {
+    "jit_step(fn, plan)": lambda fn: jit_step(fn, identity),
+    "shard_map_step(fn, plan)": lambda fn: shard_map_step(fn, identity),
+    "value_and_grad(loss, plan)": lambda fn: value_and_grad(fn, sum),
+    "value_and_grad(loss, axis_names, specs)": lambda fn: manual.value_and_grad(fn, "fsdp"),
+    "accumulate_gradients(grad_fn, batch, num_minibatches, key)": (
+        lambda fn: accumulate_gradients(fn, x, key, 4)
+    ),
+}
+AXIS_NAMES = {
+    "value_and_grad(loss, axis_names, specs)": lambda axes: manual.value_and_grad(sum, axes),
+    "gather_params(params, axis_name, specs)": lambda axes: manual.gather_params(params, axes),
+    "shard_params(params, axis_name, specs=specs)": lambda axes: manual.shard_params(params, axes),
+    "sync_gradients(grads, axis_names, specs)": lambda axes: manual.sync_gradients(params, axes),
+    "vary(tree, axis_names)": lambda axes: manual.vary(params, axes),
+    "unshard(tree, specs, axis, mesh)": lambda axes: ts.unshard(params, plan, axes),
 }
 optimizer = optax.adam(1e-3)
 PATH_FIRST = "the path is a dict. The path comes first: `save"
@@ -137,6 +160,26 @@ CALLS = {
             )
         ),
         (lambda: save_safetensors(params, "file"), "`save_safetensors(path, tree)`"),
+        *(
+            (
+                lambda call=call: call(plan),
+                f"{text.partition('(')[0]}: the function is a Plan. Call `{text}`.",
+            )
+            for text, call in EVERY_FUNCTION.items()
+        ),
+        (
+            lambda: jit_step(identity(params, x), plan),
+            "the function is a tuple. Call `jit_step(fn, plan)`.",
+        ),
+        (lambda: ts.plan("model.eqx", rules, mesh), "the str 'model.eqx', which is not a pytree"),
+        (lambda: ts.with_sharding_constraint(x, mesh, P("fsdp")), "the specs are a mesh. Pass the"),
+        (lambda: step(specs, x), "jit_step: the state has specs and no arrays. Call `step(sta"),
+        (lambda: step(plan.structs, x), "jit_step: the state has shapes and no arrays. Call `st"),
+        (lambda: jit_step(identity, plan)(specs, x), "jit_step: the state has specs and no arrays"),
+        (lambda: jit_step(identity, plan)(params, plan), "the batch has specs and no arrays."),
+        (lambda: step(plan.shardings, x), "jit_step: the state has specs and no arrays. Call `st"),
+        (lambda: step(params, plan), "jit_step: the batch has specs and no arrays. Call `step(st"),
+        (lambda: step(params, P("fsdp")), "jit_step: the batch has specs and no arrays. Call `s"),
     ],
     errors.ShardingRuleError: [
         (lambda: ts.plan(rules, params, mesh), "the rules are a dict, and the list of rules is e"),
@@ -144,6 +187,13 @@ CALLS = {
             lambda: ts.plan(params, [(P("fsdp"), ".*")], mesh),
             "The pattern comes first: ('.*', P('fsdp',))",
         ),
+        (
+            lambda: ts.infer_sharding(rules, params, mesh),
+            "list of rules is elsewhere. Call `infer_sharding(params, strategy, mesh)`.",
+        ),
+        (lambda: ts.infer_sharding(params, mesh, rules), "Call `infer_sharding(params, strategy,"),
+        (lambda: ts.plan(params, [(".*", ts.fsdp)], mesh), "a tactic such as fsdp('fsdp'), or a"),
+        (lambda: ts.plan(params, [(".*", lambda x: P())], mesh), "or a function (path, leaf) -> P"),
         (lambda: ts.plan(params, [("*", None)], mesh), "not a glob: write '.*'."),
         (lambda: ts.plan(params, [("**/w", None)], mesh), "not a glob: write '.*/w'."),
         (lambda: ts.match_partition_rules([("*.w", None)], params), "not a glob: write '.*.w'."),
@@ -157,10 +207,33 @@ CALLS = {
             "Call `match_partition_rules(rules, tree)`.",
         ),
     ],
+    TypeError: [
+        *(
+            (
+                lambda call=call, axes=axes: call(axes),
+                f"a string or a sequence of strings. Call `{text}`.",
+            )
+            for text, call in AXIS_NAMES.items()
+            for axes in (plan, specs, mesh)
+        ),
+    ],
     errors.MeshError: [
         (lambda: ts.plan(params, rules, 8), "8 (int). Give a mesh, or its axes and their sizes a"),
+        (
+            lambda: ts.match_partition_rules(rules, params, 0),
+            "the int 0. If it is the smallest size of a leaf that is sharded, write"
+            " `match_partition_rules(rules, tree, min_size=0)`.",
+        ),
     ],
     errors.SpecError: [
+        (
+            lambda: ts.plan(params, ts.fsdp("fsdp"), mesh),
+            "A tactic is the action of a rule: `plan(",
+        ),
+        (
+            lambda: ts.plan(params, {"w": ts.fsdp("fsdp")}, mesh),
+            "a Tactic is neither a spec nor a f",
+        ),
         (lambda: ts.shard(specs, params, mesh), SWAPPED_SPECS),
         (lambda: ts.shard(plan, params), SWAPPED_SPECS),
         (lambda: ts.unshard(plan, params), "The tree comes first: `unshard(tree, plan)`."),

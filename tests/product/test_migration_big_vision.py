@@ -89,6 +89,19 @@ def test_infer_sharding(ours) -> None:
     assert short(found) == old_infer(TREE, [("img/.*", old_fsdp)])
     with pytest.raises(ts.ShardingRuleError, match="fsdpp is not a tactic. Did you mean 'fsdp'"):
         ours(tree=TREE, strategy=[(".*", "fsdpp('data')")])
+    wrong = [
+        ("img/kernel", "shard_dim('data', 0) | replicate"),
+        ("img/.*", "shard_dim('data', 1)"),
+        ("step", "shard_dim('data', 0, ignore_ndim_error=True)"),
+        (".*", "replicate"),
+    ]
+    with pytest.raises(ts.ShardingRuleError) as caught:
+        ours(tree=TREE, strategy=wrong)
+    assert isinstance(caught.value, ValueError)
+    assert "img/kernel: shape (1024, 1032)" in str(caught.value)
+    assert "an earlier tactic sharded it as P('data',), so it cannot be" in str(caught.value)
+    assert "shape (1032,) has no dim 1" in str(caught.value)
+    assert "step" not in str(caught.value)
 
 
 @row("""("kernel", "fsdp('data')")""")

@@ -162,6 +162,8 @@ def test_axes_size(ours) -> None:
     with pytest.raises(KeyError, match="no axis 'tp'"):
         ours()
     assert ours(mesh="tp=8") == 8
+    with pytest.raises(TypeError, match="get_axes_size_in_mesh: 3 is int; axis names are"):
+        ts.get_axes_size_in_mesh(3, "tp=8")  # type: ignore[arg-type]
 
 
 @row("MIN_SHARDING_SIZE")

@@ -4,6 +4,7 @@ JAX calls anything a leaf, and a tree of no arrays is done at once. What is sure
 error here; an empty container is not.
 """
 
+import inspect
 import os
 from typing import Any
 
@@ -51,8 +52,10 @@ def check_tree(tree: Any, where: str, call: str, name: str = "the tree") -> None
             f"{where}: {name} is an optimizer, which has functions and no arrays. Pass its state:"
             f" `optimizer.init(params)`, as in `{call}`."
         )
-    # JAX calls a class, a function or an opaque object a tree of one leaf. So is a number.
-    if not all_leaves([tree]) or isinstance(tree, PLAIN_VALUES) or hasattr(tree, "shape"):
+    # JAX calls a class, a function or an opaque object a tree of one leaf. So is a number; text is
+    # the path of a file, most likely.
+    is_number = isinstance(tree, PLAIN_VALUES) and not isinstance(tree, str | bytes)
+    if not all_leaves([tree]) or is_number or hasattr(tree, "shape"):
         return
     if callable(tree):
         advice = "Call it first, and pass the arrays that it makes"
@@ -60,6 +63,25 @@ def check_tree(tree: Any, where: str, call: str, name: str = "the tree") -> None
         advice = "Pass its arrays, or register its class as a pytree"
     what = f"{name} is {describe_argument(tree)}, which is not a pytree of arrays"
     raise ArgumentError(f"{where}: {what}. {advice}: `{call}`.")
+
+
+def check_function(function: Any, call: str) -> None:
+    """Raises `ArgumentError` if what is passed as the function is none, as where two arguments are
+    swapped. The message shows the call: `"jit_step(fn, plan)"`."""
+    if not callable(function):
+        where, what = call.partition("(")[0], describe_argument(function)
+        raise ArgumentError(f"{where}: the function is {what}. Call `{call}`.")
+
+
+def takes(function: Any, count: int) -> bool:
+    """Whether a function takes so many arguments; also if it does not tell."""
+    try:
+        inspect.signature(function).bind(*[None] * count)
+    except TypeError:
+        return False
+    except ValueError:  # of a function in C
+        return True
+    return True
 
 
 def _is_optimizer(tree: Any) -> bool:

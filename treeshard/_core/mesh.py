@@ -252,14 +252,16 @@ def as_mesh(mesh: M | str, make: Callable[[str], AnyMesh] = abstract_mesh) -> M 
 
 
 def axis_tuple(axis_names: str | Sequence[str], where: str) -> tuple[str, ...]:
-    """One axis name or several, as a tuple; `where` names the caller in the message."""
+    """One axis name or several, as a tuple. In the message, `where` names the caller, or shows its
+    call: `"vary(tree, axis_names)"`."""
     if isinstance(axis_names, str):
         return (axis_names,)
     if isinstance(axis_names, Sequence) and all(isinstance(name, str) for name in axis_names):
         return tuple(axis_names)
+    name, is_call, _ = where.partition("(")
     raise TypeError(
-        f"{where}: {axis_names!r} is {type(axis_names).__name__}; axis names are a string or a"
-        " sequence of strings."
+        f"{name}: {short(repr(axis_names))} is {type(axis_names).__name__}; axis names are a string"
+        f" or a sequence of strings.{f' Call `{where}`.' * bool(is_call)}"
     )
 
 

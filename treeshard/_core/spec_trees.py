@@ -12,6 +12,7 @@ from typing import Any, cast
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten, tree_leaves, tree_structure
 
+from treeshard._core.arguments import describe_argument, takes
 from treeshard._core.arrays import array_text, has_shape
 from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh, current_or_given, describe_mesh
 from treeshard._core.paths import PyTree, children_with_keys, leaf_paths, path_under
@@ -173,10 +174,7 @@ def _match_leaves(
     except SpecError:
         _check_order(specs, tree)
         raise
-    try:
-        subtrees = treedef.flatten_up_to(tree)
-    except (ValueError, TypeError, KeyError) as error:
-        raise SpecError(_first_difference(specs, tree, "", name) or str(error)) from None
+    subtrees = _subtrees(specs, treedef, tree, name)
     per_leaf: list[tuple[Any, bool]] = []
     for spec, subtree in zip(prefixes, subtrees, strict=True):
         structure = tree_structure(subtree)
@@ -187,6 +185,14 @@ def _match_leaves(
 _LEAF = tree_structure(0)
 
 
+def _subtrees(specs: SpecTree, treedef: Any, tree: PyTree, name: str) -> list[PyTree]:
+    """What a tree has at the place of each entry of specs of this structure; or `SpecError`."""
+    try:
+        return treedef.flatten_up_to(tree)
+    except (ValueError, TypeError, KeyError) as error:
+        raise SpecError(_first_difference(specs, tree, "", name) or str(error)) from None
+
+
 def call_functions(specs: SpecTree, tree: PyTree, name: str = "specs") -> SpecTree:
     """A tree of specs in which each function is replaced by what it returns for its subtree.
 
@@ -195,13 +201,9 @@ def call_functions(specs: SpecTree, tree: PyTree, name: str = "specs") -> SpecTr
     if isinstance(specs, SpecCarrier) or not any(map(is_spec_function, tree_leaves(specs))):
         return specs
     flat, treedef = tree_flatten(specs, is_leaf=is_spec_entry)
-    try:
-        subtrees = treedef.flatten_up_to(tree)
-    except (ValueError, TypeError, KeyError) as error:
-        raise SpecError(_first_difference(specs, tree, "", name) or str(error)) from None
     called = [
         _call_function(entry, subtree) if is_spec_function(entry) else entry
-        for entry, subtree in zip(flat, subtrees, strict=True)
+        for entry, subtree in zip(flat, _subtrees(specs, treedef, tree, name), strict=True)
     ]
     return treedef.unflatten(called)
 
@@ -214,7 +216,14 @@ def is_spec_function(x: Any) -> bool:
 
 def _call_function(function: Callable[[PyTree], SpecTree], subtree: PyTree) -> SpecTree:
     # Specs made by `jax.tree.map` of a module have its functions, such as `jax.nn.relu`.
-    return function(subtree) if any(map(has_shape, tree_leaves(subtree))) else None
+    if not any(map(has_shape, tree_leaves(subtree))):
+        return None
+    if not takes(function, 1):
+        raise SpecError(
+            f"{describe_argument(function)} is neither a spec nor a function of a subtree. A tactic"
+            ' is the action of a rule: `plan(tree, [(".*", fsdp("fsdp"))], mesh)`.'
+        )
+    return function(subtree)
 
 
 def _check_order(specs: SpecTree, tree: PyTree) -> None:

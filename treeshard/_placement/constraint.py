@@ -56,7 +56,8 @@ from treeshard._core.specs import (
     trimmed,
     without_axes,
 )
-from treeshard._placement.shard import shard
+from treeshard._placement.moves import through_host
+from treeshard._placement.shard import Call, place
 from treeshard._placement.targets import meshes_of, resolver
 from treeshard._planning.axis_names import name_on_mesh, splits_rows
 from treeshard._planning.logical import NamedAxes, current_logical_rules, resolve_names
@@ -140,9 +141,9 @@ def with_sharding_constraint(
     if uneven not in get_args(Uneven):
         known, hint = get_args(Uneven), did_you_mean(str(uneven), get_args(Uneven))
         raise SpecError(f"uneven={uneven!r} is none of {', '.join(map(repr, known))}.{hint}")
-    mesh = as_mesh(mesh, make_mesh)
     check_no_refs(arr, "with_sharding_constraint")
     check_specs(sharding, "with_sharding_constraint(arr, {})", arr)
+    mesh = as_mesh(mesh, make_mesh)
     sharding = call_functions(sharding, arr, "sharding")
     if isinstance(sharding, SpecCarrier):
         sharding.check_before_use()
@@ -261,7 +262,7 @@ def _find_specs(
     2. The types of its arrays. They name Explicit axes only, a plan names Auto axes too.
     3. The plan in force.
     """
-    over = None if axis is None else axis_tuple(axis, "unshard")
+    over = None if axis is None else axis_tuple(axis, "unshard(tree, specs, axis, mesh)")
     source = step
     if isinstance(specs, Plan):  # 1
         source = PlanInForce(specs, row_axes(default_batch(specs)))
@@ -596,8 +597,9 @@ def _constrain_tree(
             to_place[i] = target.sharding
     if not to_place:
         return treedef.unflatten(leaves)
-    # In one call: `shard` checks every leaf before it moves one.
-    placed = shard([leaves[i] for i in to_place], [*to_place.values()])
+    # In one call, which checks every leaf before it moves one.
+    call = Call(where, through_host, timeout=None)
+    placed = place([leaves[i] for i in to_place], [*to_place.values()], None, call)
     for i, array in zip(to_place, placed, strict=True):
         leaves[i] = array
     return treedef.unflatten(leaves)

@@ -207,7 +207,7 @@ class Call(NamedTuple):
     read: Read | None = None
     check: Check = "small"
     progress: bool = False
-    timeout: float = TIMEOUT
+    timeout: float | None = TIMEOUT
 
 
 class _Group(NamedTuple):

@@ -380,7 +380,9 @@ _NO_NAME = "\N{LATIN LETTER DENTAL CLICK}/\N{LATIN LETTER LATERAL CLICK}"
 
 
 def _is_intended(leaf: PlannedLeaf, plan: PlannedTree) -> bool:
-    """Whether a leaf is replicated on purpose: by a rule that names it and replicates."""
+    """Whether a leaf is meant as it is: by its spec, or a rule that names and replicates it."""
+    if leaf.decision.by_spec:
+        return True
     if leaf.rule is None or leaf.asked is None or leaf.adjustments:
         return False
     if all_axes((*entries(leaf.asked), *entries(leaf.given))):
@@ -424,8 +426,6 @@ _FIXES = {
 
 def _explain_unsplit(leaf: PlannedLeaf, idle: Sequence[str], plan: PlannedTree) -> tuple[str, str]:
     """Why a leaf is not split over idle axes, and the fix."""
-    if leaf.decision.by_spec:
-        return f"its spec is {leaf.asked}.", f"Name {entry_of(idle)!r} in its spec."
     if leaf.rule is None:
         why = "it has no counterpart in the plan that this one follows."
         return why, "Plan it by rules of its own."

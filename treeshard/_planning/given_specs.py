@@ -73,7 +73,9 @@ def _on_devices(resolved: ResolvedSpec, mesh: AnyMesh) -> ResolvedSpec:
     """A decision of a plan, which has one mesh for all leaves, and `None` for their own memory."""
     memory = resolved.memory_kind
     memory = None if memory in _own_memories(mesh) else memory
-    return replace(resolved, mesh=None, memory_kind=memory, by_spec=True)
+    # One spec for a subtree is for leaves of any rank, and no leaf loses anything by it.
+    notes = tuple(note for note in resolved.adjustments if note.kind != "trimmed")
+    return replace(resolved, mesh=None, memory_kind=memory, adjustments=notes, by_spec=True)
 
 
 def _own_memories(mesh: AnyMesh) -> Sequence[str | None]:

@@ -196,9 +196,9 @@ class Plan(PlannedTree):
         - leaves of at least `min_size` elements that are not split over axes which are idle for
           them (`left-whole`), if splitting them evenly would save at least 1% of the memory that a
           device needs; largest saving first. An axis is idle for a leaf if neither the leaf nor,
-          by the axis's name, the batch is split over it: see `jit_step`. Leaves that a rule names
-          and replicates (`None`, `P()` or `replicate()`) are meant, unless its pattern matches
-          every path;
+          by the axis's name, the batch is split over it: see `jit_step`. Specs that are given in
+          place of rules are meant as they are, and so are leaves that a rule names and replicates
+          (`None`, `P()` or `replicate()`), unless its pattern matches every path;
         - optimizer state that a rule of its own shards unlike its parameter
           (`state-unlike-weight`);
         - specs that are not used because their leaves have fewer elements than `min_size`;

@@ -11,14 +11,14 @@ from typing import Any, SupportsIndex
 
 from jax.sharding import PartitionSpec
 
-from treeshard._core.arguments import check_tree, describe_argument
+from treeshard._core.arguments import check_tree, describe_argument, takes
 from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh, describe_mesh
 from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import SpecTree
 from treeshard._core.specs import MISFITS, is_logical
 from treeshard._planning.matching import WARNED, ReadRules, Row, decide
 from treeshard._planning.tactics import Tactic
-from treeshard.errors import ShardingRuleError, listed, misfit_error, warn
+from treeshard.errors import MeshError, ShardingRuleError, listed, misfit_error, warn
 
 Rules = Sequence[Any]  # of (pattern, action) pairs, checked by `read_rules`
 
@@ -88,6 +88,11 @@ def match_partition_rules(
     call = "match_partition_rules(rules, tree)"
     check_order(rules, tree, "match_partition_rules", call)
     check_tree(tree, "match_partition_rules", call)
+    if isinstance(mesh, int):  # eformer's third argument
+        raise MeshError(
+            f"match_partition_rules: the mesh is the int {mesh}. If it is the smallest size of a"
+            f" leaf that is sharded, write `match_partition_rules(rules, tree, min_size={mesh})`."
+        )
     mesh = as_mesh(mesh)
     # Decisions are records and no errors yet: one error then lists all of them.
     decided = decide(read_rules(rules), tree, mesh, min_size)
@@ -190,9 +195,8 @@ def kind_of(action: Any) -> str:
 
 def check_action(action: Any) -> Any:
     """Returns an action. Raises `ShardingRuleError` if it is none of those that rules have."""
-    is_spec = action is None or isinstance(action, PartitionSpec)
-    # A tactic is callable.
-    if is_spec or is_logical(action) or callable(action):
+    is_spec = action is None or isinstance(action, PartitionSpec | Tactic)
+    if is_spec or is_logical(action) or (callable(action) and takes(action, 2)):
         return action
     raise ShardingRuleError(f"the action is {action!r} ({type(action).__name__}). {_ACTIONS}")
 

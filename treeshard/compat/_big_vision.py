@@ -27,7 +27,7 @@ from treeshard._core.specs import (
 )
 from treeshard._planning.matching import Decided, decide
 from treeshard._planning.named_dims import value_of
-from treeshard._planning.rules import read_rules, rules_error
+from treeshard._planning.rules import check_order, read_rules, rules_error
 from treeshard._planning.tactics import Refined, Step, Tactic, axes_to_shard, shard_largest
 from treeshard.compat._strategies import TACTICS, MakeTactic, parse_strategy
 from treeshard.errors import ShardingRuleError, SpecError, listed, warn
@@ -58,8 +58,8 @@ def infer_sharding(params: PyTree, strategy: Strategy, mesh: MeshLike) -> SpecTr
         replicated, and one `ShardingWarning` lists them.
 
     Raises:
-        ShardingRuleError: If the strategy is malformed, an op does not return a spec, or
-            a spec does not fit its leaf. All such leaves are listed. It is an
+        ShardingRuleError: If the strategy is malformed or is another argument, an op does not
+            return a spec, or a spec does not fit its leaf. All such leaves are listed. It is an
             `UnknownAxisError` too if the mesh lacks an axis.
         LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
@@ -72,6 +72,9 @@ def infer_sharding(params: PyTree, strategy: Strategy, mesh: MeshLike) -> SpecTr
     Source:
         The function of this name in big_vision.
     """
+    call = "infer_sharding(params, strategy, mesh)"
+    check_order(strategy, params, "infer_sharding", call)
+    check_order(strategy, mesh, "infer_sharding", call)
     check_no_refs(params, "infer_sharding")
     mesh = as_mesh(mesh, make_mesh)
     # `u.make_mask_trees` of big_vision matches with `re.fullmatch`, the first pattern first.

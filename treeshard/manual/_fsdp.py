@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from jax.tree_util import tree_flatten
 from jax.typing import DTypeLike
 
+from treeshard._core.arguments import check_function
 from treeshard._core.arrays import StaticSplit, has_gradient, is_array
 from treeshard._core.jax_private import varying_axes
 from treeshard._core.mean_gather import Reduced, gather_shard, why_not_innermost
@@ -137,7 +138,11 @@ def shard_params(
     Source:
         The function of this name in the UvA deep-learning tutorials on FSDP.
     """
-    axes = bound_axes(axis_name, "shard_params", "`treeshard.shard` places whole trees")
+    axes = bound_axes(
+        axis_name,
+        "shard_params(params, axis_name, specs=specs)",
+        "`treeshard.shard` places whole trees",
+    )
     check_is_size(min_weight_size, "shard_params(params, axis_name, specs={})")
     leaves, treedef = leaves_with_specs(
         params, specs_in_boxes(params) if specs is None else specs, "shard_params"
@@ -322,7 +327,7 @@ def gather_params(
         The function of this name in the UvA deep-learning tutorials on FSDP; ZeRO stage 3,
         Rajbhandari et al. 2020, arXiv:1910.02054.
     """
-    axes = _axes_or_all(axis_name, "gather_params")
+    axes = _axes_or_all(axis_name)
     check_bound(axes, "gather_params", INSTEAD_OF_GATHER)
     if specs is None:
         specs = find_specs(params, axes, "gather_params(params, axis_name, {})")
@@ -332,14 +337,14 @@ def gather_params(
     return treedef.unflatten([_gather_leaf(leaf, axes, dtype) for leaf in leaves])
 
 
-def _axes_or_all(axis_names: AxisNames | None, where: str) -> tuple[str, ...]:
+def _axes_or_all(axis_names: AxisNames | None) -> tuple[str, ...]:
     if axis_names is not None:
-        return axis_tuple(axis_names, where)
+        return axis_tuple(axis_names, "gather_params(params, axis_name, specs)")
     # In the order of the mesh, not of a set, so that every process traces the same program.
     mesh, bound = context_mesh(), manual_axes()
     if mesh is None or not bound:
         raise UnknownAxisError(
-            f"{where}: no axis is bound here. Axes are bound inside `jax.shard_map`; outside,"
+            "gather_params: no axis is bound here. Axes are bound inside `jax.shard_map`; outside,"
             f" {INSTEAD_OF_GATHER}."
         )
     return tuple(axis for axis in mesh.axis_names if axis in bound)
@@ -397,7 +402,7 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames, specs: SpecTree = None)
         The function of this name in the UvA deep-learning tutorials on FSDP.
     """
     instead = "under `jax.jit`, gradients need no averaging"
-    axes = bound_axes(axis_names, "sync_gradients", instead)
+    axes = bound_axes(axis_names, "sync_gradients(grads, axis_names, specs)", instead)
     if specs is None:
         call = "sync_gradients(grads, axis_names, {})"
         specs = find_specs(grads, axes, call, are_gradients=True)
@@ -500,11 +505,13 @@ def value_and_grad(
             an axis that is not in `axis_names` and over which no parameter varies: its gradients
             would be sums over that axis. `shard_map_step` raises if `gather=False`, and the loss
             never gathers a leaf.
+        ArgumentError: If `loss` is not a function.
         UnknownAxisError: When called, if an axis is not bound here.
         ShardingRuleError, LeafError: When called, as `gather_params`.
     """
-    where = "value_and_grad"
-    axes = axis_tuple(axis_names, where)
+    where, shown = "value_and_grad", "value_and_grad(loss, axis_names, specs)"
+    check_function(loss, shown)
+    axes = axis_tuple(axis_names, shown)
 
     def value_and_grad_of_loss(params: PyTree, *args: Any) -> tuple[Any, PyTree]:
         check_bound(axes, where, "`jax.value_and_grad` under `jax.jit` is enough")

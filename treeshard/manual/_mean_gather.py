@@ -25,9 +25,9 @@ AxisNames = str | Sequence[str]
 
 def bound_axes(axis_names: AxisNames, where: str, instead: str) -> tuple[str, ...]:
     """Axis names as a tuple. Raises `UnknownAxisError` for one that is not bound here; `instead`
-    says what to do outside `shard_map`."""
+    says what to do outside `shard_map`. `where` is as in `axis_tuple`."""
     axes = axis_tuple(axis_names, where)
-    check_bound(axes, where, instead)
+    check_bound(axes, where.partition("(")[0], instead)
     return axes
 
 
@@ -103,7 +103,9 @@ def vary(tree: PyTree, axis_names: AxisNames) -> PyTree:
         Array([1., 1.], dtype=float32)
     """
     check_no_refs(tree, "vary")
-    axes = bound_axes(axis_names, "vary", "nothing varies, and `vary` is not needed")
+    axes = bound_axes(
+        axis_names, "vary(tree, axis_names)", "nothing varies, and `vary` is not needed"
+    )
 
     # The result keeps the origin: a plan must still know parameters that it gave to the step.
     def vary_leaf(x: Any) -> Any:

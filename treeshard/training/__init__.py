@@ -14,7 +14,13 @@ import equinox as eqx
 import jax
 from jax.tree_util import tree_leaves
 
-from treeshard._core.arguments import PLAIN_VALUES, check_no_refs, check_tree, describe_argument
+from treeshard._core.arguments import (
+    PLAIN_VALUES,
+    check_function,
+    check_no_refs,
+    check_tree,
+    describe_argument,
+)
 from treeshard._core.arrays import array_text, is_array, same_arrays
 from treeshard._core.contexts import plan_in_force
 from treeshard._core.facts import Facts
@@ -317,8 +323,7 @@ def _make_step(
     per_device: bool,
 ) -> Step:
     where = "shard_map_step" if per_device else "jit_step"
-    if isinstance(fn, Plan):
-        raise ArgumentError(f"{where}: the function is a Plan. Call `{where}(fn, plan)`.")
+    check_function(fn, f"{where}(fn, plan)")
     if plan is None:
         raise StateError(f"{where} needs the plan of the state: {where}(fn, plan).")
     if not isinstance(plan, Plan):

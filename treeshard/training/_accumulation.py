@@ -18,7 +18,7 @@ from jax.extend.core import Var
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jax.tree_util import keystr, tree_flatten, tree_flatten_with_path, tree_leaves
 
-from treeshard._core.arguments import check_no_refs
+from treeshard._core.arguments import check_function, check_no_refs
 from treeshard._core.arrays import StaticSplit, array_text, is_array, is_raw_key
 from treeshard._core.contexts import full_over, in_one_pass
 from treeshard._core.jax_private import (
@@ -123,12 +123,14 @@ def accumulate_gradients(
         LeafError: If metrics that are not in `Metrics` or in a pair are integers, booleans or
             keys, which have no mean; lists all of them. If a leaf of the batch is a mutable
             reference (`jax.Ref`).
+        ArgumentError: If `grad_fn` is not a function.
         UnknownAxisError: If the mesh lacks one of `axis_names`.
         NoMeshError: If `axis_names` is given, no mesh is in force, and the batch is not sharded.
 
     Source:
         The function of this name in the UvA deep-learning tutorials.
     """
+    check_function(grad_fn, "accumulate_gradients(grad_fn, batch, num_minibatches, key)")
     if num_minibatches < 1:
         raise SpecError(f"accumulate_gradients: num_minibatches is {num_minibatches}, not >= 1.")
     check_no_refs(batch, "accumulate_gradients", "batch")

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import AxisType
 from jax.tree_util import tree_flatten
 
-from treeshard._core.arguments import check_no_refs
+from treeshard._core.arguments import check_function, check_no_refs
 from treeshard._core.arrays import StaticSplit, has_gradient, is_array
 from treeshard._core.contexts import deferred_axes
 from treeshard._core.jax_private import is_tracing, show_as, varying_axes, vmapped_axes
@@ -87,6 +87,7 @@ def value_and_grad(
             in another `shard_map` if `params` are shards.
         ShardingRuleError: If `specs` is a `Plan` with errors, as `Plan.check_before_use`, whose
             warnings apply too.
+        ArgumentError: If `loss` is not a function; if `specs` is a mesh, a list of rules or text.
         LeafError: When called, if a leaf of `params` is a mutable reference (`jax.Ref`).
         UnknownAxisError: When called, if the mesh lacks one of `axis_names`.
         ShardingTypeError: When called with `axis_names`, if `unshard` gathers a matrix for anything
@@ -95,6 +96,7 @@ def value_and_grad(
     Source:
         The twin of `treeshard.manual.value_and_grad`, for code that the compiler partitions.
     """
+    check_function(loss, "value_and_grad(loss, plan)")
     check_specs(specs, "value_and_grad(loss, {})")
     named = axis_tuple(axis_names, "value_and_grad")
     given = None

@@ -13,8 +13,9 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.tree_util import tree_leaves
 
-from treeshard._core.arrays import data_of, has_shape
+from treeshard._core.arrays import data_of, has_shape, is_array
 from treeshard._core.paths import PyTree, leaf_paths
+from treeshard._core.specs import is_spec
 from treeshard._placement.shard import shard
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
@@ -44,6 +45,21 @@ def check_arguments(state: PyTree, batch: PyTree, plan: Plan, where: str) -> Non
         raise ArgumentError(
             f"{where}: the state and the batch are swapped. Call `step(state, batch)`."
         )
+
+
+def check_are_arrays(state: PyTree, batch: PyTree, where: str, *, structs: bool = False) -> None:
+    """Raises `ArgumentError` if the state or the batch has no arrays, and specs; or shapes, unless
+    these will do."""
+    for name, tree in {"state": state, "batch": batch}.items():
+        leaves = tree_leaves(tree)
+        is_struct = [isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
+        has_specs = any(is_spec(x) or isinstance(x, Plan) for x in leaves)
+        has_structs = any(is_struct) and not structs
+        if (has_specs or has_structs) and not any(map(is_array, leaves)):
+            raise ArgumentError(
+                f"{where}: the {name} has {'specs' if has_specs else 'shapes'} and no arrays. Call"
+                " `step(state, batch)` with arrays, as `treeshard.shard(tree, plan)` returns them."
+            )
 
 
 def _arrays_of(tree: PyTree) -> list[tuple[str, tuple[int, ...]]]:

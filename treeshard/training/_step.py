@@ -32,6 +32,7 @@ from treeshard.training._batch import BatchPlacement, structs_of
 from treeshard.training._pitfalls import (
     are_distinct,
     are_from_steps,
+    check_are_arrays,
     check_arguments,
     check_not_deleted,
     check_separate,
@@ -141,6 +142,11 @@ class Step:
             return program(arrays, data)
         except TreeShardError:
             raise
+        except TypeError:
+            # They have the structure of others, for which the program was made.
+            state, batch = program.state.combine(arrays), program.batch.combine(data)
+            check_are_arrays(state, batch, self._name)
+            raise
         except (ValueError, RuntimeError) as error:
             # Looking at the shardings of all arrays before each call would take longer than JAX
             # takes to refuse them. A program that failed while it ran has deleted its arguments.
@@ -175,7 +181,9 @@ class Step:
         # Of this structure, once.
         check_tree(treedef.unflatten(leaves), self._name, "step(state, batch)", "the state")
         check_no_refs(data_def.unflatten(data), self._name, "batch")
-        check_arguments(treedef.unflatten(leaves), data_def.unflatten(data), self.plan, self._name)
+        state, batch = treedef.unflatten(leaves), data_def.unflatten(data)
+        check_are_arrays(state, batch, self._name, structs=True)
+        check_arguments(state, batch, self.plan, self._name)
         program = Program(
             self._fn,
             self._in_force,
