@@ -90,6 +90,8 @@ class Walk:
 
     Attributes:
         used: The leaves that the forward pass uses.
+        prepared: The leaves that are used outside of it before they meet a gradient: a scale of
+            frozen weights, or an optimizer's old statistics.
         ops: The equations of the forward pass that use each.
         multiplied: The leaves that the update multiplies by others.
         broadcast: The leaves that the update broadcasts, as Adafactor does with its means of rows
@@ -110,6 +112,7 @@ class Walk:
     def __init__(self, along: Collection[str], scalars: Collection[int]) -> None:
         self.along, self.scalars = frozenset(along), frozenset({OF_SCALARS, *scalars})
         self.used: set[int] = set()
+        self.prepared: set[int] = set()
         self.ops: dict[int, set[int]] = defaultdict(set)
         self.multiplied: set[int] = set()
         self.broadcast: set[int] = set()
@@ -237,12 +240,12 @@ class Walk:
         whole: list[Value] = []
         for variable, operand in zip(eqn.invars, operands, strict=True):
             is_broadcast = operand.leaves and operand.size < size
-            if is_broadcast and operand.gradients and not at.region:
+            if is_broadcast and not at.region:
                 self.broadcast.update(operand.leaves)
-            elif is_broadcast:
+            if is_broadcast and (at.region or not operand.gradients):
                 others = [x for x in operands if x is not operand]
                 self._use(eqn, variable, operand, at, _common_axes(operand, others))
-            elif math.prod(variable.aval.shape) == size:
+            if not is_broadcast and math.prod(variable.aval.shape) == size:
                 whole.append(operand)
         return elementwise_result(eqn.primitive.name, operands, whole)
 
@@ -316,7 +319,7 @@ class Walk:
         if value.gradients and not at.region:
             self.multiplied.update(value.leaves if is_product and not is_scalar else ())
         elif at.region or not (is_sum or is_scalar):
-            self.used.update(value.leaves)
+            (self.used if at.region else self.prepared).update(value.leaves)
             self._count({key: self.asked[key] for key in value.gathers})
             if not is_sum:
                 for leaf in value.leaves:

@@ -18,10 +18,10 @@ may stand for a transfer does not use up an account that another one fits exactl
     the loop: likewise.
  7. It runs an unknown number of times: it closes the account that it fits, and is `other` in a
     loop, and where it fits none.
- 8. Another all-gather of a leaf: `again`, `sharded-further`, or `batch-not-split`.
- 9. Computed values, or rows of the batch, along axes that do not split the batch, as in tensor
+ 8. A vector of an update that broadcasts it, as Adafactor does: listed apart.
+ 9. Another all-gather of a leaf: `again`, `sharded-further`, or `batch-not-split`.
+10. Computed values, or rows of the batch, along axes that do not split the batch, as in tensor
     parallelism and between experts: listed apart.
-10. A vector of an update that broadcasts it, as Adafactor does: listed apart.
 11. A sum over all rows of the batch, as of batch norm: listed apart.
 12. A gradient, gathered for optimizer state that is sharded less: `state-unlike-weight`.
 13. In the backward pass, a reduction where gradients are left whose leaves are combined before the
@@ -261,9 +261,9 @@ class Matcher:
             self._book_gradient_otherwise,  # 5
             self._book_layer,  # 6
             self._book_uncounted,  # 7
-            self._file_gather,  # 8
-            self._take_activation,  # 9
-            self._take_vector,  # 10
+            self._take_vector,  # 8
+            self._file_gather,  # 9
+            self._take_activation,  # 10
             self._take_batch_sum,  # 11
             self._file_for_state,  # 12
             self._file_product,  # 13
@@ -451,7 +451,7 @@ class Matcher:
         further = [axis for axis in moved.collective.axes or () if axis not in known]
         is_for_nothing = self.roles[leaf].is_used and moved.axes.isdisjoint(self.batch_axes)
         if is_for_nothing and not planned:
-            # Its gradients are summed over the same axes, and belong to the gathers: see rule 9.
+            # Its gradients are summed over the same axes, and belong to the gathers: see rule 14.
             if leaf in self.gradients:
                 self.gradients[leaf].left.clear()
             axes = self.gathered_for_nothing.setdefault(leaf, moved.collective.axes or ())
@@ -469,6 +469,7 @@ class Matcher:
     def _take_vector(self, moved: _Moved) -> bool:
         """Whether it moves a vector that the update broadcasts."""
         is_known = moved.one in self.vectors and not moved.is_of_loss
+        is_known &= moved.leaf is None or self.roles[moved.leaf].is_broadcast
         return is_known and _append(self.moments, moved)
 
     def _take_batch_sum(self, moved: _Moved) -> bool:
