@@ -1,6 +1,7 @@
 """Programs are compared with their plans, and each difference is explained."""
 
 import os
+from functools import partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -294,6 +295,25 @@ def test_no_step_is_advised_to_run_on_the_axes_that_it_runs_on(kind: Any) -> Non
     for hint in hints.values():
         assert ("on Explicit axes" in hint) == (kind == "auto")
         assert ("axis_names=..." in hint) == (kind == "explicit" or "uses of the weight" in hint)
+
+
+def test_no_step_whose_gradients_wait_is_advised_to_let_them_wait() -> None:
+    mesh = ts.make_mesh("data=2,fsdp=4", axis_types="explicit")
+    tree = {"w": struct(64, 64), "b": struct(64)}
+    plan = ts.plan(tree, [(".*", P("fsdp"))], mesh, min_size=0)
+
+    def loss(state: Any, x: jax.Array) -> jax.Array:
+        p = ts.unshard(state)
+        return jnp.mean(jnp.tanh(x @ p["w"] + p["b"][None]) ** 2)
+
+    deferring = partial(ts.training.value_and_grad, axis_names=mesh.axis_names)
+    step = jit_step(sgd(loss, deferring), plan, batch=P(mesh.axis_names))
+    arguments = plan.structs, struct(64, 64)
+    read = read_program(step.lower(*arguments).compile(), mesh)._replace(platform="tpu")
+    roles = step.roles(*arguments)
+    [difference] = compare_step(plan, P(mesh.axis_names), roles, read).unplanned
+    assert (difference.code, difference.paths) == ("all-reduce", ("b",))
+    assert difference.hint.startswith("Gradients of the step wait for one sum already")
 
 
 def test_a_step_that_scatters_by_hand_is_known() -> None:

@@ -25,7 +25,7 @@ UPDATED = "used, updated"
 ONLY_UPDATED = "updated only"
 PASSED = "passed through"
 # How a step scatters a gradient.
-CONSTRAINT, BY_HAND = "constraint", "by hand"
+CONSTRAINT, BY_HAND, BY_TYPES = "constraint", "by hand", "by types"
 
 
 class Role(NamedTuple):
@@ -48,8 +48,8 @@ class Role(NamedTuple):
         is_combined: Whether the forward pass computes with it before the batch, as with the factors
             of a product that it adds to a weight.
         scattered: How the step says that each device gets its shard of the gradient: by a
-            `"constraint"` to the leaf's specs, as `training.value_and_grad` does, or `"by hand"`,
-            or by types that wait for their sum; empty if it does not.
+            `"constraint"` to the leaf's specs, as `training.value_and_grad` does, `"by hand"`, or
+            `"by types"`, where gradients wait for their sum; empty if it does not.
     """
 
     name: str
@@ -124,6 +124,8 @@ def roles_of(jaxpr: Any, plan: Plan, batch_axes: Collection[str]) -> Roles:
 
 def _find_scatter(leaf: PlannedLeaf, uses: Walk) -> str:
     """How the step scatters the gradient of a leaf; empty if it does not."""
+    if uses.has_waiting:
+        return BY_TYPES
     if (leaf.shape, dims_of(leaf.given, len(leaf.shape))) in uses.constrained:
         return CONSTRAINT
     # By hand there is no spec to compare, only the elements of what is scattered: of the leaf, or

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from treeshard._core.specs import entry_of
 from treeshard._core.text import fold_paths
-from treeshard._trace.roles import BY_HAND, CONSTRAINT
+from treeshard._trace.roles import BY_HAND, BY_TYPES, CONSTRAINT
 from treeshard.communication._collectives import Collective, bytes_text, total_bytes
 from treeshard.errors import counted
 
@@ -54,6 +54,7 @@ class Unplanned(NamedTuple):
         return "\n".join([head, *_lines(self.collectives)])
 
 
+EXPLICIT = "on Explicit axes"
 # The hints for all-reduces of full gradients, by how the step scatters gradients.
 SCATTER_GRADIENTS = {
     "": "Use `training.value_and_grad`, which constrains gradients to the plan's specs, or"
@@ -61,8 +62,9 @@ SCATTER_GRADIENTS = {
     CONSTRAINT: "The step scatters them already, by a constraint, so this is the compiler's choice."
     " It may make another one on Explicit axes, or in `treeshard.manual`.",
     BY_HAND: "The step scatters them already, so this is the compiler's choice.",
-    # On Explicit axes
-    "types": "Pass the axes of the batch to `training.value_and_grad(loss, axis_names=...)`: its"
+    BY_TYPES: "Gradients of the step wait for one sum already, which scatters those of weights that"
+    " `unshard` gathers for products. JAX's types sum the others in full.",
+    EXPLICIT: "Pass the axes of the batch to `training.value_and_grad(loss, axis_names=...)`: its"
     " gradients wait for one sum, which scatters them.",
 }
 # The hints for what is reduced for each use of a weight, by whether the axes are Explicit.

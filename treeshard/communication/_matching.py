@@ -47,7 +47,7 @@ from treeshard._core.spec_trees import get_names_from_partition_spec
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import BY_MATRIX
-from treeshard._trace.roles import BY_HAND, Role, Roles
+from treeshard._trace.roles import CONSTRAINT, Role, Roles
 from treeshard.communication._collectives import (
     TINY,
     Collective,
@@ -55,7 +55,7 @@ from treeshard.communication._collectives import (
     is_scalar,
     total_bytes,
 )
-from treeshard.communication._differences import SCATTER_GRADIENTS, Unplanned, explain
+from treeshard.communication._differences import EXPLICIT, SCATTER_GRADIENTS, Unplanned, explain
 from treeshard.communication._forecast import PlannedTransfer
 
 _REDUCTIONS = ("all-reduce", "reduce-scatter")
@@ -431,8 +431,8 @@ class Matcher:
         else:
             scattered = self.roles[gradient.path].scattered
             # On Explicit axes a constraint repeats what types say already.
-            if self.is_explicit and scattered != BY_HAND:
-                scattered = "types"
+            if self.is_explicit and scattered in ("", CONSTRAINT):
+                scattered = EXPLICIT
             self._file("all-reduce", moved, gradient.path, SCATTER_GRADIENTS[scattered])
 
     # ---------------------------------------------------------------- differences
