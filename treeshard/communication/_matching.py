@@ -468,8 +468,9 @@ class Matcher:
 
     def _take_vector(self, moved: _Moved) -> bool:
         """Whether it moves a vector that the update broadcasts."""
+        if moved.leaf is not None:
+            return self.roles[moved.leaf].is_broadcast and _append(self.moments, moved)
         is_known = moved.one in self.vectors and not moved.is_of_loss
-        is_known &= moved.leaf is None or self.roles[moved.leaf].is_broadcast
         return is_known and _append(self.moments, moved)
 
     def _take_batch_sum(self, moved: _Moved) -> bool:
