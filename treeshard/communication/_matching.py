@@ -62,7 +62,7 @@ _REDUCTIONS = ("all-reduce", "reduce-scatter")
 # The op that a name ends in: `jit(step)/reduce_sum`, or one of several that were combined:
 # `jit(step)/(reduce_sum:transpose(jvp())/dot_general)`
 _SUM = re.compile(r"\breduce_\w+(?=[:)]|$)")
-# The partitioner may sum behind ops that run on each element.
+# No op on each element needs a sum, but the partitioner may move one behind it.
 _SUM_BEHIND = re.compile(r"\b(neg|add_any|sub|mul|div)(?=[:)]|$)")
 # What is in another dtype, by a cast of the step or by the compiler
 _OF_GRADIENTS = "{{size}} in {} instead of {}"
@@ -478,32 +478,35 @@ class Matcher:
         if moved.kind != "all-reduce" or not moved.axes <= {*self.batch_axes}:
             return False
         fitting = [x for x, _ in self._find_fitting(moved, by_layer=moved.is_in_loop)]
-        is_sum = _SUM.search(moved.name) is not None
-        # TPUs name all results of a fusion alike: such a sum is a `transpose(jvp())/dot_general`
-        # too. It is one where only vectors have its size, each of them used once.
-        is_vector = bool(fitting) and "psum" not in moved.name
-        if moved.is_in_loop:
-            # Each trip reduces a layer of its own, and those are booked already.
-            stacks = [x for x in fitting if moved.size == x.total > x.layer]
-            is_vector &= any(x.is_vector(by_layer=True) for x in stacks)
-            if fitting and not is_vector:
-                return False
-        else:
-            is_vector &= all(self.roles[x.path].uses == 1 and x.is_vector() for x in fitting)
-        is_behind = not fitting and _SUM_BEHIND.search(moved.name) is not None
-        if not (is_vector or is_sum or (is_behind and "transpose(" in moved.name)):
+        is_backward = "transpose(" in moved.name
+        # In a loop, a sum of the size of a gradient is one of each trip.
+        is_sum = _SUM.search(moved.name) is not None and not (moved.is_in_loop and fitting)
+        is_behind = is_backward and not fitting and _SUM_BEHIND.search(moved.name) is not None
+        if not (is_sum or is_behind or self._has_size_of_vector(moved, fitting)):
             return False
         # Where weights are not gathered, such sums are what is moved instead.
         if not self._has_all_gathers():
             return self._file_activation(moved)
-        if not fitting and "transpose(" in moved.name:
+        if is_backward and not fitting:
             self._close_vector(moved)
         return _append(self.sums, moved)
 
+    def _has_size_of_vector(self, moved: _Moved, fitting: Sequence[_Gradient]) -> bool:
+        """Whether it may be a sum since only vectors have its size, each of them used once."""
+        # TPUs name all results of a fusion alike: such a sum is a `transpose(jvp())/dot_general`
+        # too.
+        if not fitting or "psum" in moved.name:
+            return False
+        if not moved.is_in_loop:
+            return all(self.roles[x.path].uses == 1 and x.is_vector() for x in fitting)
+        # Each trip reduces a layer of its own, and those are booked already.
+        stacks = [x for x in fitting if moved.size == x.total > x.layer]
+        return any(x.is_vector(by_layer=True) for x in stacks)
+
     def _close_vector(self, moved: _Moved) -> None:
-        """Closes the account of a vector of which each element is a sum of some of these."""
+        """Closes the account of a vector of which each element may be a sum of some of these."""
         # The partitioner reduces the gradient of `scale[:, None, None] * image` over the rows, and
-        # adds up its pixels after that.
+        # adds up its pixels after that. It leaves no sum out, so that only which one is a guess.
         for gradient in self.gradients.values():
             is_part = gradient.is_vector() and moved.one % gradient.total == 0
             if is_part and gradient.has(moved.axes, gradient.total):
@@ -594,17 +597,19 @@ class Matcher:
         if combined:
             moved = [collective for collective, _ in products]
             yield explain("as-one-product", moved=moved, paths=combined)
+        missing: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for transfer in self._list_missing():
+            if transfer.why != "gradient" or transfer.path not in combined:
+                missing[transfer.kind, transfer.why].append(transfer.path or "")
+        for (kind, why), paths in missing.items():
+            yield explain("not-moved", kind=kind, detail=why, paths=paths)
+
+    def _list_missing(self) -> list[PlannedTransfer]:
+        """The planned transfers that the program does not have."""
         missing = [x.planned for x in self.gathers if x.left and not self._is_merged(x)]
         for gradient in self.gradients.values():
-            if gradient.path in combined:
-                continue
-            left = gradient.left
-            missing += [x for x in gradient.planned if any(left.get(i) for i in x.axes)]
-        paths: dict[tuple[str, str], list[str]] = defaultdict(list)
-        for transfer in missing:
-            paths[transfer.kind, transfer.why].append(transfer.path or "")
-        for (kind, why), of_kind in paths.items():
-            yield explain("not-moved", kind=kind, detail=why, paths=of_kind)
+            missing += [x for x in gradient.planned if any(map(gradient.left.get, x.axes))]
+        return missing
 
     def _is_merged(self, account: _Gather) -> bool:
         """Whether the step gathers the same more often than the program: twice in one way, or in
