@@ -100,10 +100,9 @@ def roles_of(jaxpr: Any, plan: Plan, batch_axes: Collection[str]) -> Roles:
         is_constant = isinstance(after, Literal) or after in program.invars
         is_changed = after is not before if is_constant else number in uses.changed
         name = _name(number, leaf, uses, is_changed=is_changed)
-        is_used, is_broadcast = number in uses.used, number in uses.broadcast
-        is_statistic = number in uses.prepared and not is_used
-        gathers = {} if is_statistic else uses.gathers
-        of_leaf = tuple(gather for (owner, _), gather in gathers.items() if owner == number)
+        is_used = number in uses.used
+        gathers = uses.gathers.items() if is_used else ()
+        of_leaf = tuple(gather for (owner, _), gather in gathers if owner == number)
         # Of moments and master copies, and not of weights that are used themselves
         sources = uses.sources[number] - {number} - uses.used
         roles[leaf.path] = Role(
@@ -114,8 +113,8 @@ def roles_of(jaxpr: Any, plan: Plan, batch_axes: Collection[str]) -> Roles:
             len(uses.ops[number]),
             uses.updates.get(number, 1),
             number in uses.updates,
-            number in uses.multiplied or (is_statistic and not is_broadcast),
-            is_broadcast and not is_used,
+            number in uses.multiplied,
+            number in uses.broadcast and not is_used,
             number in uses.combined,
             _find_scatter(leaf, uses),
         )
