@@ -74,6 +74,10 @@ _REDUCE_ONCE = {
     True: "JAX's types reduce the gradient of each use of a weight, except after"
     " `training.value_and_grad(loss, axis_names=...)`, in products.",
 }
+_OF_TYPES = (
+    " On Explicit axes, call `unshard` before the loop, so that gradients of weights in products"
+    " wait; JAX's types sum others, such as those of biases, in each trip."
+)
 # Code -> templates of the fact and of the hint.
 WORDS = {
     "activation": (
@@ -106,7 +110,7 @@ WORDS = {
         "{kind} of gradients in each trip of a loop, {size}.",
         "Add the gradients of each device in the loop, and reduce them once after it:"
         " `accumulate_gradients(..., axis_names=...)`, or, by hand, `manual.vary` the weights"
-        " before the loop and `sync_gradients` after it.",
+        " before the loop and `sync_gradients` after it.{of_types}",
     ),
     "not-moved": (
         "the planned {kind} ({detail}) is not in the program.",
@@ -159,6 +163,7 @@ def explain(
         "size": bytes_text(total_bytes(moved)),
         "axes": " and ".join(map(repr, axes)),
         "reduce_once": _REDUCE_ONCE[is_explicit],
+        "of_types": _OF_TYPES if is_explicit else "",
         "batch": repr(entry_of(batch_axes)),
         "batch_and_axes": repr(entry_of(list(dict.fromkeys([*batch_axes, *axes])))),
     }
