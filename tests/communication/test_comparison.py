@@ -1,6 +1,7 @@
 """Programs are compared with their plans, and each difference is explained."""
 
 import os
+from functools import partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -294,6 +295,54 @@ def test_no_step_is_advised_to_run_on_the_axes_that_it_runs_on(kind: Any) -> Non
     for hint in hints.values():
         assert ("on Explicit axes" in hint) == (kind == "auto")
         assert ("axis_names=..." in hint) == (kind == "explicit" or "uses of the weight" in hint)
+
+
+def test_no_step_whose_gradients_wait_is_advised_to_let_them_wait() -> None:
+    mesh = ts.make_mesh("data=2,fsdp=4", axis_types="explicit")
+    tree = {"w": struct(64, 64), "b": struct(64)}
+    plan = ts.plan(tree, [(".*", P("fsdp"))], mesh, min_size=0)
+
+    def loss(state: Any, x: jax.Array) -> jax.Array:
+        p = ts.unshard(state)
+        return jnp.mean(jnp.tanh(x @ p["w"] + p["b"][None]) ** 2)
+
+    deferring = partial(ts.training.value_and_grad, axis_names=mesh.axis_names)
+    step = jit_step(sgd(loss, deferring), plan, batch=P(mesh.axis_names))
+    arguments = plan.structs, struct(64, 64)
+    read = read_program(step.lower(*arguments).compile(), mesh)._replace(platform="tpu")
+    roles = step.roles(*arguments)
+    [difference] = compare_step(plan, P(mesh.axis_names), roles, read).unplanned
+    assert (difference.code, difference.paths) == ("all-reduce", ("b",))
+    assert difference.hint.startswith("Gradients of the step wait for one sum already")
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_before", "reduced"),
+    [("auto", False, []), ("explicit", False, ["w", "b"]), ("explicit", True, ["b"])],
+)
+def test_gradients_that_no_type_lets_wait_in_a_loop_are_named(
+    kind: Any, is_before: bool, reduced: list[str]
+) -> None:
+    mesh = ts.make_mesh("fsdp=8", axis_types=kind)
+    plan = ts.plan({"w": struct(64, 64), "b": struct(64)}, [(".*", P("fsdp"))], mesh, min_size=0)
+
+    def loss(state: Any, x: jax.Array) -> jax.Array:
+        p = state if is_before else ts.unshard(state)
+        return jnp.mean(jnp.tanh(x @ p["w"] + p["b"][None]) ** 2)
+
+    def step(state: Any, x: jax.Array) -> Any:
+        weights = ts.unshard(state) if is_before else state
+
+        def of_part(x: jax.Array, _: Any) -> Any:
+            return ts.training.value_and_grad(loss)(weights, x)[::-1]
+
+        grads, value = ts.training.accumulate_gradients(of_part, x, 2, axis_names="fsdp")
+        return jax.tree.map(lambda p, g: p - g, state, grads), value
+
+    found = jit_step(step, plan, batch=P("fsdp")).communication(plan.structs, struct(64, 64))
+    assert {x.code for x in found.unplanned} <= {"inside-loop"}
+    assert [path for x in found.unplanned for path in x.paths] == reduced
+    assert all("call `unshard` before the loop" in x.hint for x in found.unplanned)
 
 
 def test_a_step_that_scatters_by_hand_is_known() -> None:

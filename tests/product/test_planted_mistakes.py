@@ -350,6 +350,13 @@ def test_a_mistake_is_reported(backend: str, name: str) -> None:
     assert CASES[name].leads in str(found)
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_both_reductions_of_a_gradient_in_a_loop_are_reported(target: str) -> None:
+    found = str(report_on(target, "gather in the minibatch loop", "wrong"))
+    for kind in ("reduce-scatter", "all-reduce"):
+        assert f"inside-loop: down, up: {kind} of gradients in each trip of a loop" in found
+
+
 @pytest.mark.parametrize(("backend", "name"), [*distinct_steps()])
 def test_the_correct_step_has_nothing_to_report(backend: str, name: str) -> None:
     assert str(report_on(backend, name, "right")) == "nothing"

@@ -129,6 +129,13 @@ def test_arguments_that_a_tpu_takes_as_one_tuple_have_their_names() -> None:
     assert (gather.kind, gather.path) == ("all-gather", "state/w7")
 
 
+@pytest.mark.parametrize("target", ["v5e:2x4", "h100:8"])
+def test_specs_plan_for_absent_devices(target: str) -> None:
+    mesh, struct = ts.make_mesh("fsdp=8", topology=target), jax.ShapeDtypeStruct((8,), "float32")
+    [leaf] = ts.plan({"w": struct}, {"w": P("fsdp")}, mesh).leaves
+    assert (leaf.given, leaf.memory) == (P("fsdp"), None)
+
+
 def test_axes_may_share_a_dim_of_the_torus() -> None:
     mesh = ts.make_mesh("data=2,fsdp=128", topology="v5e:16x16*2", dcn_axes="data=2")
     assert mesh.devices.shape == (4, 128)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 from jax.sharding import PartitionSpec
 from jax.tree_util import all_leaves, tree_flatten
 
@@ -81,4 +82,9 @@ def _on_devices(resolved: ResolvedSpec, mesh: AnyMesh) -> ResolvedSpec:
 def _own_memories(mesh: AnyMesh) -> Sequence[str | None]:
     """The names of the memory in which devices hold arrays by default."""
     devices: Any = getattr(mesh, "devices", None)
-    return ("device",) if devices is None else ("device", devices.flat[0].default_memory().kind)
+    if devices is None:
+        return ("device",)
+    try:
+        return ("device", devices.flat[0].default_memory().kind)
+    except jax.errors.JaxRuntimeError:  # those of a topology of GPUs have none: "UNIMPLEMENTED"
+        return ("device",)

@@ -25,7 +25,7 @@ UPDATED = "used, updated"
 ONLY_UPDATED = "updated only"
 PASSED = "passed through"
 # How a step scatters a gradient.
-CONSTRAINT, BY_HAND = "constraint", "by hand"
+CONSTRAINT, BY_HAND, BY_TYPES = "constraint", "by hand", "by types"
 
 
 class Role(NamedTuple):
@@ -48,8 +48,8 @@ class Role(NamedTuple):
         is_combined: Whether the forward pass computes with it before the batch, as with the factors
             of a product that it adds to a weight.
         scattered: How the step says that each device gets its shard of the gradient: by a
-            `"constraint"` to the leaf's specs, as `training.value_and_grad` does, or `"by hand"`,
-            or by types that wait for their sum; empty if it does not.
+            `"constraint"` to the leaf's specs, as `training.value_and_grad` does, `"by hand"`, or
+            `"by types"`, where gradients wait for their sum; empty if it does not.
     """
 
     name: str
@@ -90,6 +90,8 @@ def roles_of(jaxpr: Any, plan: Plan, batch_axes: Collection[str]) -> Roles:
     # Gradients that nobody uses, as of leaves that an optimizer masks, are not computed.
     program = without_unused(jaxpr)
     uses = run_walk(program, leaves, batch_axes)
+    # What is prepared for the loss is used; an old statistic, whose new value gradients make, not.
+    uses.used |= {x for x in uses.prepared if not _has_gradient(x, uses, set())}
     finals = program.outvars[: len(leaves)]
     roles: Roles = {}
     for number, (leaf, before) in enumerate(zip(leaves, program.invars, strict=False)):
@@ -98,7 +100,9 @@ def roles_of(jaxpr: Any, plan: Plan, batch_axes: Collection[str]) -> Roles:
         is_constant = isinstance(after, Literal) or after in program.invars
         is_changed = after is not before if is_constant else number in uses.changed
         name = _name(number, leaf, uses, is_changed=is_changed)
-        of_leaf = tuple(gather for (owner, _), gather in uses.gathers.items() if owner == number)
+        is_used = number in uses.used
+        gathers = uses.gathers.items() if is_used else ()
+        of_leaf = tuple(gather for (owner, _), gather in gathers if owner == number)
         # Of moments and master copies, and not of weights that are used themselves
         sources = uses.sources[number] - {number} - uses.used
         roles[leaf.path] = Role(
@@ -110,7 +114,7 @@ def roles_of(jaxpr: Any, plan: Plan, batch_axes: Collection[str]) -> Roles:
             uses.updates.get(number, 1),
             number in uses.updates,
             number in uses.multiplied,
-            number in uses.broadcast,
+            number in uses.broadcast and not is_used,
             number in uses.combined,
             _find_scatter(leaf, uses),
         )
@@ -119,6 +123,8 @@ def roles_of(jaxpr: Any, plan: Plan, batch_axes: Collection[str]) -> Roles:
 
 def _find_scatter(leaf: PlannedLeaf, uses: Walk) -> str:
     """How the step scatters the gradient of a leaf; empty if it does not."""
+    if uses.has_waiting:
+        return BY_TYPES
     if (leaf.shape, dims_of(leaf.given, len(leaf.shape))) in uses.constrained:
         return CONSTRAINT
     # By hand there is no spec to compare, only the elements of what is scattered: of the leaf, or

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from treeshard._core.jax_private import shard_map_axes
 from treeshard._core.jaxprs import inner_jaxprs, interpret
@@ -39,8 +40,6 @@ from treeshard._trace.values import (
 GATHERS = ("all_gather", "all_gather_invariant", "all_gather_reduced")
 # Beside a gather, code by hand may send activations to the devices that have the weights.
 _SENDS = ("all_to_all", "ppermute", "ragged_all_to_all", "reduce_scatter", *GATHERS)
-# On Explicit axes, types turn sums that wait into scatters.
-_SCATTERS = ("reduce_scatter", "unreduced_reduce_scatter")
 _FORWARD, _BACKWARD = "forward", "backward"
 Finals = Mapping[Any, tuple[int, ...]]  # the leaves whose new value a variable is
 
@@ -90,6 +89,8 @@ class Walk:
 
     Attributes:
         used: The leaves that the forward pass uses.
+        prepared: The leaves that are used outside of it before they meet a gradient: a scale of
+            frozen weights, or an optimizer's old statistics.
         ops: The equations of the forward pass that use each.
         multiplied: The leaves that the update multiplies by others.
         broadcast: The leaves that the update broadcasts, as Adafactor does with its means of rows
@@ -103,13 +104,15 @@ class Walk:
         gradients: What the new value of each depends on.
         changed: The leaves whose new values are not the old ones.
         constrained: The shapes of gradients that the step constrains, with the axes of each dim.
-        scattered: The elements of arrays that the step reduce-scatters by hand, or by their types.
+        scattered: The elements of arrays that the step reduce-scatters by hand.
+        has_waiting: Whether gradients wait for their sum over devices, on Explicit axes.
         sent: The axes over which code by hand sends what is not a weight before the backward pass.
     """
 
     def __init__(self, along: Collection[str], scalars: Collection[int]) -> None:
         self.along, self.scalars = frozenset(along), frozenset({OF_SCALARS, *scalars})
         self.used: set[int] = set()
+        self.prepared: set[int] = set()
         self.ops: dict[int, set[int]] = defaultdict(set)
         self.multiplied: set[int] = set()
         self.broadcast: set[int] = set()
@@ -122,6 +125,7 @@ class Walk:
         self.changed: set[int] = set()
         self.constrained: set[tuple[tuple[int, ...], Dims]] = set()
         self.scattered: set[int] = set()
+        self.has_waiting = False
         self.sent: set[str] = set()
         self.is_counting = True  # gathers: not while what a loop carries is still unknown
         self.asked: dict[Any, Gather] = {}  # the gathers that the step asks for
@@ -202,13 +206,14 @@ class Walk:
 
     def _apply_op(self, eqn: Any, operands: list[Value], at: Place) -> list[Value]:
         name = eqn.primitive.name
+        self.has_waiting |= any(map(_waits, eqn.invars))
         if name in PASS_ON:
             return list(operands)
         if name in ("sharding_constraint", "reshard"):
             return [self._apply_constraint(eqn, operands[0], at)]
         if name in GATHERS:
             return [self._apply_gather(eqn, operands[0], at)]
-        if name in _SCATTERS:
+        if name == "reduce_scatter":
             self.scattered.add(math.prod(eqn.invars[0].aval.shape))
         if name in ELEMENTWISE:
             return [self._apply_elementwise(eqn, operands, at)]
@@ -237,12 +242,12 @@ class Walk:
         whole: list[Value] = []
         for variable, operand in zip(eqn.invars, operands, strict=True):
             is_broadcast = operand.leaves and operand.size < size
-            if is_broadcast and operand.gradients and not at.region:
+            if is_broadcast and not at.region:
                 self.broadcast.update(operand.leaves)
-            elif is_broadcast:
+            if is_broadcast and (at.region or not operand.gradients):
                 others = [x for x in operands if x is not operand]
                 self._use(eqn, variable, operand, at, _common_axes(operand, others))
-            elif math.prod(variable.aval.shape) == size:
+            if not is_broadcast and math.prod(variable.aval.shape) == size:
                 whole.append(operand)
         return elementwise_result(eqn.primitive.name, operands, whole)
 
@@ -316,7 +321,7 @@ class Walk:
         if value.gradients and not at.region:
             self.multiplied.update(value.leaves if is_product and not is_scalar else ())
         elif at.region or not (is_sum or is_scalar):
-            self.used.update(value.leaves)
+            (self.used if at.region else self.prepared).update(value.leaves)
             self._count({key: self.asked[key] for key in value.gathers})
             if not is_sum:
                 for leaf in value.leaves:
@@ -495,6 +500,11 @@ def is_last_step(groups: Sequence[Sequence[int]] | None) -> bool:
         return True
     first, second, *_ = groups[0]
     return groups[0][-1] + second - first == sum(map(len, groups))
+
+
+def _waits(variable: Any) -> bool:
+    """Whether the type of a variable is a sum that waits: `f32[64,128]{U:data}`."""
+    return bool(getattr(getattr(variable.aval, "sharding", None), "spec", P()).unreduced)
 
 
 def _is_key(variable: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from treeshard._core.specs import entry_of
 from treeshard._core.text import fold_paths
-from treeshard._trace.roles import BY_HAND, CONSTRAINT
+from treeshard._trace.roles import BY_HAND, BY_TYPES, CONSTRAINT
 from treeshard.communication._collectives import Collective, bytes_text, total_bytes
 from treeshard.errors import counted
 
@@ -54,6 +54,7 @@ class Unplanned(NamedTuple):
         return "\n".join([head, *_lines(self.collectives)])
 
 
+EXPLICIT = "on Explicit axes"
 # The hints for all-reduces of full gradients, by how the step scatters gradients.
 SCATTER_GRADIENTS = {
     "": "Use `training.value_and_grad`, which constrains gradients to the plan's specs, or"
@@ -61,8 +62,9 @@ SCATTER_GRADIENTS = {
     CONSTRAINT: "The step scatters them already, by a constraint, so this is the compiler's choice."
     " It may make another one on Explicit axes, or in `treeshard.manual`.",
     BY_HAND: "The step scatters them already, so this is the compiler's choice.",
-    # On Explicit axes
-    "types": "Pass the axes of the batch to `training.value_and_grad(loss, axis_names=...)`: its"
+    BY_TYPES: "Gradients of the step wait for one sum already, which scatters those of weights that"
+    " `unshard` gathers for products. JAX's types sum the others in full.",
+    EXPLICIT: "Pass the axes of the batch to `training.value_and_grad(loss, axis_names=...)`: its"
     " gradients wait for one sum, which scatters them.",
 }
 # The hints for what is reduced for each use of a weight, by whether the axes are Explicit.
@@ -72,6 +74,10 @@ _REDUCE_ONCE = {
     True: "JAX's types reduce the gradient of each use of a weight, except after"
     " `training.value_and_grad(loss, axis_names=...)`, in products.",
 }
+_OF_TYPES = (
+    " On Explicit axes, call `unshard` before the loop, so that gradients of weights in products"
+    " wait; JAX's types sum others, such as those of biases, in each trip."
+)
 # Code -> templates of the fact and of the hint.
 WORDS = {
     "activation": (
@@ -104,7 +110,7 @@ WORDS = {
         "{kind} of gradients in each trip of a loop, {size}.",
         "Add the gradients of each device in the loop, and reduce them once after it:"
         " `accumulate_gradients(..., axis_names=...)`, or, by hand, `manual.vary` the weights"
-        " before the loop and `sync_gradients` after it.",
+        " before the loop and `sync_gradients` after it.{of_types}",
     ),
     "not-moved": (
         "the planned {kind} ({detail}) is not in the program.",
@@ -157,6 +163,7 @@ def explain(
         "size": bytes_text(total_bytes(moved)),
         "axes": " and ".join(map(repr, axes)),
         "reduce_once": _REDUCE_ONCE[is_explicit],
+        "of_types": _OF_TYPES if is_explicit else "",
         "batch": repr(entry_of(batch_axes)),
         "batch_and_axes": repr(entry_of(list(dict.fromkeys([*batch_axes, *axes])))),
     }

@@ -18,10 +18,10 @@ may stand for a transfer does not use up an account that another one fits exactl
     the loop: likewise.
  7. It runs an unknown number of times: it closes the account that it fits, and is `other` in a
     loop, and where it fits none.
- 8. Another all-gather of a leaf: `again`, `sharded-further`, or `batch-not-split`.
- 9. Computed values, or rows of the batch, along axes that do not split the batch, as in tensor
+ 8. A vector of an update that broadcasts it, as Adafactor does: listed apart.
+ 9. Another all-gather of a leaf: `again`, `sharded-further`, or `batch-not-split`.
+10. Computed values, or rows of the batch, along axes that do not split the batch, as in tensor
     parallelism and between experts: listed apart.
-10. A vector of an update that broadcasts it, as Adafactor does: listed apart.
 11. A sum over all rows of the batch, as of batch norm: listed apart.
 12. A gradient, gathered for optimizer state that is sharded less: `state-unlike-weight`.
 13. In the backward pass, a reduction where gradients are left whose leaves are combined before the
@@ -47,7 +47,7 @@ from treeshard._core.spec_trees import get_names_from_partition_spec
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import BY_MATRIX
-from treeshard._trace.roles import BY_HAND, Role, Roles
+from treeshard._trace.roles import CONSTRAINT, Role, Roles
 from treeshard.communication._collectives import (
     TINY,
     Collective,
@@ -55,14 +55,14 @@ from treeshard.communication._collectives import (
     is_scalar,
     total_bytes,
 )
-from treeshard.communication._differences import SCATTER_GRADIENTS, Unplanned, explain
+from treeshard.communication._differences import EXPLICIT, SCATTER_GRADIENTS, Unplanned, explain
 from treeshard.communication._forecast import PlannedTransfer
 
 _REDUCTIONS = ("all-reduce", "reduce-scatter")
 # The op that a name ends in: `jit(step)/reduce_sum`, or one of several that were combined:
 # `jit(step)/(reduce_sum:transpose(jvp())/dot_general)`
 _SUM = re.compile(r"\breduce_\w+(?=[:)]|$)")
-# The partitioner may sum behind ops that run on each element.
+# No op on each element needs a sum, but the partitioner may move one behind it.
 _SUM_BEHIND = re.compile(r"\b(neg|add_any|sub|mul|div)(?=[:)]|$)")
 # What is in another dtype, by a cast of the step or by the compiler
 _OF_GRADIENTS = "{{size}} in {} instead of {}"
@@ -261,9 +261,9 @@ class Matcher:
             self._book_gradient_otherwise,  # 5
             self._book_layer,  # 6
             self._book_uncounted,  # 7
-            self._file_gather,  # 8
-            self._take_activation,  # 9
-            self._take_vector,  # 10
+            self._take_vector,  # 8
+            self._file_gather,  # 9
+            self._take_activation,  # 10
             self._take_batch_sum,  # 11
             self._file_for_state,  # 12
             self._file_product,  # 13
@@ -431,8 +431,8 @@ class Matcher:
         else:
             scattered = self.roles[gradient.path].scattered
             # On Explicit axes a constraint repeats what types say already.
-            if self.is_explicit and scattered != BY_HAND:
-                scattered = "types"
+            if self.is_explicit and scattered in ("", CONSTRAINT):
+                scattered = EXPLICIT
             self._file("all-reduce", moved, gradient.path, SCATTER_GRADIENTS[scattered])
 
     # ---------------------------------------------------------------- differences
@@ -451,7 +451,7 @@ class Matcher:
         further = [axis for axis in moved.collective.axes or () if axis not in known]
         is_for_nothing = self.roles[leaf].is_used and moved.axes.isdisjoint(self.batch_axes)
         if is_for_nothing and not planned:
-            # Its gradients are summed over the same axes, and belong to the gathers: see rule 9.
+            # Its gradients are summed over the same axes, and belong to the gathers: see rule 14.
             if leaf in self.gradients:
                 self.gradients[leaf].left.clear()
             axes = self.gathered_for_nothing.setdefault(leaf, moved.collective.axes or ())
@@ -468,6 +468,8 @@ class Matcher:
 
     def _take_vector(self, moved: _Moved) -> bool:
         """Whether it moves a vector that the update broadcasts."""
+        if moved.leaf is not None:
+            return self.roles[moved.leaf].is_broadcast and _append(self.moments, moved)
         is_known = moved.one in self.vectors and not moved.is_of_loss
         return is_known and _append(self.moments, moved)
 
@@ -476,32 +478,35 @@ class Matcher:
         if moved.kind != "all-reduce" or not moved.axes <= {*self.batch_axes}:
             return False
         fitting = [x for x, _ in self._find_fitting(moved, by_layer=moved.is_in_loop)]
-        is_sum = _SUM.search(moved.name) is not None
-        # TPUs name all results of a fusion alike: such a sum is a `transpose(jvp())/dot_general`
-        # too. It is one where only vectors have its size, each of them used once.
-        is_vector = bool(fitting) and "psum" not in moved.name
-        if moved.is_in_loop:
-            # Each trip reduces a layer of its own, and those are booked already.
-            stacks = [x for x in fitting if moved.size == x.total > x.layer]
-            is_vector &= any(x.is_vector(by_layer=True) for x in stacks)
-            if fitting and not is_vector:
-                return False
-        else:
-            is_vector &= all(self.roles[x.path].uses == 1 and x.is_vector() for x in fitting)
-        is_behind = not fitting and _SUM_BEHIND.search(moved.name) is not None
-        if not (is_vector or is_sum or (is_behind and "transpose(" in moved.name)):
+        is_backward = "transpose(" in moved.name
+        # In a loop, a sum of the size of a gradient is one of each trip.
+        is_sum = _SUM.search(moved.name) is not None and not (moved.is_in_loop and fitting)
+        is_behind = is_backward and not fitting and _SUM_BEHIND.search(moved.name) is not None
+        if not (is_sum or is_behind or self._has_size_of_vector(moved, fitting)):
             return False
         # Where weights are not gathered, such sums are what is moved instead.
         if not self._has_all_gathers():
             return self._file_activation(moved)
-        if not fitting and "transpose(" in moved.name:
+        if is_backward and not fitting:
             self._close_vector(moved)
         return _append(self.sums, moved)
 
+    def _has_size_of_vector(self, moved: _Moved, fitting: Sequence[_Gradient]) -> bool:
+        """Whether it may be a sum since only vectors have its size, each of them used once."""
+        # TPUs name all results of a fusion alike: such a sum is a `transpose(jvp())/dot_general`
+        # too.
+        if not fitting or "psum" in moved.name:
+            return False
+        if not moved.is_in_loop:
+            return all(self.roles[x.path].uses == 1 and x.is_vector() for x in fitting)
+        # Each trip reduces a layer of its own, and those are booked already.
+        stacks = [x for x in fitting if moved.size == x.total > x.layer]
+        return any(x.is_vector(by_layer=True) for x in stacks)
+
     def _close_vector(self, moved: _Moved) -> None:
-        """Closes the account of a vector of which each element is a sum of some of these."""
+        """Closes the account of a vector of which each element may be a sum of some of these."""
         # The partitioner reduces the gradient of `scale[:, None, None] * image` over the rows, and
-        # adds up its pixels after that.
+        # adds up its pixels after that. It leaves no sum out, so that only which one is a guess.
         for gradient in self.gradients.values():
             is_part = gradient.is_vector() and moved.one % gradient.total == 0
             if is_part and gradient.has(moved.axes, gradient.total):
@@ -592,17 +597,19 @@ class Matcher:
         if combined:
             moved = [collective for collective, _ in products]
             yield explain("as-one-product", moved=moved, paths=combined)
+        missing: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for transfer in self._list_missing():
+            if transfer.why != "gradient" or transfer.path not in combined:
+                missing[transfer.kind, transfer.why].append(transfer.path or "")
+        for (kind, why), paths in missing.items():
+            yield explain("not-moved", kind=kind, detail=why, paths=paths)
+
+    def _list_missing(self) -> list[PlannedTransfer]:
+        """The planned transfers that the program does not have."""
         missing = [x.planned for x in self.gathers if x.left and not self._is_merged(x)]
         for gradient in self.gradients.values():
-            if gradient.path in combined:
-                continue
-            left = gradient.left
-            missing += [x for x in gradient.planned if any(left.get(i) for i in x.axes)]
-        paths: dict[tuple[str, str], list[str]] = defaultdict(list)
-        for transfer in missing:
-            paths[transfer.kind, transfer.why].append(transfer.path or "")
-        for (kind, why), of_kind in paths.items():
-            yield explain("not-moved", kind=kind, detail=why, paths=of_kind)
+            missing += [x for x in gradient.planned if any(map(gradient.left.get, x.axes))]
+        return missing
 
     def _is_merged(self, account: _Gather) -> bool:
         """Whether the step gathers the same more often than the program: twice in one way, or in
