@@ -71,7 +71,8 @@ OFFERED = {
 }
 # Rows of what newer releases alone refuse.
 SINCE = {"lhs batch dimensions and rhs batch dimensions": (0, 11, 1)}
-NAMES = {"jax": jax, "jnp": jnp, "lax": lax, "np": np, "ts": ts, "P": P}
+LINEAR = jax.custom_derivatives.linear_call
+NAMES = {"jax": jax, "jnp": jnp, "lax": lax, "linear": LINEAR, "np": np, "ts": ts, "P": P}
 
 pytestmark = pytest.mark.usefixtures("quick_compiles", "loose_promotion")
 
@@ -198,6 +199,10 @@ def message_of_line(line: str, folder: Path) -> list[str]:
         ("lax.top_k(h, 2)", "unsharded over the axis along which to compute"),
         ("lax.ragged_dot(x, layers, np.array([4, 4, 4, 4]))", "Explicit sharding inference for"),
         ("jnp.tile(x, (2, 1))", "cannot be sharded on dimension 0"),
+        ("jax.vjp(jnp.sin, a)[1](jnp.ones((12, 12)))[0]", "argument to VJP function"),
+        ("jax.custom_gradient(lambda a: (a, lambda t: t.T))(a)", "Custom VJP bwd rule"),
+        # In the backward pass.
+        ("linear(lambda r, a: a, lambda r, t: t.T, (), a)", "Expected cotangent type"),
     ],
 )
 def test_of_an_operation_without_a_row_the_message_is_that_of_jax(
@@ -215,6 +220,7 @@ def test_of_an_operation_without_a_row_the_message_is_that_of_jax(
         ("jnp.take_along_axis(h, ids[:, None], 1)", "ts.lookup(h, ids[:, None])"),
         ("c[:, ids % 8]", "ts.lookup(c, (slice(None), ids % 8))"),
         ("table[ids, ids]", "ts.lookup(table, (ids, ids))"),
+        ("(lambda t, i: t[i])(table, (ids, ids))", "ts.lookup(table, (ids, ids))"),
         ('jnp.einsum("bh,bh->b", h, h)', "ts.matmul(h, h)"),
         ("h[:, :, None] @ h[:, None]", "h[:, :, None] @ ts.unshard(h)[:, None]"),
         ("h[:, :, None] + h[:, None]", "h[:, :, None] + ts.unshard(h)[:, None]"),
@@ -328,6 +334,27 @@ def test_a_statement_that_adds_in_place() -> None:
     assert lines[1] == "  x += row"
     assert "f32[1,8@fsdp]" in lines[2]
     assert "Write `x + ts.unshard(b)` instead of `x + b`." in lines
+
+
+@jax.custom_gradient
+def with_rule(w: Any) -> Any:
+    def backward(g: Any) -> Any:
+        return g + g.T
+
+    return w * 2, backward
+
+
+def test_in_a_backward_pass_the_line_is_that_of_the_rule_or_of_the_operation() -> None:
+    rule = message(lambda model, x: with_rule(model.layers[0]["weight"]).mean(), X)
+    assert rule.splitlines()[1] == "  return g + g.T"
+    operation = str(raised_in_a_step(value_and_grad(loss_of_wrong_type), X))
+    assert operation.splitlines()[1] == "  w = LINEAR(lambda _, w: w, lambda _, g: g.T, (), w)"
+
+
+def loss_of_wrong_type(model: Any, x: Any) -> Any:
+    w = model.layers[0]["weight"]
+    w = LINEAR(lambda _, w: w, lambda _, g: g.T, (), w)
+    return w.mean()
 
 
 def test_on_a_mesh_with_auto_axes_no_gather_is_offered_of_what_is_no_leaf() -> None:
