@@ -72,7 +72,7 @@ OFFERED = {
 # What newer releases alone say.
 SINCE = {
     "lhs batch dimensions and rhs batch dimensions": (0, 11, 1),
-    "Incompatible types for matmul arguments": (0, 10, 1),
+    "Incompatible types for matmul arguments": (0, 10, 2),
     "Explicit sharding inference for": (0, 10, 1),
 }
 LINEAR = jax.custom_derivatives.linear_call
