@@ -381,6 +381,10 @@ def adds_a_table(gather: Any) -> Any:
     return lambda model, x: (x + gather(model.layers[0]["weight"])).mean()
 
 
+def masks_a_table(gather: Any) -> Any:
+    return lambda model, x: jnp.where(x > 0, gather(model.layers[0]["weight"]), 0).mean()
+
+
 def test_no_gather_is_offered_of_what_is_added_while_gradients_wait() -> None:
     x = np.ones((8, 8), "float32")
 
@@ -401,9 +405,10 @@ def test_no_gather_is_offered_of_what_is_added_while_gradients_wait() -> None:
         assert isinstance(error, ts.errors.ShardingTypeError)
         assert "add operation with inputs" in str(error)
         assert "Write" not in str(error)
-        wrong = raised(adds_a_table(ts.unshard))
-        assert isinstance(wrong, ts.errors.ShardingTypeError)
-        assert "Without `axis_names` the numbers are the same." in str(wrong)
+        for uses in adds_a_table, masks_a_table:
+            wrong = raised(uses(ts.unshard))
+            assert isinstance(wrong, ts.errors.ShardingTypeError)
+            assert "Without `axis_names` the numbers are the same." in str(wrong)
 
 
 def test_without_a_plan_no_gather_is_offered() -> None:

@@ -78,6 +78,7 @@ _OF_OTHER_CLASSES = (
     "unreduced rule for",  # of weights whose gradients wait
     "non-empty unreduced/reduced set",
     "unreduced/reduced rule for",
+    "cannot be of instance `tuple` when self",
 )
 # Those with two types, whose shapes may be what differs.
 _OF_TWO_TYPES = (
