@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType, FunctionType, SimpleNamespace
-from typing import Any, get_type_hints
+from typing import Any, Self, get_type_hints
 
 from beartype import beartype
 
@@ -75,11 +75,13 @@ def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _hints(function: Any) -> dict[str, Any]:
-    """The annotations of a function, but for those with names that only type checkers import."""
+    """The annotations of a function, but for those with names that only type checkers import, and
+    `Self`, which beartype knows in a class that it decorates alone."""
     hints: dict[str, Any] = {}
     for name, hint in function.__annotations__.items():
         with suppress(NameError):
-            hints[name] = _resolved(hint, function.__globals__)
+            if hint is not Self:
+                hints[name] = _resolved(hint, function.__globals__)
     return hints
 
 

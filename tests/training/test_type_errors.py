@@ -69,9 +69,14 @@ OFFERED = {
     ),
     "x + b": ("an elementwise operation", "Write `x + ts.unshard(b)` instead of `x + b`."),
 }
-# Rows of what newer releases alone refuse.
-SINCE = {"lhs batch dimensions and rhs batch dimensions": (0, 11, 1)}
-NAMES = {"jax": jax, "jnp": jnp, "lax": lax, "np": np, "ts": ts, "P": P}
+# What newer releases alone say.
+SINCE = {
+    "lhs batch dimensions and rhs batch dimensions": (0, 11, 1),
+    "Incompatible types for matmul arguments": (0, 10, 2),
+    "Explicit sharding inference for": (0, 10, 1),
+}
+LINEAR = jax.custom_derivatives.linear_call
+NAMES = {"jax": jax, "jnp": jnp, "lax": lax, "linear": LINEAR, "np": np, "ts": ts, "P": P}
 
 pytestmark = pytest.mark.usefixtures("quick_compiles", "loose_promotion")
 
@@ -198,11 +203,17 @@ def message_of_line(line: str, folder: Path) -> list[str]:
         ("lax.top_k(h, 2)", "unsharded over the axis along which to compute"),
         ("lax.ragged_dot(x, layers, np.array([4, 4, 4, 4]))", "Explicit sharding inference for"),
         ("jnp.tile(x, (2, 1))", "cannot be sharded on dimension 0"),
+        ("jax.vjp(jnp.sin, a)[1](jnp.ones((12, 12)))[0]", "argument to VJP function"),
+        ("jax.custom_gradient(lambda a: (a, lambda t: t.T))(a)", "Custom VJP bwd rule"),
+        # In the backward pass.
+        ("linear(lambda r, a: a, lambda r, t: t.T, (), a)", "Expected cotangent type"),
     ],
 )
 def test_of_an_operation_without_a_row_the_message_is_that_of_jax(
     line: str, says: str, tmp_path: Path
 ) -> None:
+    if jax.__version_info__ < SINCE.get(says, ()):
+        pytest.skip("this release says something else")
     first, *others = message_of_line(line, tmp_path)
     assert says in first
     assert others == []
@@ -215,6 +226,7 @@ def test_of_an_operation_without_a_row_the_message_is_that_of_jax(
         ("jnp.take_along_axis(h, ids[:, None], 1)", "ts.lookup(h, ids[:, None])"),
         ("c[:, ids % 8]", "ts.lookup(c, (slice(None), ids % 8))"),
         ("table[ids, ids]", "ts.lookup(table, (ids, ids))"),
+        ("(lambda t, i: t[i])(table, (ids, ids))", "ts.lookup(table, (ids, ids))"),
         ('jnp.einsum("bh,bh->b", h, h)', "ts.matmul(h, h)"),
         ("h[:, :, None] @ h[:, None]", "h[:, :, None] @ ts.unshard(h)[:, None]"),
         ("h[:, :, None] + h[:, None]", "h[:, :, None] + ts.unshard(h)[:, None]"),
@@ -330,6 +342,27 @@ def test_a_statement_that_adds_in_place() -> None:
     assert "Write `x + ts.unshard(b)` instead of `x + b`." in lines
 
 
+@jax.custom_gradient
+def with_rule(w: Any) -> Any:
+    def backward(g: Any) -> Any:
+        return g + g.T
+
+    return w * 2, backward
+
+
+def test_in_a_backward_pass_the_line_is_that_of_the_rule_or_of_the_operation() -> None:
+    rule = message(lambda model, x: with_rule(model.layers[0]["weight"]).mean(), X)
+    assert rule.splitlines()[1] == "  return g + g.T"
+    operation = str(raised_in_a_step(value_and_grad(loss_of_wrong_type), X))
+    assert operation.splitlines()[1] == "  w = LINEAR(lambda _, w: w, lambda _, g: g.T, (), w)"
+
+
+def loss_of_wrong_type(model: Any, x: Any) -> Any:
+    w = model.layers[0]["weight"]
+    w = LINEAR(lambda _, w: w, lambda _, g: g.T, (), w)
+    return w.mean()
+
+
 def test_on_a_mesh_with_auto_axes_no_gather_is_offered_of_what_is_no_leaf() -> None:
     kinds = (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
     first, *lines = message(add_in_place, X, kinds).splitlines()
@@ -346,6 +379,10 @@ def test_on_a_mesh_with_auto_axes_no_gather_is_offered_of_what_is_no_leaf() -> N
 def adds_a_table(gather: Any) -> Any:
     """A loss that adds a matrix; JAX has no type for its gradient to wait."""
     return lambda model, x: (x + gather(model.layers[0]["weight"])).mean()
+
+
+def masks_a_table(gather: Any) -> Any:
+    return lambda model, x: jnp.where(x > 0, gather(model.layers[0]["weight"]), 0).mean()
 
 
 def test_no_gather_is_offered_of_what_is_added_while_gradients_wait() -> None:
@@ -368,9 +405,10 @@ def test_no_gather_is_offered_of_what_is_added_while_gradients_wait() -> None:
         assert isinstance(error, ts.errors.ShardingTypeError)
         assert "add operation with inputs" in str(error)
         assert "Write" not in str(error)
-        wrong = raised(adds_a_table(ts.unshard))
-        assert isinstance(wrong, ts.errors.ShardingTypeError)
-        assert "Without `axis_names` the numbers are the same." in str(wrong)
+        for uses in adds_a_table, masks_a_table:
+            wrong = raised(uses(ts.unshard))
+            assert isinstance(wrong, ts.errors.ShardingTypeError)
+            assert "Without `axis_names` the numbers are the same." in str(wrong)
 
 
 def test_without_a_plan_no_gather_is_offered() -> None:

@@ -10,10 +10,10 @@ import dis
 import linecache
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import AxisType
@@ -78,6 +78,14 @@ _OF_OTHER_CLASSES = (
     "unreduced rule for",  # of weights whose gradients wait
     "non-empty unreduced/reduced set",
     "unreduced/reduced rule for",
+    "cannot be of instance `tuple` when self",
+)
+# Those with two types, whose shapes may be what differs.
+_OF_TWO_TYPES = (
+    "Incompatible types for",
+    "Expected cotangent type",
+    "Custom VJP bwd rule",
+    "argument to VJP function",
 )
 
 # The messages for which the page has an example.
@@ -127,23 +135,23 @@ def _is_about_types(error: Exception) -> bool:
     if meshes is not None:  # of other axes, or of the same axes with other types
         context, aval = (re.sub(r"axis_types=\([^)]*\)", "", mesh) for mesh in meshes.groups())
         return context == aval
-    types = re.search(r"Incompatible types for (\w+).*?: .*?\[(.*?)\] and .*?\[(.*?)\]", text)
-    if types is not None:
-        return _do_shapes_fit(*types.groups())
+    if any(says in text for says in _OF_TWO_TYPES):
+        return _do_shapes_fit(text)
     return any(says in text for says in _OF_OTHER_CLASSES)
 
 
-def _do_shapes_fit(operation: str, *dims: str) -> bool:
-    """Whether the shapes of two types fit, whose dims are text as in `16@(data,fsdp),8`."""
-    sizes = (re.findall(r"(?:^|,)(\d+)", text) for text in dims)
+def _do_shapes_fit(text: str) -> bool:
+    """Whether the shapes fit of two types in JAX's text, such as `float32[16@(data,fsdp),8]`."""
+    types = re.findall(r"(?:\d|bool)\[(.*?)\]", text)
+    sizes = (re.findall(r"(?:^|,)(\d+)", dims) for dims in types[:2])
     given, wanted = (tuple(map(int, each)) for each in sizes)
-    if operation == "matmul":
+    if "for matmul" in text:
         given, wanted = given[:-2], wanted[:-2]
     try:
         both = np.broadcast_shapes(given, wanted)
     except ValueError:
         return False
-    return operation == "matmul" or both == wanted
+    return given == wanted or "for matmul" in text or ("broadcasting" in text and both == wanted)
 
 
 def _message(error: Exception, mesh: AnyMesh, can_gather: bool, waits: bool) -> str:
@@ -204,24 +212,37 @@ def _is_solved_by_gathering(
 
 def _operator(call: TracebackType) -> str:
     """The operator of Python that failed, such as `@`; `[]` for an index that is no tuple."""
-    code = dis.get_instructions(call.tb_frame.f_code)
+    frame = call.tb_frame
     # Python 3.11 may point behind an instruction, to its cache.
-    *_, before, failed = (x for x in code if x.offset <= call.tb_lasti)
-    operators = {"BINARY_OP": failed.argrepr, "BINARY_SUBSCR": "[]"}
-    operator = operators.get(failed.opname, "")
-    return "" if operator == "[]" and before.opname == "BUILD_TUPLE" else operator
+    code = [x for x in dis.get_instructions(frame.f_code) if x.offset <= call.tb_lasti]
+    operators = {"BINARY_OP": code[-1].argrepr, "BINARY_SUBSCR": "[]"}
+    operator = operators.get(code[-1].opname, "")
+    return "" if operator == "[]" and _is_tuple(code[-2], frame.f_locals) else operator
 
 
-def _calls(error: Exception) -> dict[str, TracebackType]:
+def _is_tuple(instruction: dis.Instruction, names: Mapping[str, Any]) -> bool:
+    """Whether an instruction makes a tuple, or loads one by its name."""
+    name = instruction.argval
+    if isinstance(name, tuple):  # Python 3.13 may load two names at once
+        name = name[-1]
+    return instruction.opname == "BUILD_TUPLE" or isinstance(names.get(name), tuple)
+
+
+def _calls(error: BaseException | None) -> dict[str, TracebackType]:
     """The calls of a traceback by their lines, innermost first."""
+    if error is None:
+        return {}
     calls: list[tuple[str, TracebackType]] = []
     traceback = error.__traceback__
     while traceback is not None:
         line = f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
         calls.append((line, traceback))
         traceback = traceback.tb_next
+    # Of an error in the backward pass, the cause has the calls that led to the operation.
+    by_cause = _calls(error.__cause__)
     # Of two calls at one line, the inner one is the operation's.
     innermost: dict[str, TracebackType] = {}
     for line, call in reversed(calls):
-        innermost.setdefault(line, call)
-    return innermost
+        if line not in by_cause:
+            innermost.setdefault(line, call)
+    return innermost | by_cause
