@@ -409,7 +409,7 @@ _AGREED = b"="  # the rest is what `combine` has returned
 _AGREED_AT_OTHER_LINES = b"~"  # as before, and the call is at different lines of the user's code
 _OTHER_CALLS = b"?"
 _OTHER_HISTORIES = b"#"
-_ABSENT = b"-"  # the rest says who did not come in time
+_ABSENT = b"-"  # the rest says who did not come in time, and to which call
 _LEFT = b"!"  # the rest is what a process has left, and why
 
 # What a process that has waited too long gives the first participant to answer, if all have come.
@@ -476,23 +476,27 @@ class _Channel:
         They may be at the last meeting of this process or on their way to the next one.
         """
         self._is_over = True
-        mark_broken(_thread.call.what, self.participants)
-        left = [_thread.call.with_line(), type(error).__name__, _process.index]
+        call = _thread.call
+        mark_broken(call.what, self.participants)
+        left = [call.with_line(), type(error).__name__, _process.index]
         with suppress(jax.errors.JaxRuntimeError):
             for number in (self._number - 1, self._number):
-                self._end(f"{self._key}/{number}", _LEFT + json.dumps(left).encode())
+                self._meeting(number, call, 0).end(_LEFT + json.dumps(left).encode())
+
+    def _meeting(self, number: int, call: _Call, seconds: float) -> "_Meeting":
+        return _Meeting(f"{self._key}/{number}", self.participants, call, seconds)
 
     def _attend(
         self, call: _Call, payload: bytes, combine: Combine, timeout: float | None
     ) -> Answer:
         """Comes to the next meeting, and raises unless all have come to it with the same call."""
         number, self._number = self._number, self._number + 1
-        key, client, interrupts = f"{self._key}/{number}", _process.client(), _thread.interrupts
-        seconds = TIMEOUT if timeout is None else timeout
-        client.key_value_set_bytes(f"{key}/said/{_process.index}", call.hashes() + payload)
+        meeting = self._meeting(number, call, TIMEOUT if timeout is None else timeout)
+        interrupts = _thread.interrupts
+        meeting.send(payload)
 
         def wait() -> tuple[bytes, list[bytes]]:
-            answer, messages = self._wait(key, combine, seconds)
+            answer, messages = meeting.wait(combine)
             if interrupts is not None and answer[:1] in (_AGREED, _AGREED_AT_OTHER_LINES):
                 interrupts.hold()  # the others go on with the call
             return answer, messages
@@ -502,77 +506,17 @@ class _Channel:
         answer, messages = wait_in_thread(wait)
         kind, rest = answer[:1], answer[1:]
         if kind == _ABSENT:
-            raise ProcessError(_absent(call, rest.decode(), timeout))
+            raise ProcessError(_absent(call, timeout, *json.loads(rest)))
         if kind == _LEFT:
             raise ProcessError(f"{call.what}: {_left(*json.loads(rest))}")
         if kind == _OTHER_CALLS:
             raise ProcessError(f"{call.what}: {self._compare_calls(call, timeout)}")
         if kind == _OTHER_HISTORIES:
             raise ProcessError(f"{call.what}: {self._compare_histories(timeout)}")
+        meeting.forget()
         _thread.at_one_line = kind == _AGREED
         _thread.last_meeting = f"meeting {number}{self._name and f' ({self._name})'}"
-        # The service keeps keys until they are deleted. The last to read the answer does that.
-        if client.key_value_increment(f"{key}/read", 1) == len(self.participants):
-            client.key_value_delete(key)
         return Answer(rest, messages)
-
-    def _wait(self, key: str, combine: Combine, seconds: float) -> tuple[bytes, list[bytes]]:
-        """The answer of a meeting; and all messages, on the participant that gives it."""
-        client = _process.client()
-        if client.key_value_increment(f"{key}/came", 1) == len(self.participants):
-            self._wake_first(key)
-        if _process.index != self.participants[0]:
-            with _suppress_timeout():
-                return self._get(f"{key}/answer", seconds), []
-            return self._give_up(key, seconds), []
-        with _suppress_timeout():
-            self._get(f"{key}/all", seconds)
-        said = self._said(key)
-        if len(said) < len(self.participants):
-            return self._end(key, self._name_absent(said, seconds)), []
-        messages = [said[i] for i in self.participants]
-        return self._end(key, _compare(messages, combine)), [_payload(x) for x in messages]
-
-    def _get(self, key: str, seconds: float) -> bytes:
-        milliseconds = max(1, round(1000 * seconds))
-        return _process.client().blocking_key_value_get_bytes(key, milliseconds)
-
-    def _give_up(self, key: str, seconds: float) -> bytes:
-        """The answer of a meeting whose time is over for this process."""
-        # All who wait give up at about the same time. One of them reads who has come.
-        if _process.client().key_value_increment(f"{key}/late", 1) == 1:
-            said = self._said(key)
-            if len(said) < len(self.participants):
-                return self._end(key, self._name_absent(said, seconds))
-        with _suppress_timeout():
-            return self._get(f"{key}/answer", _SECONDS_TO_ANSWER)
-        first = f"process {self.participants[0]} of {_process.count}"
-        return self._end(key, _ABSENT + f"{first} came, and did not answer in time".encode())
-
-    def _said(self, key: str) -> dict[int, bytes]:
-        """The messages that have come to a meeting, by process."""
-        rows = _process.client().key_value_dir_get_bytes(f"{key}/said/")
-        return {int(name.rpartition("/")[2]): value for name, value in rows}
-
-    def _name_absent(self, said: Mapping[int, bytes], seconds: float) -> bytes:
-        names = named_processes([i for i in self.participants if i not in said])
-        fact = f"{names} of {_process.count} did not arrive within {seconds:g} s"
-        return _ABSENT + fact.encode()
-
-    def _wake_first(self, key: str) -> None:
-        """Ends the wait of the first participant, which then reads who has come."""
-        _process.client().key_value_set_bytes(f"{key}/all", b"", allow_overwrite=True)
-
-    def _end(self, key: str, answer: bytes) -> bytes:
-        """Ends a meeting with an answer, unless it has one; returns the one that it has."""
-        client = _process.client()
-        if _process.index != self.participants[0]:
-            self._wake_first(key)
-        try:
-            client.key_value_set_bytes(f"{key}/answer", answer)
-        except jax.errors.JaxRuntimeError:  # the service keeps the first value of a key
-            return client.key_value_try_get_bytes(f"{key}/answer")
-        return answer
 
     def _compare_calls(self, call: _Call, timeout: float | None) -> str:
         """Names the calls that processes make, in another meeting, to which all of them come."""
@@ -598,6 +542,93 @@ class _Channel:
         entries = json.dumps([self.steps.entries(), self.batches.entries()])
         own = zlib.compress(entries.encode())
         return self._attend(_Call("comparing histories"), own, combine, timeout).combined.decode()
+
+
+class _Meeting(NamedTuple):
+    """One meeting: where its keys are in the service, and with which call this process comes.
+
+    The keys below `key`, in the order in which they are set:
+
+        said/3   the hashes and the message of process 3
+        came     how many have sent theirs
+        all      wakes the first participant, once all have
+        late     how many have given up
+        answer   how the meeting ended: the service keeps the first value
+        read     how many have read it
+    """
+
+    key: str
+    participants: tuple[int, ...]
+    call: _Call
+    seconds: float  # to wait for the others
+
+    def send(self, payload: bytes) -> None:
+        message = self.call.hashes() + payload
+        _process.client().key_value_set_bytes(f"{self.key}/said/{_process.index}", message)
+
+    def wait(self, combine: Combine) -> tuple[bytes, list[bytes]]:
+        """The answer; and all messages, on the first participant, which gives it."""
+        client = _process.client()
+        if client.key_value_increment(f"{self.key}/came", 1) == len(self.participants):
+            self._wake_first()
+        if _process.index != self.participants[0]:
+            with _suppress_timeout():
+                return self._get("answer", self.seconds), []
+            return self._give_up(), []
+        with _suppress_timeout():
+            self._get("all", self.seconds)
+        said = self._said()
+        if len(said) < len(self.participants):
+            return self.end(self._absence(said)), []
+        messages = [said[i] for i in self.participants]
+        return self.end(_compare(messages, combine)), [_payload(x) for x in messages]
+
+    def end(self, answer: bytes) -> bytes:
+        """Ends the meeting with an answer, unless it has one; returns the one that it has."""
+        client = _process.client()
+        if _process.index != self.participants[0]:
+            self._wake_first()
+        try:
+            client.key_value_set_bytes(f"{self.key}/answer", answer)
+        except jax.errors.JaxRuntimeError:  # there is one, or the service cannot be reached
+            return client.key_value_try_get_bytes(f"{self.key}/answer")
+        return answer
+
+    def forget(self) -> None:
+        """Deletes the keys, which the service would keep, once all have read the answer."""
+        client = _process.client()
+        if client.key_value_increment(f"{self.key}/read", 1) == len(self.participants):
+            client.key_value_delete(self.key)
+
+    def _give_up(self) -> bytes:
+        # All who wait give up at about the same time. One of them reads who has come.
+        if _process.client().key_value_increment(f"{self.key}/late", 1) == 1:
+            said = self._said()
+            if len(said) < len(self.participants):
+                return self.end(self._absence(said))
+        with _suppress_timeout():
+            return self._get("answer", _SECONDS_TO_ANSWER)
+        return self.end(self._absence({}))
+
+    def _absence(self, said: Mapping[int, bytes]) -> bytes:
+        """The answer of a meeting to which not all came in time, or the first of them was lost."""
+        absent = [i for i in self.participants if i not in said] if said else self.participants[:1]
+        names = f"{named_processes(absent)} of {_process.count}"
+        came = "did not arrive" if said else "came, and did not answer,"
+        fact = f"{names} {came} within {self.seconds:g} s"
+        return _ABSENT + json.dumps([fact, self.call.what, self.call.with_line()]).encode()
+
+    def _get(self, name: str, seconds: float) -> bytes:
+        milliseconds = max(1, round(1000 * seconds))
+        return _process.client().blocking_key_value_get_bytes(f"{self.key}/{name}", milliseconds)
+
+    def _said(self) -> dict[int, bytes]:
+        """The messages that have come, by process."""
+        rows = _process.client().key_value_dir_get_bytes(f"{self.key}/said/")
+        return {int(name.rpartition("/")[2]): value for name, value in rows}
+
+    def _wake_first(self) -> None:
+        _process.client().key_value_set_bytes(f"{self.key}/all", b"", allow_overwrite=True)
 
 
 @contextmanager
@@ -738,9 +769,11 @@ def _describe_line(line: str, function: str) -> str:
 # ------------------------------------------------------------------ messages
 
 
-def _absent(call: _Call, fact: str, timeout: float | None) -> str:
+def _absent(call: _Call, timeout: float | None, fact: str, what: str, waiting: str) -> str:
     longer = "" if timeout is None else ", or wait longer with `timeout=`"
     here = f" This process called it at {call.line}." if call.line else ""
+    if what != call.what:  # it has come later
+        here = f" It was at {waiting}: this process skipped that call, or made one more."
     return (
         f"{call.what}: {fact}. Nothing was done. Every process must make this call, at about the"
         f" same time. See the log of that process{longer}.{here}"
