@@ -412,7 +412,7 @@ _OTHER_HISTORIES = b"#"
 _ABSENT = b"-"  # the rest says who did not come in time, and to which call
 _LEFT = b"!"  # the rest is what a process has left, and why
 
-# What a process that has waited too long gives the first participant to answer, if all have come.
+# What those that have come give each other to answer.
 _SECONDS_TO_ANSWER = 5.0
 
 
@@ -510,25 +510,25 @@ class _Channel:
         if kind == _LEFT:
             raise ProcessError(f"{call.what}: {_left(*json.loads(rest))}")
         if kind == _OTHER_CALLS:
-            raise ProcessError(f"{call.what}: {self._compare_calls(call, timeout)}")
+            raise ProcessError(f"{call.what}: {self._compare_calls(call)}")
         if kind == _OTHER_HISTORIES:
-            raise ProcessError(f"{call.what}: {self._compare_histories(timeout)}")
+            raise ProcessError(f"{call.what}: {self._compare_histories()}")
         meeting.forget()
         _thread.at_one_line = kind == _AGREED
         _thread.last_meeting = f"meeting {number}{self._name and f' ({self._name})'}"
         return Answer(rest, messages)
 
-    def _compare_calls(self, call: _Call, timeout: float | None) -> str:
+    def _compare_calls(self, call: _Call) -> str:
         """Names the calls that processes make, in another meeting, to which all of them come."""
 
         def combine(messages: list[bytes]) -> bytes:
             rows = zip(self.participants, map(json.loads, messages), strict=True)
             return _different({i: _Call(*fields) for i, fields in rows}).encode()
 
-        own = json.dumps(call).encode()
-        return self._attend(_Call("comparing calls"), own, combine, timeout).combined.decode()
+        own, asking = json.dumps(call).encode(), _Call("comparing calls")
+        return self._attend(asking, own, combine, _SECONDS_TO_ANSWER).combined.decode()
 
-    def _compare_histories(self, timeout: float | None) -> str:
+    def _compare_histories(self) -> str:
         """Names the first step, or the first batch, in which processes differ that make one call.
 
         They exchange what they have done in another meeting, to which all of them come.
@@ -540,8 +540,8 @@ class _Channel:
             return f"{_OTHER_HISTORY}{first} {_THE_SAME_CALLS}".encode()
 
         entries = json.dumps([self.steps.entries(), self.batches.entries()])
-        own = zlib.compress(entries.encode())
-        return self._attend(_Call("comparing histories"), own, combine, timeout).combined.decode()
+        own, asking = zlib.compress(entries.encode()), _Call("comparing histories")
+        return self._attend(asking, own, combine, _SECONDS_TO_ANSWER).combined.decode()
 
 
 class _Meeting(NamedTuple):
