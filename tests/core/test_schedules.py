@@ -46,7 +46,7 @@ class Run:
         self.world = World(seed, self.count, faults)
         self.told: dict[tuple[int, int], bytes] = {}  # the answer, by call and process
         self.first: dict[int, str] = {}  # what a process names as the first failure
-        self.last: dict[int, int] = {}  # the calls that a process has made
+        self.hit = set[tuple[int, int]]()  # calls that were not delayed, but left
 
     def __call__(self, process: Process) -> None:
         for number in range(CALLS):
@@ -57,17 +57,17 @@ class Run:
                     pass
                 except (KeyboardInterrupt, SystemExit):
                     pass  # as somebody who catches it, and goes on
-            self.last[process.index] = number
         if process.broken:
             self.check_names_the_first_failure(process)
 
     def call(self, process: Process, number: int) -> None:
-        began, slept = self.world.clock, process.slept
+        began, slept, faults = self.world.clock, process.slept, len(process.faults)
         was_broken = process.broken
         try:
             with breaking_if_left():
                 with require_agreement(f"call {number}", timeout=TIMEOUT) as facts:
                     facts["x"] = str(self.differs == (process.index, number))
+                process.client().before("the user's code", "")
                 with all_or_none(f"call {number}", phase="end", timeout=TIMEOUT) as messages:
                     if self.raises == (process.index, number):
                         raise ZeroDivisionError
@@ -77,6 +77,8 @@ class Run:
         finally:
             took = self.world.clock - began - (process.slept - slept)
             assert took <= 2 * LONGEST, (number, process.index, took)
+            if any(fault != "delay" for fault, _ in process.faults[faults:]):
+                self.hit.add((number, process.index))
 
     def check_names_the_first_failure(self, process: Process) -> None:
         began = self.world.clock
@@ -92,6 +94,15 @@ class Run:
         for (number, i), answer in self.told.items():
             whole = "".join(f"{j} in {number}, " for j in range(self.count)).encode()
             assert answer == whole, (number, i, answer)
+            # Once one process returns, all do that are there.
+            for j in range(self.count):
+                assert {(number, j)} & {*self.told, *self.hit}, (number, i, j)
+        if self.skips is None and [fault.split()[0] for fault, _ in happened] in (
+            [],
+            ["interrupt"],
+            ["exit"],
+        ):
+            assert self.world.clock == 0  # all are told at once
         if not happened and self.skips is None:
             bad = {who[1] for who in (self.raises, self.differs) if who}
             # Whose facts differ is out of step from then on.
