@@ -23,8 +23,9 @@ class Client:
     `before` and `after` are called with the name and the key of each call, and may raise.
     """
 
-    def __init__(self, keys: dict[str, bytes]) -> None:
+    def __init__(self, keys: dict[str, bytes], received: list[int] | None = None) -> None:
         self.keys = keys
+        self.received = [] if received is None else received  # the bytes, by call
 
     def before(self, call: str, key: str) -> None: ...
 
@@ -66,6 +67,7 @@ class Client:
         if not self.wait_for(key, timeout_in_ms / 1000):
             raise JaxRuntimeError(f"DEADLINE_EXCEEDED: GetKeyValue() timed out with key: {key}")
         value = self.keys[key]
+        self.received.append(len(value))
         self.after("blocking_key_value_get_bytes", key)
         return value
 
@@ -73,6 +75,7 @@ class Client:
         self.before("key_value_dir_get_bytes", key)
         start = key.rstrip("/") + "/"
         rows = [(name, value) for name, value in self.keys.items() if name.startswith(start)]
+        self.received.append(sum(len(name) + len(value) for name, value in rows))
         self.after("key_value_dir_get_bytes", key)
         return rows
 
@@ -146,6 +149,7 @@ class Process(meetings._Process):
         self.sleeps_until = 0.0
         self.slept = 0.0
         self.has_ended = self.is_killed = False
+        self.received: list[int] = []  # bytes, by call of the service
 
     def run(self, program: Callable[["Process"], None]) -> None:
         _here.process = self
@@ -170,7 +174,7 @@ class Process(meetings._Process):
         return max(self.sleeps_until, self.awaits[1] if self.awaits else 0.0)
 
     def client(self) -> Any:
-        client = Client(self.world.keys)
+        client = Client(self.world.keys, self.received)
         client.before = self._before  # type: ignore[method-assign]
         client.after = self._after  # type: ignore[method-assign]
         client.wait_for = self._wait_for  # type: ignore[method-assign]

@@ -133,3 +133,46 @@ def test_no_mixture_no_hang_and_the_first_failure_is_named(
             raise
         seen.update(fault for process in run.world.processes for fault, _ in process.faults)
     assert len(seen) > 3  # kinds of faults
+
+
+@pytest.mark.parametrize("count", [2, 64, 512])
+def test_what_a_process_receives_does_not_grow_with_their_number(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first process receives what each says, and the others one answer."""
+    monkeypatch.setattr(meetings, "_process", Here())
+
+    def agree(_: Process) -> None:
+        with require_agreement("save", timeout=TIMEOUT) as facts:
+            facts["the path"] = "/runs/7"
+
+    world = World(0, count, [])
+    world.run(agree)
+    first, *others = (sum(process.received) for process in world.processes)
+    assert first < 128 * count
+    assert max(others) < 16
+    assert not world.keys
+
+
+@pytest.mark.parametrize("count", [2, 64])
+def test_one_of_those_that_waited_reads_who_is_absent(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first process, which would have read it, and another one."""
+    monkeypatch.setattr(meetings, "_process", Here())
+    errors: list[str] = []
+
+    def go_on_without_two(process: Process) -> None:
+        if process.index not in (0, 9):
+            with pytest.raises(ProcessError) as told, all_or_none("save", timeout=TIMEOUT):
+                pass
+            errors.append(str(told.value))
+
+    world = World(0, count, [])
+    world.run(go_on_without_two)
+    absent = "process 0 of 2" if count == 2 else "processes 0, 9 of 64"
+    start = f"save: {absent} did not arrive within 10 s. Nothing was done. Every process must"
+    assert [error[: len(start)] for error in errors] == [start] * (count - 2 + (count == 2))
+    assert world.clock == TIMEOUT
+    reads = [line for line in world.log if "key_value_dir_get_bytes" in line]
+    assert len(reads) == 1
