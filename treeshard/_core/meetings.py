@@ -566,17 +566,21 @@ class _Meeting(NamedTuple):
         message = self.call.hashes() + payload
         _process.client().key_value_set_bytes(f"{self.key}/said/{_process.index}", message)
 
+    def come(self) -> None:
+        """Counts this process, whose message is there."""
+        came = _process.client().key_value_increment(f"{self.key}/came", 1)
+        if came == len(self.participants):
+            self._wake_first()
+
     def wait(self, combine: Combine) -> tuple[bytes, list[bytes]]:
         """The answer; and all messages, on the first participant, which gives it."""
-        client = _process.client()
-        if client.key_value_increment(f"{self.key}/came", 1) == len(self.participants):
-            self._wake_first()
+        self.come()
         if _process.index != self.participants[0]:
             with _suppress_timeout():
-                return self._get("answer", self.seconds), []
+                return self.get("answer", self.seconds), []
             return self._give_up(), []
         with _suppress_timeout():
-            self._get("all", self.seconds)
+            self.get("all", self.seconds)
         said = self._said()
         if len(said) < len(self.participants):
             return self.end(self._absence(said)), []
@@ -607,7 +611,7 @@ class _Meeting(NamedTuple):
             if len(said) < len(self.participants):
                 return self.end(self._absence(said))
         with _suppress_timeout():
-            return self._get("answer", _SECONDS_TO_ANSWER)
+            return self.get("answer", _SECONDS_TO_ANSWER)
         return self.end(self._absence({}))
 
     def _absence(self, said: Mapping[int, bytes]) -> bytes:
@@ -618,7 +622,7 @@ class _Meeting(NamedTuple):
         fact = f"{names} {came} within {self.seconds:g} s"
         return _ABSENT + json.dumps([fact, self.call.what, self.call.with_line()]).encode()
 
-    def _get(self, name: str, seconds: float) -> bytes:
+    def get(self, name: str, seconds: float) -> bytes:
         milliseconds = max(1, round(1000 * seconds))
         return _process.client().blocking_key_value_get_bytes(f"{self.key}/{name}", milliseconds)
 
