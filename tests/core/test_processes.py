@@ -11,7 +11,7 @@ import jax
 import pytest
 
 import treeshard as ts
-from tests.core.simulated_service import Client, Service
+from tests.core.simulated_service import Client
 from tests.helpers import runs, wait_until
 from tests.multiprocess import exchange_checks, launcher
 from treeshard._core import meetings
@@ -110,20 +110,21 @@ def test_a_service_that_is_gone_is_a_typed_error(
     """Whichever of its calls fails first; and as with any failed meeting, later ones raise."""
     gone: list[str] = []
 
-    def before(name: str) -> None:
+    def before(name: str, _key: str) -> None:
         gone.extend([call] * (name == call))
         if gone:
             raise jax.errors.JaxRuntimeError(
                 "UNAVAILABLE: failed to connect to all addresses\nmore"
             )
 
-    service = Service()
-    monkeypatch.setattr(meetings, "coordination_client", lambda: Client(service, before))
-    monkeypatch.setattr(meetings, "_process", meetings._Process())
-    # Process 1 makes the same call at each meeting, and has read all answers.
-    monkeypatch.setattr(meetings._Call, "hashes", lambda _: b"\0" * 24)
+    # Process 1 makes the same call, and has read the answer.
     key = f"treeshard/{meetings._hash_participants([0, 1])}/0"
-    service.keys |= {f"{key}/said/1": b"\0" * 24, f"{key}/came": b"1", f"{key}/read": b"1"}
+    keys = {f"{key}/said/1": b"\0" * 24, f"{key}/came": b"1", f"{key}/read": b"1"}
+    client = Client(keys)
+    client.before = before  # type: ignore[method-assign]
+    monkeypatch.setattr(meetings, "coordination_client", lambda: client)
+    monkeypatch.setattr(meetings, "_process", meetings._Process())
+    monkeypatch.setattr(meetings._Call, "hashes", lambda _: b"\0" * 24)
     with pytest.raises(ts.ProcessError) as told:
         exchange("save", b"", among=[0, 1])
     assert "UNAVAILABLE: failed to connect to all addresses)" in str(told.value)

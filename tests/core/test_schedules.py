@@ -53,8 +53,9 @@ class Run:
             if self.skips != (process.index, number):
                 try:
                     self.call(process, number)
-                except (ProcessError, ZeroDivisionError):
-                    pass
+                except (ProcessError, ZeroDivisionError) as error:
+                    if " did not arrive within " in str(error):
+                        assert self.world.clock >= TIMEOUT, error
                 except (KeyboardInterrupt, SystemExit):
                     pass  # as somebody who catches it, and goes on
         if process.broken:

@@ -168,7 +168,7 @@ def check_who_waits_for_the_next_meeting_of_a_call_that_one_has_left(context: Co
         with pytest.raises(kind if context.index == 1 else ProcessError) as told:
             load_and_leave(kind if context.index == 1 else None)
         if context.index == 0:
-            assert f" was left by a {kind.__name__} on process 1. " in str(told.value)
+            assert f" was left by a {kind.__name__} on process 1. " in str(told.value), told.value
         assert_out_of_step("load")
 
 

@@ -590,12 +590,12 @@ class _Meeting(NamedTuple):
     def end(self, answer: bytes) -> bytes:
         """Ends the meeting with an answer, unless it has one; returns the one that it has."""
         client = _process.client()
-        if _process.index != self.participants[0]:
-            self._wake_first()
         try:
             client.key_value_set_bytes(f"{self.key}/answer", answer)
         except jax.errors.JaxRuntimeError:  # there is one, or the service cannot be reached
-            return client.key_value_try_get_bytes(f"{self.key}/answer")
+            answer = client.key_value_try_get_bytes(f"{self.key}/answer")
+        if _process.index != self.participants[0]:
+            self._wake_first()  # not before: it would say that others are absent
         return answer
 
     def forget(self) -> None:
