@@ -6,16 +6,16 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from unittest.mock import Mock
 
 import jax
 import pytest
 
 import treeshard as ts
+from tests.core.simulated_service import Client
 from tests.helpers import runs, wait_until
 from tests.multiprocess import exchange_checks, launcher
 from treeshard._core import meetings
-from treeshard._core.meetings import _absent, exchange
+from treeshard._core.meetings import exchange
 
 *CHECKS, FAILING = launcher.checks_of(exchange_checks)
 
@@ -52,7 +52,7 @@ def test_whoever_sleeps_is_ended_with_what_it_started(tmp_path: Path) -> None:
 
 
 def test_without_the_service_the_error_names_the_fix() -> None:
-    assert exchange("talking to itself", b"yes", timeout=0.01) == [b"yes"]
+    assert exchange("talking to itself", b"yes", timeout=0.01).messages == [b"yes"]
     with pytest.raises(ts.ProcessError, match=r"Call `jax\.distributed\.initialize\(\)` first"):
         meetings._process.client()
 
@@ -92,50 +92,39 @@ def test_the_first_difference_of_two_histories_is_named(
     assert found == (first and f" The first: {first}.")
 
 
-def test_a_lost_process_is_told_by_the_time_waited() -> None:
-    error = RuntimeError("INTERNAL: Barrier failed because: Task 1 heartbeat timeout.\nmore")
-    assert _absent(meetings._Call("gather"), [1], 7.4, 60.0, error) == (
-        "gather: process 1 of 1 ended or cannot be reached, as was noticed after 7 s of waiting"
-        " (INTERNAL: Barrier failed because: Task 1 heartbeat timeout.). Nothing was done. See the"
-        " log of the missing process."
-    )
-
-
 # ------------------------------------------------------------------ a service that is gone
 
-GONE = jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect to all addresses\nmore")
 CALLS = (
     "key_value_set_bytes",
+    "key_value_increment",
+    "blocking_key_value_get_bytes",
     "key_value_dir_get_bytes",
-    "wait_at_barrier",
     "key_value_delete",
 )
 
 
-@pytest.fixture
-def client(monkeypatch: pytest.MonkeyPatch) -> Mock:
-    """A service in which process 0 meets with a process 1 that always agrees."""
-    said: dict[str, bytes] = {}
-    client = Mock()
-    client.key_value_set_bytes.side_effect = lambda key, value, **_: said.update({key: value})
-    client.key_value_dir_get_bytes.side_effect = lambda start: [
-        (f"{start}{i}", value)
-        for key, value in said.items()
-        if key.startswith(start)
-        for i in (0, 1)
-    ]
+@pytest.mark.parametrize("call", CALLS)
+def test_a_service_that_is_gone_is_a_typed_error(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever of its calls fails first; and as with any failed meeting, later ones raise."""
+    gone: list[str] = []
+
+    def before(name: str, _key: str) -> None:
+        gone.extend([call] * (name == call))
+        if gone:
+            raise jax.errors.JaxRuntimeError(
+                "UNAVAILABLE: failed to connect to all addresses\nmore"
+            )
+
+    # Process 1 makes the same call, and has read the answer.
+    key = f"treeshard/{meetings._hash_participants([0, 1])}/0"
+    keys = {f"{key}/said/1": b"\0" * 24, f"{key}/came": b"1", f"{key}/read": b"1"}
+    client = Client(keys)
+    client.before = before  # type: ignore[method-assign]
     monkeypatch.setattr(meetings, "coordination_client", lambda: client)
     monkeypatch.setattr(meetings, "_process", meetings._Process())
-    return client
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_a_service_that_is_gone_is_a_typed_error(call: str, client: Mock) -> None:
-    """Whichever of its calls fails first; and as with any failed meeting, later ones raise."""
-    if call == "key_value_delete":  # of the message of the meeting before
-        exchange("begin", b"", among=[0, 1])
-    for later in (*CALLS[CALLS.index(call) :], "key_value_set", "key_value_try_get"):
-        getattr(client, later).side_effect = GONE
+    monkeypatch.setattr(meetings._Call, "hashes", lambda _: b"\0" * 24)
     with pytest.raises(ts.ProcessError) as told:
         exchange("save", b"", among=[0, 1])
     assert "UNAVAILABLE: failed to connect to all addresses)" in str(told.value)

@@ -62,7 +62,7 @@ three, test_three_processes_that_disagree = launcher.tests_of(
 
 def test_large_parts_go_in_pieces_that_fit_a_chunk() -> None:
     part = ((2, 5), (0, 3), (7, CHUNK_BYTES))
-    pieces = _pieces(part, 4)
+    pieces = [*_pieces(part, 4, CHUNK_BYTES)]
     assert len(set(pieces)) == len(pieces)
     sizes = [4 * math.prod(region_shape(piece)) for piece in pieces]
     assert max(sizes) <= CHUNK_BYTES

@@ -205,6 +205,10 @@ def relative_slices(part: Region, region: Region) -> tuple[slice, ...]:
     return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(part, region, strict=True))
 
 
+def slices_of(region: Region) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in region)
+
+
 def runs(region: Region, shape: Sequence[int]) -> tuple[np.ndarray, int]:
     """The starts of the contiguous runs of a region in the C order of its array, and their length.
 

@@ -120,7 +120,7 @@ class Facts(dict[str, str]):
 
 
 def _hash(x: Any) -> str:
-    return hashlib.sha256(json.dumps(x).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(x).encode()).hexdigest()[:16]
 
 
 def _placement(sharding: Sharding, meshes: dict[Any, str]) -> str:

@@ -1,6 +1,7 @@
 """The memory of hosts on which several processes run: each of them sees the same bytes free, and
 what one takes, the others lack."""
 
+import hashlib
 import json
 import os
 from collections import defaultdict
@@ -8,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from treeshard._core.meetings import MeetingOptions
 from treeshard._core.memory import lacking_memory, shared_memory
 from treeshard._core.processes import TIMEOUT, all_or_none
 from treeshard._core.text import human_bytes
@@ -32,11 +34,21 @@ def check_memory_of_hosts(
         among: As in `all_or_none`.
         timeout: As in `all_or_none`.
     """
-    with all_or_none(what, phase="memory", among=among, timeout=timeout) as messages:
+    options: MeetingOptions = {"phase": "memory", "among": among, "timeout": timeout}
+    with all_or_none(what, _lacking_on_a_host, **options) as messages:
         if lacking := lacking_memory(needed, threads):
             raise error(*lacking)
-        messages.append(json.dumps([host_id(), needed, shared_memory()]).encode())
-    # Each process has found its own need below what is free. Together they may need more.
+        host = hashlib.sha256(host_id().encode()).hexdigest()[:16]
+        messages.own = json.dumps([host, needed, shared_memory()]).encode()
+    if messages.answer:
+        raise error(*json.loads(messages.answer))
+
+
+def _lacking_on_a_host(messages: list[bytes]) -> bytes:
+    """What the processes of one host need and is available, in words, and what is available.
+
+    Each process has found its own need below what is free. Together they may need more.
+    """
     hosts = defaultdict[str, list[tuple[int, int | None]]](list)
     for host, there, free in map(json.loads, messages):
         hosts[host].append((there, free))
@@ -46,7 +58,9 @@ def check_memory_of_hosts(
         free = min((free for _, free in rows if free is not None), default=total)
         if len(rows) > 1 and total > free:
             fact = f"{human_bytes(total)} of host memory in {len(rows)} processes of one host"
-            raise error(f"{fact}, and {human_bytes(max(free, 0))} are available.", free)
+            text = f"{fact}, and {human_bytes(max(free, 0))} are available."
+            return json.dumps([text, free]).encode()
+    return b""
 
 
 def host_id() -> str:

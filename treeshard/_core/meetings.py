@@ -4,14 +4,18 @@ Messages go through the coordination service of JAX's own runtime, so no device 
 nothing is compiled. `jax.experimental.multihost_utils` does the same by a program on all devices:
 if one process does not start it, the others wait forever, and nobody says for whom.
 
-1. The meetings of the same processes are numbered. At each, a process says which call it makes, in
-   which thread, and, as a hash, which steps and batches it has made since the start. If any of
-   these differ, a process skipped a call, or two threads of one process call at once: then all
-   processes raise, before any data moves.
-2. There is no repair after that, nor after a call that some processes left, for lack of time or for
+1. The meetings of the same processes are numbered. At each, every process sends hashes of which
+   call it makes, in which thread, and of which steps and batches it has made since the start. The
+   first participant compares them and gives one answer, which all the others wait for. So what a
+   process receives does not grow with their number. If hashes differ, a process skipped a call, or
+   two threads of one process call at once: then all say in another meeting what they do, and all
+   raise, before any data moves.
+2. The answer is a key that the service keeps as it was first set. Whoever has waited too long, or
+   leaves, sets it too, so a meeting has one outcome, also for a process that comes later.
+3. There is no repair after that, nor after a call that some processes left, for lack of time or for
    a Ctrl-C: as a broken `threading.Barrier`, every later call raises, and names the first failure.
    What goes on is a call on which all had agreed before, such as a save in the background.
-3. When such a process ends, it does not wait for the others, which may wait for it.
+4. When such a process ends, it does not wait for the others, which may wait for it.
 
 A process that skips one of two calls that look the same, with neither a step nor a batch of
 treeshard between them, is not noticed here, but by its arrays: `set_origin` notes which call of
@@ -29,16 +33,16 @@ import threading
 import time
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import count
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import jax
 from jax.core import Tracer
 
 from treeshard._core.jax_private import coordination_client
-from treeshard._core.text import in_groups
+from treeshard._core.text import in_groups, named_processes
 from treeshard._core.threads import HeldInterrupts, end_process, wait_in_thread
 from treeshard.errors import ProcessError, own_lines, walk_calls, warn
 
@@ -46,6 +50,10 @@ from treeshard.errors import ProcessError, own_lines, walk_calls, warn
 TIMEOUT = 60.0
 # For waits while others do work of unknown length. If one of them dies, JAX itself ends the rest.
 AS_LONG_AS_IT_TAKES = 7 * 86400.0
+
+
+# Makes the answer from the messages of all participants, on the first of them.
+Combine = Callable[[list[bytes]], bytes]
 
 
 class MeetingOptions(TypedDict, total=False):
@@ -58,6 +66,13 @@ class MeetingOptions(TypedDict, total=False):
     channel: str
 
 
+class Answer(NamedTuple):
+    """What a process receives at a meeting."""
+
+    combined: bytes  # the same on all participants
+    messages: list[bytes]  # of all participants, on the first one alone; empty on the others
+
+
 def indices(among: Sequence[int] | None) -> list[int]:
     """The indices of the participating processes; `among` is that of `exchange`."""
     if among is None:
@@ -68,15 +83,15 @@ def indices(among: Sequence[int] | None) -> list[int]:
 def exchange(
     what: str,
     payload: bytes,
+    combine: Combine = b"".join,
     *,
     phase: str = "",
     among: Sequence[int] | None = None,
     timeout: float | None = None,
     moves: bool = True,
     channel: str = "",
-) -> list[bytes]:
-    """Sends a message to every participating process; returns those of all, in order of their
-    indices.
+) -> Answer:
+    """Sends a message to the first participating process; returns its answer.
 
     Either all processes return or all raise a `ProcessError`, which says who is missing or makes
     another call: a process that arrives late gets the error too.
@@ -84,6 +99,8 @@ def exchange(
     Args:
         what: The operation, such as `"save /runs/7/step_100"`; the same on every process.
         payload: The message of this process.
+        combine: Makes the answer from all messages, in the order of the processes' indices. Every
+            process receives the answer, so it should not grow with their number.
         phase: What the operation does now, such as `"read"`, if it is not its first meeting: so
             that a process that left the operation, and began it again, does not meet with others
             that are in the middle of it.
@@ -97,13 +114,13 @@ def exchange(
     """
     participants = indices(among)
     if participants == [_process.index]:
-        return [payload]
+        return Answer(combine([payload]), [payload])
     # Others wait for what goes on, and would never end.
     if timeout is None or timeout < AS_LONG_AS_IT_TAKES:
         check_not_broken(what, participants)
     if not (moves or is_main_thread()):
         channel = channel or "background"
-    return _channel(participants, channel).meet(what, phase, payload, timeout, moves=moves)
+    return _channel(participants, channel).meet(what, phase, payload, combine, timeout, moves=moves)
 
 
 def exclusive(among: Sequence[int], channel: str = "") -> AbstractContextManager[Any]:
@@ -132,7 +149,7 @@ def mark_broken(what: str, among: Sequence[int] | None) -> None:
         return
     _process.broken = _thread.call._replace(what=what).with_line()
     # The first process to say so decides what all of them name. Without the service: this one.
-    key = f"{_process.names}{_BROKEN}{'-'.join(map(str, indices(among)))}"
+    key = f"{_process.names}{_BROKEN}{_hash_participants(indices(among))}"
     with suppress(jax.errors.JaxRuntimeError, ProcessError):
         _process.client().key_value_set(key, _process.broken)
     with suppress(jax.errors.JaxRuntimeError, ProcessError):
@@ -197,7 +214,7 @@ def _end_if_broken() -> None:
 
 def _broken_of_others() -> str:
     """The call that failed on other processes with which this one had a meeting."""
-    participants = {"-".join(map(str, channel.participants)) for channel in _process.all_channels()}
+    participants = {_hash_participants(channel.participants) for channel in _process.all_channels()}
     if not participants:
         return ""
     with suppress(jax.errors.JaxRuntimeError, ProcessError):
@@ -210,12 +227,12 @@ def _broken_of_others() -> str:
 def _let_others_end() -> None:
     """Waits on process 0, which has the service: without it JAX aborts the others, which could not
     say why they end."""
-    client, me, ends = _process.client(), _process.index, f"{_process.names}ends/"
-    client.key_value_set(f"{ends}{me}", "")
-    if me != 0:
+    client, ends = _process.client(), f"{_process.names}ends"
+    client.key_value_increment(ends, 1)
+    if _process.index != 0:
         return
     until = time.monotonic() + _SECONDS_TO_END
-    while len(client.key_value_dir_get(ends)) < _process.count:
+    while int(client.key_value_try_get(ends)) < _process.count:
         if time.monotonic() > until:
             return
         time.sleep(0.05)
@@ -310,21 +327,27 @@ def last_meeting() -> str:
     return _thread.last_meeting
 
 
-def check_lines(what: str) -> None:
+def check_lines(what: str, **options: Unpack[MeetingOptions]) -> None:
     """Compares the lines at which the processes made the call of this thread's last meeting.
 
     Other lines alone are no mistake: `if process_index() == 0:` has one in each branch. So they are
     a warning, and an error if all processes have made this call at each of these lines together.
     """
-    channel, lines = _thread.channel, _thread.lines
-    here = set(lines.values())
-    if "" in here:
+    channel, line = _thread.channel, _thread.call.line
+    if _thread.at_one_line:
+        channel.common_lines |= {line} - {""}
         return
-    if len(here) == 1:
-        channel.common_lines |= here
+
+    def combine(lines: list[bytes]) -> bytes:
+        by_process = dict(zip(channel.participants, map(bytes.decode, lines), strict=True))
+        return json.dumps([sorted({*by_process.values()}), in_groups(by_process)]).encode()
+
+    answer = exchange(what, line.encode(), combine, **{**options, "phase": "lines"})
+    lines, groups = json.loads(answer.combined)
+    if "" in lines:
         return
-    text = f"{what}: the processes make this call at different lines: {in_groups(lines)}."
-    if here <= channel.common_lines:
+    text = f"{what}: the processes make this call at different lines: {groups}."
+    if channel.common_lines.issuperset(lines):
         mark_broken(what, channel.participants)
         raise ProcessError(f"{text} {_AT_COMMON_LINES} {_THE_SAME_CALLS}")
     warn(f"{text} {_AT_OTHER_LINES}")
@@ -334,18 +357,26 @@ def check_lines(what: str) -> None:
 
 
 class _Call(NamedTuple):
-    """What a process says at a meeting. All but the line must be the same on all processes."""
+    """What a process does as it comes to a meeting. All but the line must be the same on all."""
 
     what: str  # the operation
     phase: str = ""  # what it does now
     thread: str = ""  # the name of the thread that makes the call
     history: str = ""  # a hash of the steps and batches so far
-    left: str = ""  # the type of what made the process leave, and not come to meetings any more
     line: str = ""  # of the user's code: `train.py:41 (log) < train.py:60 (main)`
+    version: str = ""  # of treeshard
 
     def with_line(self) -> str:
         """`save, train.py:41 (log)`"""
         return ", ".join(filter(None, (self.what, self.line.partition(" < ")[0])))
+
+    def hashes(self) -> bytes:
+        """What others compare: a hash of the call, of its history, and of its line."""
+        call = json.dumps(self._replace(history="", line=""))
+        return b"".join(bytes.fromhex(_hash(x)) for x in (call, self.history, self.line))
+
+
+_HASH_BYTES = 8
 
 
 class _History:
@@ -373,6 +404,17 @@ class _HistoryOfThread(threading.local, _History):
 
 _BROKEN = "out-of-step/"  # in the keys of the service that say that a call has failed
 
+# The first byte of an answer says how a meeting ended.
+_AGREED = b"="  # the rest is what `combine` has returned
+_AGREED_AT_OTHER_LINES = b"~"  # as before, and the call is at different lines of the user's code
+_OTHER_CALLS = b"?"
+_OTHER_HISTORIES = b"#"
+_ABSENT = b"-"  # the rest says who did not come in time, and to which call
+_LEFT = b"!"  # the rest is what a process has left, and why
+
+# What those that have come give each other to answer.
+_SECONDS_TO_ANSWER = 5.0
+
 
 class _Channel:
     """A sequence of meetings of some processes, and what this one has done between them."""
@@ -385,7 +427,7 @@ class _Channel:
         self.common_lines = set[str]()  # where all have made a call together; see `check_lines`
         self._counts = Counter[str]()  # of steps, batches and programs, in all threads
         self._name = name
-        self._key = _process.names + "-".join(map(str, participants))
+        self._key = _process.names + _hash_participants(participants)
         if name:
             self._key += "." + _hash(name)
         self._number = 0  # of the next meeting
@@ -397,8 +439,15 @@ class _Channel:
         return self._counts[kind]
 
     def meet(
-        self, what: str, phase: str, payload: bytes, timeout: float | None, *, moves: bool
-    ) -> list[bytes]:
+        self,
+        what: str,
+        phase: str,
+        payload: bytes,
+        combine: Combine,
+        timeout: float | None,
+        *,
+        moves: bool,
+    ) -> Answer:
         thread = "" if self._name else threading.current_thread().name
         # A thread in the background goes on with a call that the user's code has made.
         self._line = _user_lines() or self._line
@@ -406,18 +455,13 @@ class _Channel:
             if self._is_over:
                 check_not_broken(what, self.participants)
             history = self.steps.hash + self.batches.hash if moves else ""
-            call = _Call(what, phase, thread, history, line=self._line)
+            version = sys.modules["treeshard"].__version__
+            call = _Call(what, phase, thread, history, self._line, version)
             _thread.meetings, _thread.channel, _thread.call = _thread.meetings + 1, self, call
             try:
                 release_interrupts()
                 with _typed_errors(what):
-                    messages = self._attend(call, payload, timeout)
-                    calls = {i: call for i, (call, _) in messages.items()}
-                    if _differ(calls):
-                        raise ProcessError(_different(what, calls))
-                    if len({call.history for call in calls.values()}) > 1:
-                        raise ProcessError(self._first_difference(call, timeout))
-                _thread.lines = {i: call.line for i, call in calls.items()}
+                    return self._attend(call, payload, combine, timeout)
             except ProcessError:  # of all processes that come to this meeting
                 self._is_over = True
                 mark_broken(what, self.participants)
@@ -425,7 +469,6 @@ class _Channel:
             except BaseException as error:  # such as a Ctrl-C
                 self.leave(error)
                 raise
-        return [messages[i][1] for i in self.participants]
 
     def leave(self, error: BaseException) -> None:
         """Tells the others that this process will come to no meeting any more, because of an error.
@@ -433,92 +476,193 @@ class _Channel:
         They may be at the last meeting of this process or on their way to the next one.
         """
         self._is_over = True
-        mark_broken(_thread.call.what, self.participants)
-        call = _thread.call._replace(left=type(error).__name__)
-        others = [i for i in self.participants if i != _process.index]
-        for number in (self._number - 1, self._number):
-            with suppress(jax.errors.JaxRuntimeError):
-                self._send(number, call, b"")
-            # The service fails a barrier, on all processes and at once, that one of them calls with
-            # other participants. (If this process is waiting at it, this call fails alone, and the
-            # others read the message above.)
-            with suppress(jax.errors.JaxRuntimeError):
-                _process.client().wait_at_barrier(f"{self._key}/{number}", 1, others)
+        call = _thread.call
+        mark_broken(call.what, self.participants)
+        left = [call.with_line(), type(error).__name__, _process.index]
+        with suppress(jax.errors.JaxRuntimeError):
+            for number in (self._number - 1, self._number):
+                self._meeting(number, call, 0).end(_LEFT + json.dumps(left).encode())
+
+    def _meeting(self, number: int, call: _Call, seconds: float) -> "_Meeting":
+        return _Meeting(f"{self._key}/{number}", self.participants, call, seconds)
 
     def _attend(
-        self, call: _Call, payload: bytes, timeout: float | None
-    ) -> dict[int, tuple[_Call, bytes]]:
-        """The calls and messages of one meeting, by process."""
+        self, call: _Call, payload: bytes, combine: Combine, timeout: float | None
+    ) -> Answer:
+        """Comes to the next meeting, and raises unless all have come to it with the same call."""
         number, self._number = self._number, self._number + 1
-        self._send(number, call, payload)
-        began = time.monotonic()
-        try:
-            # The service decides once how a barrier ends. A process that comes to one that has
-            # failed gets the same error at once, so all processes count the same meetings.
-            self._wait(number, TIMEOUT if timeout is None else timeout)
-            messages = self._messages(number, call.what)
-        except jax.errors.JaxRuntimeError as error:
-            calls = {i: there for i, (there, _) in self._messages(number, call.what).items()}
-            if _differ(calls):
-                raise ProcessError(_different(call.what, calls)) from None
-            absent = [i for i in self.participants if i not in calls]
-            waited = time.monotonic() - began
-            raise ProcessError(_absent(call, absent, waited, timeout, error)) from None
-        _thread.last_meeting = f"meeting {number}{self._name and f' ({self._name})'}"
-        # The service keeps values until they are deleted. All have come to this meeting, so they
-        # have read the messages of the one before.
-        if number:
-            _process.client().key_value_delete(f"{self._key}/{number - 1}/{_process.index}")
-        return messages
+        meeting = self._meeting(number, call, TIMEOUT if timeout is None else timeout)
+        interrupts = _thread.interrupts
+        meeting.send(payload)
 
-    def _wait(self, number: int, seconds: float) -> None:
-        client, interrupts = _process.client(), _thread.interrupts
-        milliseconds = max(1, round(1000 * seconds))
-
-        def wait() -> None:
-            client.wait_at_barrier(f"{self._key}/{number}", milliseconds, list(self.participants))
-            if interrupts is not None:  # the others go on with the call
-                interrupts.hold()
+        def wait() -> tuple[bytes, list[bytes]]:
+            answer, messages = meeting.wait(combine)
+            if interrupts is not None and answer[:1] in (_AGREED, _AGREED_AT_OTHER_LINES):
+                interrupts.hold()  # the others go on with the call
+            return answer, messages
 
         if interrupts is not None:
             interrupts.install()
-        wait_in_thread(wait)
+        answer, messages = wait_in_thread(wait)
+        kind, rest = answer[:1], answer[1:]
+        if kind == _ABSENT:
+            raise ProcessError(_absent(call, timeout, *json.loads(rest)))
+        if kind == _LEFT:
+            raise ProcessError(f"{call.what}: {_left(*json.loads(rest))}")
+        if kind == _OTHER_CALLS:
+            raise ProcessError(f"{call.what}: {self._compare_calls(call)}")
+        if kind == _OTHER_HISTORIES:
+            raise ProcessError(f"{call.what}: {self._compare_histories()}")
+        meeting.forget()
+        _thread.at_one_line = kind == _AGREED
+        _thread.last_meeting = f"meeting {number}{self._name and f' ({self._name})'}"
+        return Answer(rest, messages)
 
-    def _send(self, number: int, call: _Call, payload: bytes) -> None:
-        # Other versions of treeshard must be able to read the version: it stays the last of a list.
-        header = json.dumps([*call, sys.modules["treeshard"].__version__])
-        _process.client().key_value_set_bytes(
-            f"{self._key}/{number}/{_process.index}",
-            header.encode() + b"\n" + payload,
-            allow_overwrite=True,  # by `leave`
-        )
+    def _compare_calls(self, call: _Call) -> str:
+        """Names the calls that processes make, in another meeting, to which all of them come."""
 
-    def _messages(self, number: int, what: str) -> dict[int, tuple[_Call, bytes]]:
-        """The messages that have come to a meeting, by process."""
-        headers: dict[int, list[str]] = {}
-        payloads: dict[int, bytes] = {}
-        for key, value in _process.client().key_value_dir_get_bytes(f"{self._key}/{number}/"):
-            header, _, payload = value.partition(b"\n")
-            process = int(key.rpartition("/")[2])
-            headers[process], payloads[process] = json.loads(header), payload
-        versions = {i: header[-1] for i, header in headers.items()}
-        if len(set(versions.values())) > 1:
-            raise ProcessError(
-                f"{what}: the processes have different versions of treeshard:"
-                f" {in_groups(versions)}. Nothing was done. Install one version on all of them."
-            )
-        return {i: (_Call(*header[:-1]), payloads[i]) for i, header in headers.items()}
+        def combine(messages: list[bytes]) -> bytes:
+            rows = zip(self.participants, map(json.loads, messages), strict=True)
+            return _different({i: _Call(*fields) for i, fields in rows}).encode()
 
-    def _first_difference(self, call: _Call, timeout: float | None) -> str:
+        own, asking = json.dumps(call).encode(), _Call("comparing calls")
+        return self._attend(asking, own, combine, _SECONDS_TO_ANSWER).combined.decode()
+
+    def _compare_histories(self) -> str:
         """Names the first step, or the first batch, in which processes differ that make one call.
 
         They exchange what they have done in another meeting, to which all of them come.
         """
+
+        def combine(messages: list[bytes]) -> bytes:
+            histories = (json.loads(zlib.decompress(text)) for text in messages)
+            first = _first_other(dict(zip(self.participants, histories, strict=True)))
+            return f"{_OTHER_HISTORY}{first} {_THE_SAME_CALLS}".encode()
+
         entries = json.dumps([self.steps.entries(), self.batches.entries()])
-        asking = call._replace(what="comparing steps and batches", history="")
-        messages = self._attend(asking, zlib.compress(entries.encode()), timeout)
-        by_process = {i: json.loads(zlib.decompress(text)) for i, (_, text) in messages.items()}
-        return f"{call.what}: {_OTHER_HISTORY}{_first_other(by_process)} {_THE_SAME_CALLS}"
+        own, asking = zlib.compress(entries.encode()), _Call("comparing histories")
+        return self._attend(asking, own, combine, _SECONDS_TO_ANSWER).combined.decode()
+
+
+class _Meeting(NamedTuple):
+    """One meeting: where its keys are in the service, and with which call this process comes.
+
+    The keys below `key`, in the order in which they are set:
+
+        said/3   the hashes and the message of process 3
+        came     how many have sent theirs
+        all      wakes the first participant, once all have
+        late     how many have given up
+        answer   how the meeting ended: the service keeps the first value
+        read     how many have read it
+    """
+
+    key: str
+    participants: tuple[int, ...]
+    call: _Call
+    seconds: float  # to wait for the others
+
+    def send(self, payload: bytes) -> None:
+        message = self.call.hashes() + payload
+        _process.client().key_value_set_bytes(f"{self.key}/said/{_process.index}", message)
+
+    def come(self) -> None:
+        """Counts this process, whose message is there."""
+        came = _process.client().key_value_increment(f"{self.key}/came", 1)
+        if came == len(self.participants):
+            self._wake_first()
+
+    def wait(self, combine: Combine) -> tuple[bytes, list[bytes]]:
+        """The answer; and all messages, on the first participant, which gives it."""
+        self.come()
+        if _process.index != self.participants[0]:
+            with _suppress_timeout():
+                return self.get("answer", self.seconds), []
+            return self._give_up(), []
+        with _suppress_timeout():
+            self.get("all", self.seconds)
+        said = self._said()
+        if len(said) < len(self.participants):
+            return self.end(self._absence(said)), []
+        messages = [said[i] for i in self.participants]
+        return self.end(_compare(messages, combine)), [_payload(x) for x in messages]
+
+    def end(self, answer: bytes) -> bytes:
+        """Ends the meeting with an answer, unless it has one; returns the one that it has."""
+        client = _process.client()
+        try:
+            client.key_value_set_bytes(f"{self.key}/answer", answer)
+        except jax.errors.JaxRuntimeError:  # there is one, or the service cannot be reached
+            answer = client.key_value_try_get_bytes(f"{self.key}/answer")
+        if _process.index != self.participants[0]:
+            self._wake_first()  # not before: it would say that others are absent
+        return answer
+
+    def forget(self) -> None:
+        """Deletes the keys, which the service would keep, once all have read the answer."""
+        client = _process.client()
+        if client.key_value_increment(f"{self.key}/read", 1) == len(self.participants):
+            client.key_value_delete(self.key)
+
+    def _give_up(self) -> bytes:
+        # All who wait give up at about the same time. One of them reads who has come.
+        if _process.client().key_value_increment(f"{self.key}/late", 1) == 1:
+            said = self._said()
+            if len(said) < len(self.participants):
+                return self.end(self._absence(said))
+        with _suppress_timeout():
+            return self.get("answer", _SECONDS_TO_ANSWER)
+        return self.end(self._absence({}))
+
+    def _absence(self, said: Mapping[int, bytes]) -> bytes:
+        """The answer of a meeting to which not all came in time, or the first of them was lost."""
+        absent = [i for i in self.participants if i not in said] if said else self.participants[:1]
+        names = f"{named_processes(absent)} of {_process.count}"
+        came = "did not arrive" if said else "came, and did not answer,"
+        fact = f"{names} {came} within {self.seconds:g} s"
+        return _ABSENT + json.dumps([fact, self.call.what, self.call.with_line()]).encode()
+
+    def get(self, name: str, seconds: float) -> bytes:
+        milliseconds = max(1, round(1000 * seconds))
+        return _process.client().blocking_key_value_get_bytes(f"{self.key}/{name}", milliseconds)
+
+    def _said(self) -> dict[int, bytes]:
+        """The messages that have come, by process."""
+        rows = _process.client().key_value_dir_get_bytes(f"{self.key}/said/")
+        return {int(name.rpartition("/")[2]): value for name, value in rows}
+
+    def _wake_first(self) -> None:
+        _process.client().key_value_set_bytes(f"{self.key}/all", b"", allow_overwrite=True)
+
+
+@contextmanager
+def _suppress_timeout() -> Iterator[None]:
+    """Goes on after a wait for a key whose time is over."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise
+
+
+def _compare(messages: Sequence[bytes], combine: Combine) -> bytes:
+    """The answer to the messages of all participants."""
+    if _differ(messages, 0):
+        return _OTHER_CALLS
+    if _differ(messages, 1):
+        return _OTHER_HISTORIES
+    kind = _AGREED_AT_OTHER_LINES if _differ(messages, 2) else _AGREED
+    return kind + combine([_payload(x) for x in messages])
+
+
+def _differ(messages: Iterable[bytes], number: int) -> bool:
+    """Whether messages differ in one of their `_Call.hashes`."""
+    start = number * _HASH_BYTES
+    return len({x[start : start + _HASH_BYTES] for x in messages}) > 1
+
+
+def _payload(message: bytes) -> bytes:
+    return message[3 * _HASH_BYTES :]
 
 
 # ------------------------------------------------------------------ the process, and its threads
@@ -577,7 +721,7 @@ class _Thread(threading.local):
     interrupts: HeldInterrupts | None = None  # of the call that this thread makes
     channel: _Channel  # of the meeting
     call = _Call("")  # what this process said there
-    lines: Mapping[int, str]  # of the user's code, by process
+    at_one_line = False  # whether all processes made the call at one line of the user's code
     last_meeting: str  # its name, for the user
 
 
@@ -600,7 +744,11 @@ def _typed_errors(what: str) -> Iterator[None]:
 
 
 def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(text.encode()).hexdigest()[: 2 * _HASH_BYTES]
+
+
+def _hash_participants(participants: Sequence[int]) -> str:
+    return _hash(",".join(map(str, participants)))
 
 
 def _user_lines() -> str:
@@ -625,32 +773,14 @@ def _describe_line(line: str, function: str) -> str:
 # ------------------------------------------------------------------ messages
 
 
-def _absent(
-    call: _Call, absent: Sequence[int], waited: float, timeout: float | None, error: Exception
-) -> str:
-    """Why not all processes came to a meeting, although those that came make the same call."""
-    # The status of a barrier whose time is over; any other is of a process or service lost.
-    is_lost = "DEADLINE_EXCEEDED" not in str(error)
-    reason = _reason(error)
+def _absent(call: _Call, timeout: float | None, fact: str, what: str, waiting: str) -> str:
     longer = "" if timeout is None else ", or wait longer with `timeout=`"
-    timeout = TIMEOUT if timeout is None else timeout
-    if not absent:  # all arrived, one of them too late; or the service itself is gone
-        after = waited if is_lost else timeout
-        return (
-            f"{call.what}: a process arrived more than {after:g} s after another, or was lost"
-            f" ({reason}). Nothing was done. See the logs of the other processes."
-        )
-    names = ", ".join(map(str, absent))
-    who = f"{'process' if len(absent) == 1 else 'processes'} {names} of {_process.count}"
     here = f" This process called it at {call.line}." if call.line else ""
-    if is_lost:
-        return (
-            f"{call.what}: {who} ended or cannot be reached, as was noticed after {waited:.0f} s of"
-            f" waiting ({reason}). Nothing was done. See the log of the missing process.{here}"
-        )
+    if what != call.what:  # it has come later
+        here = f" It was at {waiting}: this process skipped that call, or made one more."
     return (
-        f"{call.what}: {who} did not arrive within {timeout:g} s. Nothing was done. Every process"
-        f" must make this call. See the log of the missing process{longer}.{here}"
+        f"{call.what}: {fact}. Nothing was done. Every process must make this call, at about the"
+        f" same time. See the log of that process{longer}.{here}"
     )
 
 
@@ -682,19 +812,20 @@ _OTHER_HISTORY = (
 )
 
 
-def _differ(calls: Mapping[int, _Call]) -> bool:
-    """Whether processes make different calls, whatever they have done before."""
-    return len({call._replace(line="", history="") for call in calls.values()}) > 1
+def _left(call: str, error: str, process: int) -> str:
+    return (
+        f"the call could not be made together: {call} was left by a {error} on process {process}."
+        " The processes are out of step: start the run again, from its last checkpoint."
+    )
 
 
-def _different(what: str, calls: Mapping[int, _Call]) -> str:
+def _different(calls: Mapping[int, _Call]) -> str:
     """What processes say that make different calls."""
-    left = {i: call for i, call in calls.items() if call.left}
-    if left:
-        rows = {i: f"{call.with_line()} was left by a {call.left}" for i, call in left.items()}
+    versions = {i: call.version for i, call in calls.items()}
+    if len(set(versions.values())) > 1:
         return (
-            f"{what}: the call could not be made together: {in_groups(rows)}. The processes are out"
-            " of step: start the run again, from its last checkpoint."
+            f"the processes have different versions of treeshard: {in_groups(versions)}. Nothing"
+            " was done. Install one version on all of them."
         )
     rows = {i: call.with_line() for i, call in calls.items()}
     why = "A process skipped a call, or made one more."
@@ -708,8 +839,8 @@ def _different(what: str, calls: Mapping[int, _Call]) -> str:
         rows = {i: f"{rows[i]} ({call.phase or 'begin'})" for i, call in calls.items()}
         why = "A process left this call before its end, and made it again."
     return (
-        f"{what}: the processes do not make the same call, and nothing was done: {in_groups(rows)}."
-        f" {why} {_THE_SAME_CALLS}"
+        f"the processes do not make the same call, and nothing was done: {in_groups(rows)}. {why}"
+        f" {_THE_SAME_CALLS}"
     )
 
 

@@ -7,6 +7,9 @@ word. So calls that move data exchange a message first.
 Callers use `all_or_none` and `require_agreement`: if one process raises, all raise. Both are made
 of `exchange` and `exchange_outcomes`. Only the stages of a save call `exchange_outcomes`
 themselves, since they raise a `CheckpointError` that lists the errors of all processes.
+
+What one process receives must not grow with their number, so messages go to the first process, and
+an answer comes back: see `meetings`.
 """
 
 import json
@@ -26,6 +29,8 @@ from treeshard._core.facts import UNKNOWN, Differences, Facts, differences
 from treeshard._core.meetings import AS_LONG_AS_IT_TAKES as AS_LONG_AS_IT_TAKES
 from treeshard._core.meetings import (
     TIMEOUT,
+    Answer,
+    Combine,
     MeetingOptions,
     check_lines,
     exchange,
@@ -36,21 +41,39 @@ from treeshard._core.meetings import (
 )
 from treeshard._core.mesh import AnyMesh
 from treeshard._core.replicas import shared_parts
+from treeshard._core.text import named_processes
 from treeshard.errors import ProcessError, listed
 
 # ------------------------------------------------------------------ failing together, agreeing
 
 
+class Messages:
+    """What the block of `all_or_none` says to the other processes, and after it, what was heard."""
+
+    def __init__(self) -> None:
+        self.own = b""  # set by the block
+        self.answer = b""  # the same on all processes
+        self.received: list[bytes] = []  # from all processes, on the first of them alone
+
+
+def to_first(_messages: list[bytes]) -> bytes:
+    """The answer to messages that the first process alone needs."""
+    return b""
+
+
 @contextmanager
-def all_or_none(what: str, **options: Unpack[MeetingOptions]) -> Iterator[list[bytes]]:
+def all_or_none(
+    what: str, combine: Combine = b"".join, **options: Unpack[MeetingOptions]
+) -> Iterator[Messages]:
     """Runs its block on every process; if it raises on one, all raise. Arguments as in `exchange`.
 
-    Yields a list, to which the block may append the message of this process; after the block, it
-    has the message of each process. The error of the block is raised here; on the others, a
-    `ProcessError` quotes it. A Ctrl-C in the block is raised here only after the others were told;
-    another one, while this process waits for them, is raised at once, and the break is final.
+    Yields `Messages`, in which the block may set the one of this process; after the block, they
+    have the answer. By default, it is all messages one after the other, for a message of one
+    process. The error of the block is raised here; on the others, a `ProcessError` quotes it. A
+    Ctrl-C in the block is raised here only after the others were told; another one, while this
+    process waits for them, is raised at once, and the break is final.
     """
-    messages: list[bytes] = []
+    messages = Messages()
     own_error: BaseException | None = None  # told to the others before it is raised here
     try:
         release_interrupts()
@@ -59,42 +82,57 @@ def all_or_none(what: str, **options: Unpack[MeetingOptions]) -> Iterator[list[b
     except BaseException as error:  # a Ctrl-C too
         own_error = error
     try:
-        told, failures = exchange_outcomes(what, own_error, messages, **options)
+        told, failures = exchange_outcomes(what, own_error, messages.own, combine, **options)
     except ProcessError as absent:
         # The user's own error says more than that the others did not hear of it.
         raise (own_error or absent) from None
     if own_error is not None:
         raise own_error
-    facts = [f"process {i} raised {text}" for i, text in failures.items()]
-    if len(facts) == 1:
-        raise ProcessError(f"{what}: nothing was done, since {facts[0]}")
-    if facts:
+    if len(failures) == 1:
+        raise ProcessError(f"{what}: nothing was done, since {failures[0]}")
+    if failures:
         headline = f"{what}: nothing was done, since other processes failed:"
-        raise ProcessError(listed(headline, facts, 4, headed=True))
-    messages[:] = told
+        raise ProcessError(listed(headline, failures, 4, headed=True))
+    messages.answer, messages.received = told
 
 
 def exchange_outcomes(
     what: str,
     error: BaseException | None,
-    messages: Sequence[bytes],
+    message: bytes,
+    combine: Combine = b"".join,
     **options: Unpack[MeetingOptions],
-) -> tuple[list[bytes], dict[int, str]]:
-    """Tells the other processes the messages of this one, or its error. Arguments as in `exchange`.
+) -> tuple[Answer, list[str]]:
+    """Tells the other processes the message of this one, or its error. Arguments as in `exchange`.
 
-    Returns the message of each process, and the errors, by process.
+    Returns the answer, and in words which errors processes have raised.
     """
     # The first byte says which it is: an error of one process is a message to the others.
-    outcome = b"+" + b"".join(messages)
+    outcome = b"+" + message
     if error is not None:
         outcome = f"-{type(error).__name__}: {error}".removesuffix(": ").encode()
-    outcomes = exchange(what, outcome, **options)
+
+    def combine_outcomes(outcomes: list[bytes]) -> bytes:
+        by_process = zip(indices(options.get("among")), outcomes, strict=True)
+        failures = {i: text[1:].decode() for i, text in by_process if text[:1] == b"-"}
+        if failures:
+            return b"-" + json.dumps(name_failures(failures)).encode()
+        return b"+" + combine([text[1:] for text in outcomes])
+
+    answer, outcomes = exchange(what, outcome, combine_outcomes, **options)
     set_told(error)
-    failures: dict[int, str] = {}
-    for i, text in zip(indices(options.get("among")), outcomes, strict=True):
-        if text[:1] == b"-":
-            failures[i] = text[1:].decode()
-    return [text[1:] for text in outcomes], failures
+    if answer[:1] == b"-":
+        return Answer(b"", []), json.loads(answer[1:])
+    return Answer(answer[1:], [text[1:] for text in outcomes]), []
+
+
+def name_failures(failures: Mapping[int, str]) -> list[str]:
+    """`process 1 raised OSError: disk full`, for each error; eight at most."""
+    raised_by = defaultdict[str, list[int]](list)
+    for i, text in failures.items():
+        raised_by[text].append(i)
+    facts = [f"{named_processes(on)} raised {text}" for text, on in raised_by.items()]
+    return facts if len(facts) <= 8 else [*facts[:8], f"{len(facts) - 8} more raised other errors"]
 
 
 @contextmanager
@@ -108,27 +146,25 @@ def require_agreement(
     values of `Facts.unread` itself unless this `reads` them.
     """
     facts = Facts()
-    with all_or_none(what, **options) as hashes:
+    with all_or_none(what, _differing_groups, **options) as hashes:
         yield facts
-        hashes.append(json.dumps(facts.hashes()).encode())
+        hashes.own = json.dumps(facts.hashes()).encode()
     _raise_differences(what, facts, hashes, options)
     if facts.unread and reads:
         # Not before: a process that waits for a program which others have not started would not
         # come to the meeting in which that is noticed.
         options["phase"] = "values"
         values = Facts()
-        with all_or_none(what, **options) as hashes:
+        with all_or_none(what, _differing_groups, **options) as hashes:
             for name, x in facts.unread.items():
                 values.share(name, shared_parts(x, indices(options.get("among"))))
-            hashes.append(json.dumps(values.hashes()).encode())
+            hashes.own = json.dumps(values.hashes()).encode()
         _raise_differences(what, values, hashes, options)
     elif not facts.unread and UNKNOWN in facts.values():
-        check_lines(what)
+        check_lines(what, **options)
 
 
-def _raise_differences(
-    what: str, facts: Facts, hashes: Sequence[bytes], options: MeetingOptions
-) -> None:
+def _raise_differences(what: str, facts: Facts, hashes: Messages, options: MeetingOptions) -> None:
     lines = _differences(what, facts, hashes, options).lines()
     if lines:
         headline = (
@@ -149,30 +185,42 @@ def compare_copies(
     """
     options: MeetingOptions = {"phase": "replicas", "timeout": timeout}
     facts = Facts()
-    with all_or_none(what, **options) as hashes:
+    with all_or_none(what, _differing_groups, **options) as hashes:
         for path, x in arrays.items():
             facts.share(path, shared_parts(x, indices(None)))
-        hashes.append(json.dumps(facts.hashes()).encode())
+        hashes.own = json.dumps(facts.hashes()).encode()
     return _differences(what, facts, hashes, options).values
 
 
-def _differences(
-    what: str, facts: Facts, hashes: Sequence[bytes], options: MeetingOptions
-) -> Differences:
-    """In what processes differ. They exchange their facts only if the hashes of these do."""
+def _differing_groups(hashes: list[bytes]) -> bytes:
+    """The groups of facts of which processes have sent different hashes; empty if there are none.
+
+    A process has sent an empty hash of a part that is not the same on its own devices.
+    """
     found = defaultdict[str, set[str]](set)
     for message in hashes:
         for group, text in json.loads(message).items():
             found[group].add(text)
-    # A process has sent an empty hash of a part that is not the same on its own devices.
-    differing = {group for group, texts in found.items() if len(texts) > 1 or "" in texts}
-    if not differing:
+    differing = [group for group, texts in found.items() if len(texts) > 1 or "" in texts]
+    return json.dumps(differing).encode() if differing else b""
+
+
+def _differences(what: str, facts: Facts, hashes: Messages, options: MeetingOptions) -> Differences:
+    """In what processes differ. They send their facts only if the hashes of these differ."""
+    if not hashes.answer:
         return Differences({}, {})
-    payload = zlib.compress(json.dumps(facts.select_groups(differing)).encode())
+
+    def combine(messages: list[bytes]) -> bytes:
+        told = (json.loads(zlib.decompress(message)) for message in messages)
+        by_process = dict(zip(indices(options.get("among")), told, strict=True))
+        return zlib.compress(json.dumps(differences(by_process)).encode())
+
+    groups = facts.select_groups(json.loads(hashes.answer))
+    payload = zlib.compress(json.dumps(groups).encode())
     phase = f"{options.get('phase', '')} differences"
-    messages = exchange(what, payload, **{**options, "phase": phase})
-    told = (json.loads(zlib.decompress(message)) for message in messages)
-    return differences(dict(zip(indices(options.get("among")), told, strict=True)))
+    answer = exchange(what, payload, combine, **{**options, "phase": phase})
+    differing, values = json.loads(zlib.decompress(answer.combined))
+    return Differences(differing, {leaf: (part, text) for leaf, (part, text) in values.items()})
 
 
 # ------------------------------------------------------------------ participants

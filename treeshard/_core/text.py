@@ -162,21 +162,26 @@ def columns(rows: Sequence[tuple[str, ...]], right: int = 3) -> str:
 
 
 def in_groups(row: Mapping[int, str]) -> str:
-    """Facts by process: `P('fsdp',) on processes 0, 1; P() on process 2`."""
+    """Facts by process: `P('fsdp',) on processes 0, 1; P() on process 2`, eight at most."""
     by_fact: dict[str, list[int]] = {}
     for i, fact in row.items():
         by_fact.setdefault(fact, []).append(i)
-    return "; ".join(f"{fact} on {named_processes(on)}" for fact, on in by_fact.items())
+    groups = [f"{fact} on {named_processes(on)}" for fact, on in by_fact.items()]
+    return "; ".join(_at_most_eight(groups))
 
 
 def named_processes(processes: Sequence[int]) -> str:
-    """`process 3`, `processes 0, 2` or `processes 0 to 7`."""
+    """`process 3`, `processes 0, 2` or `processes 0 to 7, 9`, eight numbers or ranges at most."""
     if len(processes) == 1:
         return f"process {processes[0]}"
-    first, last = processes[0], processes[-1]
-    if len(processes) > 2 and last - first + 1 == len(processes):
-        return f"processes {first} to {last}"
-    return "processes " + ", ".join(map(str, processes))
+    names: list[str] = []
+    for run in consecutive(processes):
+        names += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run)
+    return "processes " + ", ".join(_at_most_eight(names))
+
+
+def _at_most_eight(names: list[str]) -> list[str]:
+    return names if len(names) <= 8 else [*names[:8], f"and {len(names) - 8} more"]
 
 
 # ------------------------------------------------------------------ folding

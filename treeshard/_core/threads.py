@@ -142,24 +142,22 @@ def interrupts_deferred(*, at_most: int | None = None) -> Iterator[None]:
         held.close()
 
 
-def wait_in_thread(function: Callable[[], None]) -> None:
+def wait_in_thread(function: Callable[[], T]) -> T:
     """Calls a function that waits in C++, so that Ctrl-C interrupts this thread but not the call.
 
     Python runs signal handlers only once such a function has returned. Only the main thread gets
     signals: in others the function is called directly.
     """
     if threading.current_thread() is not threading.main_thread():
-        function()
-        return
-    outcome: Outcome[None] = Outcome()
+        return function()
+    outcome: Outcome[T] = Outcome()
     try:
         threading.Thread(
             target=outcome.run, args=(function,), name="treeshard-wait", daemon=True
         ).start()
     except RuntimeError:  # there are no more threads, or Python has joined them
-        function()
-        return
-    outcome.result()
+        return function()
+    return outcome.result()
 
 
 def end_process() -> NoReturn:

@@ -18,14 +18,12 @@ from jax.tree_util import tree_flatten
 
 from treeshard._core.arguments import check_no_refs
 from treeshard._core.arrays import (
-    Region,
     bytes_to_read,
     data_of,
     is_array,
     is_key,
     is_spread,
     keys_on_host,
-    region_of,
     to_host,
 )
 from treeshard._core.facts import SMALL_BYTES
@@ -46,7 +44,7 @@ from treeshard._core.spec_trees import SpecCarrier, SpecTree, flatten_specs, is_
 from treeshard._placement.moves import return_unchanged, through_host
 from treeshard._placement.shard import Call, place
 from treeshard._placement.targets import raise_unmovable, resolver, unreadable
-from treeshard._placement.transport import deliver
+from treeshard._placement.transport import collect
 from treeshard._planning.wrong_arguments import check_specs
 from treeshard.errors import DoesNotFitError
 
@@ -187,13 +185,11 @@ def _reader(call: _Call) -> Iterator[Any]:
     spread = [leaf for leaf in call.leaves if is_spread(leaf)]
     if not call.processes:
         receives = call.to in ("all", me) and not spread
-        return _receive(call.leaves, repeat({}), receives)
+        return _receive(call.leaves, repeat([]), receives)
     receivers = call.processes if call.to == "all" else [call.to]
     data = list(map(data_of, spread))
-    # Receivers want each array in one piece.
-    wanted = [[(r, region_of((slice(None),) * x.ndim, x.shape)) for r in receivers] for x in data]
-    delivered = deliver(data, wanted, call.processes, _turns(call, paths))
-    return _receive(call.leaves, delivered, me in receivers)
+    collected = collect(data, receivers, call.processes, _turns(call, paths))
+    return _receive(call.leaves, collected, me in receivers)
 
 
 def _agreed_paths(call: _Call) -> list[str]:
@@ -237,19 +233,19 @@ def _turns(call: _Call, paths: list[str]) -> Callable[[int], AbstractContextMana
 
 
 def _receive(
-    leaves: list[Any], delivered: Iterator[dict[Region, np.ndarray]], receives: bool
+    leaves: list[Any], collected: Iterator[list[np.ndarray]], receives: bool
 ) -> Iterator[Any]:
     for leaf in leaves:
         # Also where nothing is received: other processes wait for what this one sends.
-        regions = next(delivered) if is_spread(leaf) else {}
+        received = next(collected) if is_spread(leaf) else []
         if not receives:
             yield jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array(leaf) else leaf
-        elif not regions:
+        elif not received:
             yield to_host(leaf)
         elif is_key(leaf):
-            yield keys_on_host(leaf, regions.popitem()[1])
+            yield keys_on_host(leaf, received.pop())
         else:
-            yield regions.popitem()[1]
+            yield received.pop()
 
 
 def _check_receiver(to: To, where: str) -> None:

@@ -31,7 +31,13 @@ from treeshard._core.arrays import (
 )
 from treeshard._core.facts import SMALL_BYTES, Facts
 from treeshard._core.make_mesh import make_mesh
-from treeshard._core.meetings import breaking_if_left, exclusive, last_meeting, set_origin
+from treeshard._core.meetings import (
+    MeetingOptions,
+    breaking_if_left,
+    exclusive,
+    last_meeting,
+    set_origin,
+)
 from treeshard._core.memory import Meter, lacking_memory
 from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh
 from treeshard._core.paths import PyTree, leaf_paths, path_under
@@ -387,12 +393,15 @@ def _sent_by_one(leaves: Sequence[Any], group: _Group, call: Call) -> set[int]:
 
     A leaf that is local to every process belongs to each, and is not sent.
     """
-    with all_or_none(
-        call.name, phase="local leaves", among=group.processes, timeout=call.timeout
-    ) as messages:
-        messages.append(bytes(map(is_spread, leaves)))
-    counts = [sum(flags) for flags in zip(*messages, strict=False)]  # processes with shards of it
-    return {i for i, count in enumerate(counts) if 0 < count < len(group.processes)}
+
+    def combine(messages: list[bytes]) -> bytes:
+        return bytes(any(flags) and not all(flags) for flags in zip(*messages, strict=False))
+
+    options: MeetingOptions = {"among": group.processes, "timeout": call.timeout}
+    options["phase"] = "local leaves"
+    with all_or_none(call.name, combine, **options) as messages:
+        messages.own = bytes(map(is_spread, leaves))
+    return {i for i, is_sent in enumerate(messages.answer) if is_sent}
 
 
 def shardings_to_compare(leaf: Any, target: NamedSharding, sent: bool = False) -> list[Sharding]:

@@ -1,9 +1,15 @@
-"""Sends parts of arrays from the processes that hold them to those that need them.
+"""Sends arrays, or parts of them, from the processes that hold them to those that need them.
 
-Each part is cut into chunks, and the bytes of the chunks from one process to another form a stream.
-Streams travel over the devices' network, between one device of each process, in packets of one
-size. So one program is compiled for each distance between sender and receiver, whatever the
-arrays are, and the transfer needs memory for a few packets besides the result.
+The bytes that a process sends form streams, which travel over the devices' network, between one
+device of each process, in packets of one size. So a few programs are compiled, whatever the arrays
+are, and a transfer needs memory for a few packets besides the result.
+
+1. `collect` brings whole arrays to one process, or to all. Each process has one stream, and one
+   program brings a packet of each to all of them, as an all-gather. Where a single process needs
+   them, no link of a ring carries more than what comes to that process.
+2. `deliver` brings to each process its parts, so there is a stream for each pair of processes.
+   Pairs of one distance travel in one `ppermute`, which is a program for each distance. Beyond a
+   few distances, one `all_to_all` takes a packet of every pair.
 
 A jitted identity with `out_shardings` needs meshes of the same devices, one program for each set of
 shapes, and memory for a full copy where it replicates. The coordination service that carries our
@@ -28,11 +34,65 @@ from treeshard._core.arrays import (
     region_of,
     region_shape,
     relative_slices,
+    slices_of,
     to_read,
 )
 
-CHUNK_BYTES = 2**21  # of one chunk or packet at most; several are in flight at a time
+CHUNK_BYTES = 2**21  # of what one process receives at a time; several of these are in flight
+MAX_DISTANCES = 4  # between senders and receivers, each of which has a program
 Pair = tuple[int, int]  # (sender, receiver), by process index
+
+
+def collect(
+    arrays: Sequence[jax.Array],
+    receivers: Sequence[int],
+    among: Sequence[int],
+    turn: Callable[[int], AbstractContextManager[Any]] = nullcontext,
+) -> Iterator[list[np.ndarray]]:
+    """Brings whole arrays to the receivers; yields each there in a list, elsewhere an empty list.
+
+    Whoever takes the array out of its list has the only reference to it.
+
+    All processes in `among`, ascending, must make the same call, and exhaust the iterator. Of typed
+    keys, send the data. `turn` is the context in which the data of an array travels, by its index.
+    """
+    me = jax.process_index()
+    # Every process computes what all publish: nobody has to be told what comes, or when.
+    published = [_published(x.sharding, x.shape, tuple(receivers)) for x in arrays]
+    total = Counter[int]()
+    for x, regions in zip(arrays, published, strict=True):
+        total.update(_bytes_by_sender(x, regions))
+    size = _packet_size(max(total.values(), default=0), among)
+    devices = _device_of_each(arrays, among) if total else ()
+    outgoing = _packets(_bytes_to_publish(arrays, published, size), size)
+    padding = _allocate_aligned(size)  # sent by processes that have nothing to send
+    needed, sent = Counter[int](), Counter[int]()  # bytes of each stream so far; in full packets
+    incoming = dict.fromkeys(total, np.empty(0, np.uint8))
+    for i, (x, regions) in enumerate(zip(arrays, published, strict=True)):
+        needed.update(_bytes_by_sender(x, regions))
+        whole = np.empty(x.shape, x.dtype) if me in receivers else None
+        if whole is not None:
+            for region, shard in _local_shards(x).items():
+                whole[slices_of(region)] = np.asarray(shard)
+        expected = {sender: _Pieces(x, shards, size) for sender, shards in regions.items()}
+        with turn(i) if _behind(needed, sent) else nullcontext():
+            behind = _behind(needed, sent)
+            while True:
+                if whole is not None:  # also from packets that arrived with the last array
+                    for sender, pieces in expected.items():
+                        incoming[sender] = pieces.write(incoming[sender], whole)
+                if not behind:
+                    break
+                packets = _gather_packets(next(outgoing) if me in behind else padding, devices)
+                for sender in behind:
+                    sent[sender] += size
+                    if whole is not None:
+                        packet = packets[among.index(sender)]
+                        incoming[sender] = np.concatenate([incoming[sender], packet])
+                behind = _behind(needed, sent)
+        received = [] if whole is None else [whole]
+        whole = None
+        yield received
 
 
 def deliver(
@@ -47,8 +107,9 @@ def deliver(
     keys, send the data. `turn` is the context in which the data of an array travels, by its index.
     """
     # Every process computes the routes of all: nobody has to be told what comes, or when.
+    limit = _at_most(CHUNK_BYTES, among)
     routes = [
-        _chunks_of(x.sharding, x.shape, np.dtype(x.dtype).itemsize, tuple(regions))
+        _chunks_of(x.sharding, x.shape, np.dtype(x.dtype).itemsize, tuple(regions), limit)
         for x, regions in zip(arrays, wanted, strict=True)
     ]
     streams = _Streams(arrays, routes, among)
@@ -64,12 +125,76 @@ def deliver(
         yield regions
 
 
+# ------------------------------------------------------------------ whole arrays
+
+
+@lru_cache(maxsize=4096)
+def _published(
+    sharding: Sharding, shape: tuple[int, ...], receivers: tuple[int, ...]
+) -> dict[int, list[Region]]:
+    """The shards that a receiver lacks, by the process that publishes them."""
+    published = defaultdict[int, list[Region]](list)
+    for turn, (region, holders) in enumerate(processes_by_shard(sharding, shape).items()):
+        has_all = len(holders) >= len(receivers) and all(i in holders for i in receivers)
+        if not has_all and math.prod(region_shape(region)):
+            # Those that hold a shard take turns, so that no process sends all of it.
+            published[[*holders][turn % len(holders)]].append(region)
+    return dict(published)
+
+
+def _bytes_by_sender(x: jax.Array, regions: Mapping[int, Iterable[Region]]) -> dict[int, int]:
+    itemsize = np.dtype(x.dtype).itemsize
+    return {
+        sender: itemsize * sum(math.prod(region_shape(region)) for region in of_sender)
+        for sender, of_sender in regions.items()
+    }
+
+
+def _behind(needed: Counter[int], sent: Counter[int]) -> list[int]:
+    """The senders of which the arrays so far need more than they have sent."""
+    return [sender for sender in needed if needed[sender] > sent[sender]]
+
+
+def _bytes_to_publish(
+    arrays: Sequence[jax.Array], published: Sequence[Mapping[int, list[Region]]], size: int
+) -> Iterator[np.ndarray]:
+    for x, regions in zip(arrays, published, strict=True):
+        own = regions.get(jax.process_index(), [])
+        shards = _local_shards(x) if own else {}
+        for region in own:
+            shard = np.asarray(shards[region])
+            for piece in _pieces(region, shard.itemsize, size):
+                data = np.ascontiguousarray(shard[relative_slices(piece, region)])
+                yield data.reshape(-1).view(np.uint8)
+
+
+class _Pieces:
+    """The pieces of an array that come from one sender, in the order of its stream."""
+
+    def __init__(self, x: jax.Array, regions: Iterable[Region], size: int) -> None:
+        self._dtype = np.dtype(x.dtype)
+        self._rest = (
+            piece for region in regions for piece in _pieces(region, self._dtype.itemsize, size)
+        )
+        self._next = next(self._rest, None)
+
+    def write(self, data: np.ndarray, whole: np.ndarray) -> np.ndarray:
+        """Writes the pieces that are complete; returns the bytes that are left."""
+        while self._next is not None:
+            shape = region_shape(self._next)
+            nbytes = self._dtype.itemsize * math.prod(shape)
+            if nbytes > data.size:
+                break
+            whole[slices_of(self._next)] = data[:nbytes].view(self._dtype).reshape(shape)
+            data, self._next = data[nbytes:], next(self._rest, None)
+        return data
+
+
 # ------------------------------------------------------------------ chunks
 
 
 class Chunk(NamedTuple):
-    """A region of an array that goes to another process, of at most `CHUNK_BYTES`, or stays
-    here."""
+    """A region of an array that goes to another process, of a limited size, or stays here."""
 
     pair: Pair
     held: Region  # of the shard that contains it on the sender
@@ -84,6 +209,7 @@ def _chunks_of(
     shape: tuple[int, ...],
     itemsize: int,
     wanted: tuple[tuple[int, Region], ...],
+    limit: int,
 ) -> tuple[Chunk, ...]:
     """The chunks that bring each process in `wanted` its region; the same on every process."""
     shards = processes_by_shard(sharding, shape)
@@ -96,24 +222,27 @@ def _chunks_of(
             if receiver not in among:
                 # Those that hold a shard take turns, so that no process sends all of it.
                 sender = [*among][(receiver + turn) % len(among)]
-                pieces = _pieces(part, itemsize)
+                pieces = [*_pieces(part, itemsize, limit)]
             for piece in pieces:
                 nbytes = itemsize * math.prod(region_shape(piece))
                 chunks.append(Chunk((sender, receiver), held, region, piece, nbytes))
     return tuple(chunks)
 
 
-def _pieces(part: Region, itemsize: int) -> list[Region]:
-    """Cuts a region into regions of at most `CHUNK_BYTES`: as many rows as fit, or parts of one."""
+def _pieces(part: Region, itemsize: int, limit: int) -> Iterator[Region]:
+    """Cuts a region into regions of a limited size: as many rows as fit, or parts of one."""
     if not part:
-        return [part]
+        yield part
+        return
     (start, stop), rest = part[0], part[1:]
     row = itemsize * math.prod(region_shape(rest))
-    if row > CHUNK_BYTES:
-        inside = _pieces(rest, itemsize)
-        return [((i, i + 1), *piece) for i in range(start, stop) for piece in inside]
-    rows = CHUNK_BYTES // row
-    return [((i, min(i + rows, stop)), *rest) for i in range(start, stop, rows)]
+    if row > limit:
+        for i in range(start, stop):
+            yield from (((i, i + 1), *piece) for piece in _pieces(rest, itemsize, limit))
+        return
+    rows = limit // row
+    for i in range(start, stop, rows):
+        yield (i, min(i + rows, stop)), *rest
 
 
 # ------------------------------------------------------------------ streams between processes
@@ -134,10 +263,16 @@ class _Streams:
         # A `ppermute` takes each process once as a sender and once as a receiver. So pairs of one
         # distance send in one round.
         self.rounds: dict[int, list[Pair]] = defaultdict(list)
+        position = {process: i for i, process in enumerate(among)}
         for sender, receiver in total:
-            distance = (among.index(receiver) - among.index(sender)) % len(among)
+            distance = (position[receiver] - position[sender]) % len(among)
             self.rounds[distance].append((sender, receiver))
-        self.packet_size = _packet_size(max(total.values(), default=0))
+        self.position = position
+        self.sends_to_all = len(self.rounds) > MAX_DISTANCES
+        if self.sends_to_all:
+            self.rounds = {0: list(total)}
+        longest = max(total.values(), default=0)
+        self.packet_size = _packet_size(longest, among if self.sends_to_all else ())
         self.devices = _device_of_each(arrays, among) if total else ()
         self.outgoing = {r: _packets(self._bytes_for(r), self.packet_size) for r in among}
         self.incoming = {s: np.empty(0, np.uint8) for s in among}
@@ -168,17 +303,23 @@ class _Streams:
 
     def _send(self, pairs: Sequence[Pair], behind: Sequence[Pair]) -> None:
         """Sends one packet for each pair that is behind."""
-        packet = self.padding
-        for sender, receiver in behind:
-            if sender == self.process:
-                packet = next(self.outgoing[receiver])
+        own = {r: next(self.outgoing[r]) for s, r in behind if s == self.process}
         # All processes run the program, whether they have data or not: they would wait in it.
-        packet = _permute(packet, self.devices, tuple(pairs))
+        if self.sends_to_all:
+            packets = _exchange_packets(
+                [own.get(r, self.padding) for r in self.position], self.devices
+            )
+            received = {s: packets[i] for s, i in self.position.items()}
+        else:
+            packet = next(iter(own.values()), self.padding)
+            packet = _permute(packet, self.devices, tuple(pairs))
+            received = defaultdict[int, np.ndarray](lambda: packet)
         for sender, receiver in behind:
             self.sent[sender, receiver] += self.packet_size
             if receiver == self.process:
                 # What is left of the packets before is less than a chunk.
-                self.incoming[sender] = np.concatenate([self.incoming[sender], packet])
+                data = [self.incoming[sender], received[sender]]
+                self.incoming[sender] = np.concatenate(data)
 
     def _complete(
         self, i: int, expected: Mapping[int, deque[Chunk]]
@@ -225,10 +366,17 @@ def _allocate_aligned(size: int) -> np.ndarray:
     return memory[start : start + size]
 
 
-def _packet_size(longest_stream: int) -> int:
-    """One of a few sizes, since each size is a program of its own."""
-    wanted = min(longest_stream, CHUNK_BYTES)
-    return next(size for size in (2**16, 2**19, CHUNK_BYTES) if size >= wanted)
+def _packet_size(longest_stream: int, among: Sequence[int] = ()) -> int:
+    """One of a few sizes, since each size is a program of its own.
+
+    Where a process receives a packet from each of those `among`, they are smaller.
+    """
+    sizes = [_at_most(size, among) for size in (2**16, 2**19, CHUNK_BYTES)]
+    return next((size for size in sizes if size >= longest_stream), sizes[-1])
+
+
+def _at_most(size: int, among: Sequence[int]) -> int:
+    return max(size // max(len(among), 1), 2**10)
 
 
 def _add_bytes(chunks: Iterable[Chunk], total: Counter[Pair]) -> None:
@@ -259,14 +407,33 @@ def _permute(packet: np.ndarray, devices: Sequence[Any], pairs: tuple[Pair, ...]
 
     On return the packet was sent, so its memory may be reused.
     """
+    return _run(_permute_program(_process_mesh(tuple(devices)), pairs), packet, devices)
+
+
+def _gather_packets(packet: np.ndarray, devices: Sequence[Any]) -> np.ndarray:
+    """The packets of all processes, one in each row."""
+    program = _gather_program(_process_mesh(tuple(devices)))
+    return _run(program, packet, devices).reshape(len(devices), -1)
+
+
+def _exchange_packets(packets: Sequence[np.ndarray], devices: Sequence[Any]) -> np.ndarray:
+    """Sends a packet to each process; returns those from each process, one in each row."""
+    program = _exchange_program(_process_mesh(tuple(devices)))
+    return _run(program, np.concatenate(packets), devices).reshape(len(devices), -1)
+
+
+def _run(
+    program: Callable[[jax.Array], jax.Array], data: np.ndarray, devices: Sequence[Any]
+) -> np.ndarray:
+    """What a program on one device of each process returns here, from what each gives to it."""
     mesh = _process_mesh(tuple(devices))
     local_device = next(d for d in devices if d.process_index == jax.process_index())
     sharding = NamedSharding(mesh, PartitionSpec("process"))
-    packets = jax.make_array_from_single_device_arrays(
-        (len(devices) * packet.size,), sharding, [jax.device_put(packet, local_device)]
+    given = jax.make_array_from_single_device_arrays(
+        (len(devices) * data.size,), sharding, [jax.device_put(data, local_device)]
     )
     with jax.set_mesh(mesh):  # another mesh may be in force
-        received = _permute_program(mesh, pairs)(packets)
+        received = program(given)
     # Reading the result waits for the program, and on CPUs it is a view of the device's memory.
     return np.asarray(received.addressable_shards[0].data)
 
@@ -288,3 +455,20 @@ def _permute_program(mesh: Mesh, pairs: tuple[Pair, ...]) -> Callable[[jax.Array
         out_specs=spec,
     )
     return jax.jit(send)
+
+
+@cache
+def _gather_program(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda packets: packets, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+@cache
+def _exchange_program(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
+    spec = PartitionSpec("process")
+    exchange = jax.shard_map(
+        lambda packets: jax.lax.all_to_all(packets, "process", 0, 0, tiled=True),
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
+    )
+    return jax.jit(exchange)

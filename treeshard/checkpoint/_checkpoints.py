@@ -24,6 +24,7 @@ from treeshard._core.processes import (
     AS_LONG_AS_IT_TAKES,
     TIMEOUT,
     all_or_none,
+    name_failures,
     require_agreement,
     show_progress,
 )
@@ -171,11 +172,11 @@ class Checkpoints:
             with all_or_none("Checkpoints", phase="lock", timeout=self._timeout) as marks:
                 if jax.process_index() == 0:
                     self._lock = _lock(self._directory, held)
-                    marks.append(new_mark(mark))
+                    marks.own = new_mark(mark)
                     until_seen.callback(remove_mark, mark)
             with all_or_none("Checkpoints", phase="look", timeout=self._timeout):
                 if jax.process_index() != 0:
-                    check_mark(mark, marks[0], self._timeout)
+                    check_mark(mark, marks.answer, self._timeout)
 
     def save(self, step: SupportsIndex, state: PyTree, *, force: bool = False) -> bool:
         """Saves a state, if its step is a multiple of `every`.
@@ -266,13 +267,12 @@ class Checkpoints:
         self.wait()
         with require_agreement(REMOVE_AFTER, timeout=self._timeout) as facts:
             facts["the directory"], facts["the step"] = str(self._directory), str(number)
-        with all_or_none(REMOVE_AFTER, phase="remove", timeout=AS_LONG_AS_IT_TAKES) as of_process:
-            later: list[int] = []
+        with all_or_none(REMOVE_AFTER, phase="remove", timeout=AS_LONG_AS_IT_TAKES) as removed:
             if jax.process_index() == 0:
                 later = [x for x in self.steps() if x > number]
                 self._remove_durably(reversed(later))
-            of_process.append(json.dumps(later).encode())
-        return tuple(json.loads(of_process[0]))
+                removed.own = json.dumps(later).encode()
+        return tuple(json.loads(removed.answer))
 
     def _remove_durably(self, steps: Iterable[int]) -> None:
         """Removes steps in this order; a kill leaves the later ones."""
@@ -380,30 +380,30 @@ class Checkpoints:
         """
         state: PyTree = None
         error: TreeShardError | None = None
-        with all_or_none(LATEST, phase="read", timeout=AS_LONG_AS_IT_TAKES) as outcomes:
+        with all_or_none(LATEST, _unread, phase="read", timeout=AS_LONG_AS_IT_TAKES) as outcomes:
             try:
                 state = self.restore(step, like, **options)
             except (CheckpointError, ProcessError) as raised:
                 error = raised
-                outcomes.append(f"{type(raised).__name__}: {raised}".encode())
-        unread = {i: text.decode() for i, text in enumerate(outcomes) if text}
-        if not unread:
+                outcomes.own = f"{type(raised).__name__}: {raised}".encode()
+        if not outcomes.answer:
             return state, None
-        facts = [f"process {i} raised {text}" for i, text in unread.items()]
+        kinds, facts = json.loads(outcomes.answer)
         failures = f"{LATEST}: {listed('Several processes failed:', facts)}"
-        if any(text.startswith(RemovedError.__name__) for text in unread.values()):
+        if RemovedError.__name__ in kinds:
             return None, RemovedError(failures)
         error = error or ProcessError(failures)
         # A `ProcessError` alone is about the call, and not about the checkpoint.
-        if all(text.startswith(ProcessError.__name__) for text in unread.values()):
+        if kinds == [ProcessError.__name__]:
             raise error
         return None, error
 
     def _agreed_latest(self) -> int | None:
         """The latest step as process 0 sees it: others may see changes to the directory later."""
-        with all_or_none(LATEST, timeout=self._timeout) as of_process:
-            of_process.append(json.dumps(self.latest).encode())
-        return json.loads(of_process[0])
+        with all_or_none(LATEST, timeout=self._timeout) as of_first:
+            if jax.process_index() == 0:
+                of_first.own = json.dumps(self.latest).encode()
+        return json.loads(of_first.answer)
 
     def restore(
         self, step: SupportsIndex, like: PyTree = None, **options: Unpack[RestoreOptions]
@@ -548,6 +548,15 @@ def _latest_with_all_files(directory: epath.Path) -> int | None:
             " it is being copied, or damaged. It does not count as the latest step."
         )
     return None
+
+
+def _unread(errors: list[bytes]) -> bytes:
+    """The types of the errors of processes that cannot read a step, and who raised which."""
+    failures = {i: error.decode() for i, error in enumerate(errors) if error}
+    if not failures:
+        return b""
+    kinds = sorted({text.partition(":")[0] for text in failures.values()})
+    return json.dumps([kinds, name_failures(failures)]).encode()
 
 
 def _lacking_files(path: epath.Path) -> list[str]:

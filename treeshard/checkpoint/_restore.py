@@ -241,7 +241,9 @@ def _read_together(
         among=among,
         timeout=timeout,
     )
-    reading_together = all_or_none(WHERE, phase="read", among=among, timeout=AS_LONG_AS_IT_TAKES)
+    reading_together = all_or_none(
+        WHERE, _join_errors, phase="read", among=among, timeout=AS_LONG_AS_IT_TAKES
+    )
     with reading_together as messages, explaining(check):
         store = ArrayStore(path)
         errors: dict[str, str] = {}
@@ -256,10 +258,8 @@ def _read_together(
         # An error of its own says more about a leaf than that its file has changed.
         errors = _leaves_in(changed_files(path, files), rows, store) | errors
         check()
-        messages.append(json.dumps(errors).encode())
-    errors_anywhere: dict[str, str] = {}
-    for message in messages:
-        errors_anywhere |= json.loads(message)
+        messages.own = json.dumps(errors).encode() if errors else b""
+    errors_anywhere: dict[str, str] = json.loads(messages.answer or "{}")
     raise_damages(path, errors_anywhere)
     return arrays
 
@@ -332,6 +332,14 @@ def _memory_to_read(reads: Iterable[Read], targets: Mapping[str, RequestedLeaf])
 
 
 # ------------------------------------------------------------------ damage
+
+
+def _join_errors(messages: list[bytes]) -> bytes:
+    """The errors of all processes, by leaf; empty if there are none."""
+    errors: dict[str, str] = {}
+    for message in filter(None, messages):
+        errors |= json.loads(message)
+    return json.dumps(errors).encode() if errors else b""
 
 
 def _leaves_in(

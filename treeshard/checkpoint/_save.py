@@ -22,13 +22,16 @@ import jax
 from etils import epath
 
 from treeshard._core.hosts import check_memory_of_hosts
+from treeshard._core.meetings import Combine
 from treeshard._core.paths import PyTree
 from treeshard._core.processes import (
     AS_LONG_AS_IT_TAKES,
+    Messages,
     compare_copies,
     exchange_outcomes,
     require_agreement,
     show_progress,
+    to_first,
 )
 from treeshard._core.threads import Outcome, interrupts_deferred, start_thread
 from treeshard._disk.files import (
@@ -143,13 +146,13 @@ def begin(
         running: list[Outcome[Any]] = []
         try:
             with interrupts_deferred(at_most=1):  # so that no thread is orphaned
-                with _stage(path, "begin", timeout) as marks:
+                with _stage(path, "begin", timeout) as mark:
                     if first:
-                        marks.append(_create(path))
+                        mark.own = _create(path)
                     copied = copies(arrays)
                 size = sum(x.nbytes for parts in copied.values() for _, x in parts)
                 with interrupts_deferred():  # the thread takes over the locks
-                    parts = table, copied, marks[0], timeout
+                    parts = table, copied, mark.answer, timeout
                     end = start_thread(running, _finish, path, *parts, replace, held.pop_all())
             return Writing(path, size, end)
         except BaseException:
@@ -230,7 +233,7 @@ def _finish(
     me, partial = jax.process_index(), partial_path(path)
     leaves = list(copied)
     with held:
-        with _stage(path, "written", AS_LONG_AS_IT_TAKES) as messages:
+        with _stage(path, "written", AS_LONG_AS_IT_TAKES, to_first) as reports:
             if me != 0:  # before a byte is written where process 0 would not find it
                 check_mark(partial / MARK, mark, timeout)
             has_written = write_arrays(partial, table.leaves, copied)
@@ -240,17 +243,17 @@ def _finish(
                 folder = written_by(partial, me)
                 facts = flush_tree(folder)
                 files = {f"{folder.name}/{name}": x for name, x in facts.items()}
-            messages.append(json.dumps([has_written, files]).encode())
+            reports.own = json.dumps([has_written, files]).encode()
         with _stage(path, "committed", AS_LONG_AS_IT_TAKES) as unflushed:
             if me == 0:
-                reports = [json.loads(message) for message in messages]
-                merge(partial, [i for i, (wrote, _) in enumerate(reports) if wrote], leaves)
-                seen_by = [files for _, files in reports]
-                unflushed.append(_commit(path, table, seen_by, replace).encode())
-        if unflushed[0]:
+                of_process = [json.loads(report) for report in reports.received]
+                merge(partial, [i for i, (wrote, _) in enumerate(of_process) if wrote], leaves)
+                seen_by = [files for _, files in of_process]
+                unflushed.own = _commit(path, table, seen_by, replace).encode()
+        if unflushed.answer:
             raise CheckpointError(
                 f"{path} is complete and can be read, but it may not survive a power cut:"
-                f" {path.parent} could not be flushed: {unflushed[0].decode()}."
+                f" {path.parent} could not be flushed: {unflushed.answer.decode()}."
             )
 
 
@@ -312,12 +315,14 @@ def _in_all(files: FileFacts) -> str:
 
 
 @contextmanager
-def _stage(path: epath.Path, name: str, timeout: float) -> Iterator[list[bytes]]:
+def _stage(
+    path: epath.Path, name: str, timeout: float, combine: Combine = b"".join
+) -> Iterator[Messages]:
     """A part of a save on all processes: if it raises on one, even for a Ctrl-C, all raise.
 
     Like `all_or_none`, but the error lists the errors of all processes.
     """
-    messages: list[bytes] = []
+    messages = Messages()
     raised: BaseException | None = None
     try:
         yield messages
@@ -325,16 +330,15 @@ def _stage(path: epath.Path, name: str, timeout: float) -> Iterator[list[bytes]]
         raised = error
     channel = f"save {path}"
     told, failures = exchange_outcomes(
-        f"{channel}: {name}", raised, messages, timeout=timeout, channel=channel
+        f"{channel}: {name}", raised, messages.own, combine, timeout=timeout, channel=channel
     )
     if raised is not None and not isinstance(raised, Exception):
         raise raised  # a Ctrl-C stays one
     if failures:
-        facts = [f"process {i} raised {text}" for i, text in failures.items()]
         if jax.process_count() == 1:
-            facts = list(failures.values())
+            failures = [failures[0].removeprefix("process 0 raised ")]
         raise CheckpointError(
             f"{path} was not saved; what existed before is unchanged."
-            f" {listed('Several processes failed:', facts)}"
+            f" {listed('Several processes failed:', failures)}"
         ) from raised
-    messages[:] = told
+    messages.answer, messages.received = told

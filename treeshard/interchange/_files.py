@@ -167,10 +167,10 @@ def _write_files(
             tell_removed(where, path.parent, remove_left(hidden))
             hidden.mkdir()
             held.callback(remove_left, hidden)  # before the lock is released
-            marks.append(new_mark(mark))
+            marks.own = new_mark(mark)
     with all_or_none(where, phase="open", timeout=timeout):
         if not first:
-            check_mark(mark, marks[0], timeout)
+            check_mark(mark, marks.answer, timeout)
         opened = [_open(hidden / file.path.name, held) for file in files]
     with all_or_none(where, phase="write", timeout=AS_LONG_AS_IT_TAKES):
         places = {

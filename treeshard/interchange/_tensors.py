@@ -4,6 +4,7 @@ All names and dtypes are checked before the first byte is written or read: the f
 for a leaf that it cannot hold, and a file without it would load as a tree that lacks it.
 """
 
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -137,14 +138,15 @@ def _unwritable(leaf: Any) -> TreeShardError | None:
 
 def names_to_write(tensors: Mapping[str, Any], what: str, timeout: float) -> list[str]:
     """The tensors of which this process writes shards, or all: the first that has all does."""
-    with all_or_none(what, phase="parts", timeout=timeout) as answers:
-        answers.append(bytes(not is_spread(x) for x in tensors.values()))
-    has_it_all = zip(*answers, strict=True)  # for each tensor, a 1 or 0 of each process
-    return [
-        name
-        for name, row in zip(tensors, has_it_all, strict=True)
-        if not any(row) or row.index(1) == jax.process_index()
-    ]
+
+    def combine(messages: list[bytes]) -> bytes:
+        has_it_all = zip(*messages, strict=True)  # for each tensor, a 1 or 0 of each process
+        return json.dumps([row.index(1) if any(row) else None for row in has_it_all]).encode()
+
+    with all_or_none(what, combine, phase="parts", timeout=timeout) as parts:
+        parts.own = bytes(not is_spread(x) for x in tensors.values())
+    me, owners = jax.process_index(), json.loads(parts.answer)
+    return [name for name, i in zip(tensors, owners, strict=True) if i is None or i == me]
 
 
 def pieces_of(leaf: Any) -> list[Piece]:
