@@ -222,7 +222,7 @@ def is_list_of_rules(x: Any) -> bool:
     return len(pairs) == len(x) and all(_is_pattern(rule[0]) for rule in pairs)
 
 
-def read_rules(rules: Rules, read_action: Callable[[Any], Any] = check_action) -> ReadRules:
+def read_rules(rules: Any, read_action: Callable[[Any], Any] = check_action) -> ReadRules:
     """Compiles the patterns of rules, and reads their actions.
 
     Raises `ShardingRuleError` listing all bad rules.

@@ -34,6 +34,7 @@ from treeshard._core.processes import (
     require_agreement,
     show_progress,
 )
+from treeshard._core.spec_trees import SpecTree
 from treeshard._core.text import parse_dtype
 from treeshard._disk.files import FileFacts, PathLike
 from treeshard._disk.leaves import ReadLeaf, SavedLeaf, raise_damages
@@ -84,7 +85,7 @@ Leaves = Sequence[tuple[SavedLeaf, RequestedLeaf]]  # as they are stored, and as
 class RestoreOptions(TypedDict, total=False):
     """The keyword arguments of `restore`."""
 
-    rules: Rules | None
+    rules: Rules | SpecTree | None
     mesh: MeshLike | None
     min_size: int | None
     cast: Any
@@ -98,7 +99,7 @@ def restore(
     path: PathLike,
     like: PyTree = None,
     *,
-    rules: Rules | None = None,
+    rules: Rules | SpecTree | None = None,
     mesh: MeshLike | None = None,
     min_size: int | None = None,
     cast: Any = None,
