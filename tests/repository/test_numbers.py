@@ -58,6 +58,20 @@ def test_results_name_no_machine_and_no_path() -> None:
         assert "absent" not in text, f"{name}: a peer is not installed: use `make bench`"
 
 
+def test_the_page_on_several_hosts_quotes_what_was_counted() -> None:
+    text = (ROOT / "docs/how-to/several-hosts.md").read_text().replace("`", "")
+    found = {row["case"]: row for row in MEASURED["bench_scale"]["rows"]}
+    for call in ("shard", "gather", "reshard", "save", "restore", "a step of jit_step"):
+        cells = [call]
+        for count in (2, 8, 32):
+            costs = found[f"{call}, {count} processes: programs, first time"]["vs"]
+            first, other = costs["bytes received by the first"], costs["by another"]
+            cells.append(f"{first['measured']:,}, {other['measured']:,}")
+        assert f"| {' | '.join(cells)} |" in text
+    each = found["a meeting of 16,384 processes, received by the first, bytes for each"]
+    assert f"brings process 0 {each['measured']:.0f} bytes for each" in " ".join(text.split())
+
+
 # ------------------------------------------------------------------ bytes that benchmarks measure
 
 
