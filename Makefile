@@ -5,7 +5,7 @@ BIN := .venv/bin
 PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-floor test-newest test-targets test-peers soak lint bench docs dist release clean
+.PHONY: demo test test-floor test-newest test-targets test-accelerators test-peers soak lint bench docs dist release clean
 
 demo: .venv/installed-demo
 	$(BIN)/python examples/train_fsdp.py $(ARGS)
@@ -38,6 +38,15 @@ test-newest: .venv-newest/installed
 test-targets: .venv-targets/installed
 	JAX_PLATFORMS=cpu TREESHARD_TARGETS=1 .venv-targets/bin/python -m pytest --numprocesses 2 \
 		tests/targets $(ARGS)
+
+# On attached GPUs or TPUs, with the Python of the machine: nothing is installed, and warnings of its
+# packages are no errors. The measurements go to SAVE, also where a test fails.
+# TREESHARD_ACCELERATORS=cpu runs the same on CPUs, without the measurements.
+SAVE ?= benchmarks/accelerators.json
+test-accelerators:
+	PYTHONPATH=. $(PYTHON) -m pytest --confcutdir=tests/accelerators -p no:cacheprovider -W default \
+		--durations=5 tests/accelerators $(ARGS); passed=$$?; \
+	PYTHONPATH=. $(PYTHON) -m benchmarks.accelerators --save $(SAVE) && exit $$passed
 
 # Random inputs beside eformer and scalax, in the versions of `make bench`.
 test-peers: .venv-bench/installed
