@@ -481,7 +481,7 @@ class _Channel:
         left = [call.with_line(), type(error).__name__, _process.index]
         with suppress(jax.errors.JaxRuntimeError):
             for number in (self._number - 1, self._number):
-                self._meeting(number, call, 0).end(_LEFT + json.dumps(left).encode())
+                self._meeting(number, call, seconds=0.0).end(_LEFT + json.dumps(left).encode())
 
     def _meeting(self, number: int, call: _Call, seconds: float) -> "_Meeting":
         return _Meeting(f"{self._key}/{number}", self.participants, call, seconds)
