@@ -75,7 +75,7 @@ def flush_tree(directory: PathLike) -> FileFacts:
     The names of the files are relative to the directory.
     """
     facts: FileFacts = {}
-    for folder, _, names in os.walk(directory, topdown=False):
+    for folder, _, names in os.walk(directory, topdown=False, onerror=_raise):
         for name in names:
             file = os.path.join(folder, name)
             flush(file)
@@ -83,6 +83,11 @@ def flush_tree(directory: PathLike) -> FileFacts:
                 facts[os.path.relpath(file, directory)] = file_facts(flushed)
         flush(folder)
     return facts
+
+
+def _raise(error: OSError) -> None:
+    """For `os.walk`, which by default leaves out a folder that it cannot list."""
+    raise error
 
 
 _END = 2**12  # bytes

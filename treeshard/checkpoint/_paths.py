@@ -283,7 +283,8 @@ def reading(path: epath.Path, *, listed: bool = False) -> Iterator[Callable[[], 
             yield check
     finally:
         if handle is not None:
-            os.close(handle)
+            with suppress(OSError):  # of a disk that is gone: the handle is closed all the same
+                os.close(handle)
 
 
 @contextmanager

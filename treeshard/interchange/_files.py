@@ -21,7 +21,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -191,8 +191,14 @@ def _write_files(
 
 def _open(path: Path, held: ExitStack) -> int:
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    held.callback(os.close, file)
+    held.callback(_close, file)
     return file
+
+
+def _close(file: int) -> None:
+    """Closes a file that is on the disk by then, or that an error removes: it may have its name."""
+    with suppress(OSError):
+        os.close(file)
 
 
 def _put_in_place(where: str, path: Path, files: Sequence[NewFile], hidden: Path) -> None:
@@ -214,8 +220,9 @@ def _put_in_place(where: str, path: Path, files: Sequence[NewFile], hidden: Path
             flush(hidden / last.path.name)
         shards = renamed
         flush(directory)  # the index must not be durable before the files that it names
+    hides_index = bool(shards) and path.exists()  # looked at while an error changes nothing
     (hidden / last.path.name).replace(last.path)
-    if shards and path.exists():
+    if hides_index:
         flush(directory)
         path.unlink()
     _remove_earlier(where, path, {file.path for file in (*shards, last)})
@@ -226,9 +233,19 @@ def _with_free_names(files: list[NewFile]) -> list[NewFile]:
     for number in count(1):
         tag = f"-{number}" if number > 1 else ""
         renamed = [x._replace(path=x.path.with_stem(f"{x.path.stem}{tag}")) for x in files]
-        if not any(os.path.lexists(x.path) for x in renamed):
+        if not any(_is_taken(x.path) for x in renamed):
             return renamed
     raise AssertionError
+
+
+def _is_taken(path: Path) -> bool:
+    """Whether a file has this name. `os.path.lexists` denies it where a disk does not answer, and
+    then the file of an earlier save would be overwritten."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _remove_earlier(where: str, path: Path, kept: set[Path]) -> None:
