@@ -21,7 +21,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -32,6 +32,7 @@ from treeshard._core.processes import AS_LONG_AS_IT_TAKES, all_or_none
 from treeshard._disk.files import (
     Lock,
     check_mark,
+    close,
     flush,
     make_directory,
     new_mark,
@@ -191,14 +192,8 @@ def _write_files(
 
 def _open(path: Path, held: ExitStack) -> int:
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    held.callback(_close, file)
+    held.callback(close, file)  # once it is flushed, or an error removes it
     return file
-
-
-def _close(file: int) -> None:
-    """Closes a file that is on the disk by then, or that an error removes: it may have its name."""
-    with suppress(OSError):
-        os.close(file)
 
 
 def _put_in_place(where: str, path: Path, files: Sequence[NewFile], hidden: Path) -> None:
