@@ -126,6 +126,6 @@ def test_arrays_are_constrained_in_and_out_of_jit() -> None:
         ({"axes": ["batch"], "mode": "__trian__"}, "'__trian__' is neither 'train' nor"),
     ],
 )
-def test_mistakes_have_a_way_out(arguments: dict[str, Any], message: str) -> None:
+def test_mistakes_have_a_way_out(arguments: dict[str, Any], message: str, unchecked: None) -> None:
     with pytest.raises(ts.SpecError, match=message):
         PartitionManager(ts.PartitionAxis()).resolve(**arguments)

@@ -158,7 +158,7 @@ def test_mesh_in_force(ours) -> None:
 
 
 @row('get_axes_size_in_mesh("tp", mesh)')
-def test_axes_size(ours) -> None:
+def test_axes_size(ours, unchecked) -> None:
     with pytest.raises(KeyError, match="no axis 'tp'"):
         ours()
     assert ours(mesh="tp=8") == 8

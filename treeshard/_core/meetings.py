@@ -479,9 +479,10 @@ class _Channel:
         call = _thread.call
         mark_broken(call.what, self.participants)
         left = [call.with_line(), type(error).__name__, _process.index]
-        with suppress(jax.errors.JaxRuntimeError):
-            for number in (self._number - 1, self._number):
-                self._meeting(number, call, 0).end(_LEFT + json.dumps(left).encode())
+        for number in (self._number - 1, self._number):
+            # The keys of the last meeting may be deleted meanwhile: all have read its answer.
+            with suppress(jax.errors.JaxRuntimeError):
+                self._meeting(number, call, seconds=0.0).end(_LEFT + json.dumps(left).encode())
 
     def _meeting(self, number: int, call: _Call, seconds: float) -> "_Meeting":
         return _Meeting(f"{self._key}/{number}", self.participants, call, seconds)
@@ -594,7 +595,7 @@ class _Meeting(NamedTuple):
             client.key_value_set_bytes(f"{self.key}/answer", answer)
         except jax.errors.JaxRuntimeError:  # there is one, or the service cannot be reached
             answer = client.key_value_try_get_bytes(f"{self.key}/answer")
-        if _process.index != self.participants[0]:
+        if _process.index != self.participants[0] or answer[:1] == _LEFT:
             self._wake_first()  # not before: it would say that others are absent
         return answer
 
