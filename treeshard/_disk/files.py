@@ -66,6 +66,15 @@ def flush(path: PathLike) -> None:
         os.close(handle)
 
 
+def close(handle: int) -> None:
+    """Closes an open file that nothing is written to, or that is flushed.
+
+    The system closes it even if it raises, as for a disk that is gone.
+    """
+    with suppress(OSError):
+        os.close(handle)
+
+
 FileFacts = dict[str, list[int]]  # by name: the size of a file, and a checksum of its ends
 
 
@@ -75,7 +84,7 @@ def flush_tree(directory: PathLike) -> FileFacts:
     The names of the files are relative to the directory.
     """
     facts: FileFacts = {}
-    for folder, _, names in os.walk(directory, topdown=False):
+    for folder, _, names in os.walk(directory, topdown=False, onerror=_raise):
         for name in names:
             file = os.path.join(folder, name)
             flush(file)
@@ -83,6 +92,11 @@ def flush_tree(directory: PathLike) -> FileFacts:
                 facts[os.path.relpath(file, directory)] = file_facts(flushed)
         flush(folder)
     return facts
+
+
+def _raise(error: OSError) -> None:
+    """For `os.walk`, which by default leaves out a folder that it cannot list."""
+    raise error
 
 
 _END = 2**12  # bytes
@@ -231,8 +245,7 @@ class Lock:
         """Closes a forked process's copy of the handle, which would keep the lock held."""
         handle, self._handle = self._handle, None
         if handle is not None:
-            with suppress(OSError):  # of a disk that is gone: the handle is closed all the same
-                os.close(handle)
+            close(handle)
 
 
 # An `flock` belongs to the open file, which a fork shares, and ends when its last handle is closed.
@@ -253,7 +266,7 @@ def _open_locked(file: Path, what: str) -> int | None:
         with ExitStack() as opened:
             try:
                 handle = os.open(file, _OPEN_SAFELY, 0o666)
-                opened.callback(os.close, handle)
+                opened.callback(close, handle)
                 status = os.fstat(handle)
                 # It has no name if its holder has just removed it, and two if it is a hard link.
                 if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:

@@ -226,7 +226,10 @@ class Checkpoints:
         return number
 
     def _warn_of_later_steps(self, step: int) -> None:
-        latest = max(self.steps(), default=step)
+        steps: tuple[int, ...] = ()
+        with suppress(CheckpointError):  # the save has begun, and process 0 alone looks
+            steps = self.steps()
+        latest = max(steps, default=step)
         if latest > step:
             warn(
                 f"save({step}): {self._directory} has later steps, up to {latest}, which"
@@ -506,7 +509,12 @@ class Checkpoints:
 
     def _remove_all_but(self, keep: int, saved: int) -> None:
         self._removing = [removal for removal in self._removing if not removal.done]
-        for step in {*self.steps()[:-keep]} - {saved}:
+        try:
+            steps = self.steps()
+        except CheckpointError as error:  # the save is complete, and process 0 alone looks
+            warn(f"Steps older than the latest {keep} cannot be removed: {error}")
+            return
+        for step in {*steps[:-keep]} - {saved}:
             try:
                 self._remove(step)
             except OSError as error:

@@ -21,6 +21,7 @@ from treeshard._disk.files import (
     FileFacts,
     Lock,
     PathLike,
+    close,
     exchange_names,
     file_facts,
     file_path,
@@ -283,7 +284,7 @@ def reading(path: epath.Path, *, listed: bool = False) -> Iterator[Callable[[], 
             yield check
     finally:
         if handle is not None:
-            os.close(handle)
+            close(handle)
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from treeshard._core.processes import AS_LONG_AS_IT_TAKES, all_or_none
 from treeshard._disk.files import (
     Lock,
     check_mark,
+    close,
     flush,
     make_directory,
     new_mark,
@@ -191,7 +192,7 @@ def _write_files(
 
 def _open(path: Path, held: ExitStack) -> int:
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    held.callback(os.close, file)
+    held.callback(close, file)  # once it is flushed, or an error removes it
     return file
 
 
@@ -214,8 +215,9 @@ def _put_in_place(where: str, path: Path, files: Sequence[NewFile], hidden: Path
             flush(hidden / last.path.name)
         shards = renamed
         flush(directory)  # the index must not be durable before the files that it names
+    hides_index = bool(shards) and path.exists()  # looked at while an error changes nothing
     (hidden / last.path.name).replace(last.path)
-    if shards and path.exists():
+    if hides_index:
         flush(directory)
         path.unlink()
     _remove_earlier(where, path, {file.path for file in (*shards, last)})
@@ -226,9 +228,19 @@ def _with_free_names(files: list[NewFile]) -> list[NewFile]:
     for number in count(1):
         tag = f"-{number}" if number > 1 else ""
         renamed = [x._replace(path=x.path.with_stem(f"{x.path.stem}{tag}")) for x in files]
-        if not any(os.path.lexists(x.path) for x in renamed):
+        if not any(_is_taken(x.path) for x in renamed):
             return renamed
     raise AssertionError
+
+
+def _is_taken(path: Path) -> bool:
+    """Whether a file has this name. `os.path.lexists` denies it where a disk does not answer, and
+    then the file of an earlier save would be overwritten."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _remove_earlier(where: str, path: Path, kept: set[Path]) -> None:
