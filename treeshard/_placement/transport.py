@@ -4,12 +4,13 @@ The bytes that a process sends form streams, which travel over the devices' netw
 device of each process, in packets of one size. So a few programs are compiled, whatever the arrays
 are, and a transfer needs memory for a few packets besides the result.
 
-1. `collect` brings whole arrays to one process, or to all. Each process has one stream, and one
-   program brings a packet of each to all of them, as an all-gather. Where a single process needs
-   them, no link of a ring carries more than what comes to that process.
-2. `deliver` brings to each process its parts, so there is a stream for each pair of processes.
+1. `deliver` brings to each process its parts, so there is a stream for each pair of processes.
    Pairs of one distance travel in one `ppermute`, which is a program for each distance. Beyond a
    few distances, one `all_to_all` takes a packet of every pair.
+2. `collect` brings whole arrays to one process, or to all. Among a few processes it does so by
+   `deliver`. Among more, each process has one stream, and one program brings a packet of each to
+   all of them, as an all-gather. Where a single process needs them, no link of a ring carries more
+   than what comes to that process.
 
 A jitted identity with `out_shardings` needs meshes of the same devices, one program for each set of
 shapes, and memory for a full copy where it replicates. The coordination service that carries our
@@ -56,6 +57,22 @@ def collect(
     All processes in `among`, ascending, must make the same call, and exhaust the iterator. Of typed
     keys, send the data. `turn` is the context in which the data of an array travels, by its index.
     """
+    if len(among) > MAX_DISTANCES + 1:
+        yield from _gather_all(arrays, receivers, among, turn)
+        return
+    whole = [region_of((slice(None),) * x.ndim, x.shape) for x in arrays]
+    wanted = [[(receiver, region) for receiver in receivers] for region in whole]
+    for regions in deliver(arrays, wanted, among, turn):
+        received = [regions.popitem()[1]] if regions else []
+        yield received
+
+
+def _gather_all(
+    arrays: Sequence[jax.Array],
+    receivers: Sequence[int],
+    among: Sequence[int],
+    turn: Callable[[int], AbstractContextManager[Any]],
+) -> Iterator[list[np.ndarray]]:
     me = jax.process_index()
     # Every process computes what all publish: nobody has to be told what comes, or when.
     published = [_published(x.sharding, x.shape, tuple(receivers)) for x in arrays]
@@ -107,7 +124,7 @@ def deliver(
     keys, send the data. `turn` is the context in which the data of an array travels, by its index.
     """
     # Every process computes the routes of all: nobody has to be told what comes, or when.
-    limit = _at_most(CHUNK_BYTES, among)
+    limit = _at_most(CHUNK_BYTES, among) if len(among) > MAX_DISTANCES + 1 else CHUNK_BYTES
     routes = [
         _chunks_of(x.sharding, x.shape, np.dtype(x.dtype).itemsize, tuple(regions), limit)
         for x, regions in zip(arrays, wanted, strict=True)
