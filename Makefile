@@ -20,7 +20,7 @@ soak: .venv/installed
 	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/communication/test_comparison.py -k moves_what_is_planned
 	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/checkpoint/test_killed_saves.py tests/checkpoint/test_damages.py tests/checkpoint/test_power_loss.py
 	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/checkpoint/test_failing_calls.py
-	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/checkpoint/test_preemption.py tests/core/test_processes.py
+	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/checkpoint/test_preemption.py tests/core/test_processes.py tests/core/test_schedules.py
 	$(BIN)/pip install --quiet -e ".[stores]"
 	$(BIN)/python -m pytest tests/checkpoint/test_object_store.py
 	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/training/test_explicit_axes.py tests/training/test_waiting.py
