@@ -4,7 +4,7 @@ Its clients are threads. As in the real one: a key is set once unless it may be 
 for a key ends at a deadline, and to delete a key deletes all keys below it.
 
 A `World` runs processes as threads, one at a time: at each call of the service a seeded generator
-draws who goes on, and whom to delay, interrupt or kill. Its clock is not that of the machine.
+draws who goes on, and whom to delay, interrupt or kill. Its clock is simulated, too.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""A tree of specs in place of rules: the plan is the same as by rules, and has all that it has."""
+"""A tree of specs instead of rules: the plan is the same as by rules, and has all that it has."""
 
 import json
 from typing import Any
@@ -70,7 +70,7 @@ IS_SPECS = [
 
 @pytest.mark.parametrize("given", IS_RULES)
 def test_lists_with_text_are_rules(given) -> None:
-    # A list of rules is no tree of the structure of this one.
+    # A list of rules does not have the structure of this tree.
     assert ts.plan({"w": np.ones(8), "b": 1}, given, MESH).rules == tuple(map(tuple, given))
 
 

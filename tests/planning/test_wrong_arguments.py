@@ -247,7 +247,7 @@ CALLS = {
         ),
         (
             lambda: ts.unshard(params, specs),
-            "or pass the plan in place of the specs: `unshard(tree,",
+            "or pass the plan instead of the specs: `unshard(tree,",
         ),
         (
             lambda: ts.unshard(params, plan.shardings),

@@ -616,11 +616,12 @@ class _Meeting(NamedTuple):
         return self.end(self._absence({}))
 
     def _absence(self, said: Mapping[int, bytes]) -> bytes:
-        """The answer of a meeting to which not all came in time, or the first of them was lost."""
+        """The answer of a meeting to which not all came in time, if `said` is what was said there.
+        If it was not read: of one that the first participant did not answer."""
         absent = [i for i in self.participants if i not in said] if said else self.participants[:1]
         names = f"{named_processes(absent)} of {_process.count}"
-        came = "did not arrive" if said else "came, and did not answer,"
-        fact = f"{names} {came} within {self.seconds:g} s"
+        seconds = self.seconds if said else self.seconds + _SECONDS_TO_ANSWER
+        fact = f"{names} did not {'arrive' if said else 'answer'} within {seconds:g} s"
         return _ABSENT + json.dumps([fact, self.call.what, self.call.with_line()]).encode()
 
     def get(self, name: str, seconds: float) -> bytes:

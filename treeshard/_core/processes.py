@@ -41,7 +41,7 @@ from treeshard._core.meetings import (
 )
 from treeshard._core.mesh import AnyMesh
 from treeshard._core.replicas import shared_parts
-from treeshard._core.text import named_processes
+from treeshard._core.text import at_most_eight, by_fact
 from treeshard.errors import ProcessError, listed
 
 # ------------------------------------------------------------------ failing together, agreeing
@@ -92,7 +92,7 @@ def all_or_none(
         raise ProcessError(f"{what}: nothing was done, since {failures[0]}")
     if failures:
         headline = f"{what}: nothing was done, since other processes failed:"
-        raise ProcessError(listed(headline, failures, 4, headed=True))
+        raise ProcessError(listed(headline, failures, headed=True))
     messages.answer, messages.received = told
 
 
@@ -128,11 +128,7 @@ def exchange_outcomes(
 
 def name_failures(failures: Mapping[int, str]) -> list[str]:
     """`process 1 raised OSError: disk full`, for each error; eight at most."""
-    raised_by = defaultdict[str, list[int]](list)
-    for i, text in failures.items():
-        raised_by[text].append(i)
-    facts = [f"{named_processes(on)} raised {text}" for text, on in raised_by.items()]
-    return facts if len(facts) <= 8 else [*facts[:8], f"{len(facts) - 8} more raised other errors"]
+    return at_most_eight(f"{on} raised {text}" for text, on in by_fact(failures).items())
 
 
 @contextmanager
@@ -193,7 +189,7 @@ def compare_copies(
 
 
 def _differing_groups(hashes: list[bytes]) -> bytes:
-    """The groups of facts of which processes have sent different hashes; empty if there are none.
+    """The groups of facts whose hashes differ between processes; empty if there are none.
 
     A process has sent an empty hash of a part that is not the same on its own devices.
     """

@@ -373,7 +373,7 @@ class ResolvedSpec:
     # The index of the rule that requested it, and its pattern; `None` without a rule.
     rule: int | None = None
     pattern: str | None = None
-    # Whether a tree of specs in place of rules requested it.
+    # Whether a tree of specs instead of rules requested it.
     by_spec: bool = False
 
     @property

@@ -163,11 +163,15 @@ def columns(rows: Sequence[tuple[str, ...]], right: int = 3) -> str:
 
 def in_groups(row: Mapping[int, str]) -> str:
     """Facts by process: `P('fsdp',) on processes 0, 1; P() on process 2`, eight at most."""
-    by_fact: dict[str, list[int]] = {}
+    return "; ".join(at_most_eight(f"{fact} on {on}" for fact, on in by_fact(row).items()))
+
+
+def by_fact(row: Mapping[int, str]) -> dict[str, str]:
+    """The processes of each fact, in words."""
+    groups: dict[str, list[int]] = {}
     for i, fact in row.items():
-        by_fact.setdefault(fact, []).append(i)
-    groups = [f"{fact} on {named_processes(on)}" for fact, on in by_fact.items()]
-    return "; ".join(_at_most_eight(groups))
+        groups.setdefault(fact, []).append(i)
+    return {fact: named_processes(on) for fact, on in groups.items()}
 
 
 def named_processes(processes: Sequence[int]) -> str:
@@ -177,11 +181,13 @@ def named_processes(processes: Sequence[int]) -> str:
     names: list[str] = []
     for run in consecutive(processes):
         names += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run)
-    return "processes " + ", ".join(_at_most_eight(names))
+    return "processes " + ", ".join(at_most_eight(names))
 
 
-def _at_most_eight(names: list[str]) -> list[str]:
-    return names if len(names) <= 8 else [*names[:8], f"and {len(names) - 8} more"]
+def at_most_eight(texts: Iterable[str]) -> list[str]:
+    """The first eight, and how many more there are: what all processes receive must be short."""
+    texts = list(texts)
+    return texts if len(texts) <= 8 else [*texts[:8], f"and {len(texts) - 8} more"]
 
 
 # ------------------------------------------------------------------ folding

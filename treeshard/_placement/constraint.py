@@ -298,7 +298,7 @@ def _ask_for_axis(specs: SpecTree) -> str:
     axes = [name for name in named if splits_rows(name)] or named or ["fsdp"]
     return (
         "unshard: the second argument has specs, and no axis to gather over follows. Pass it,"
-        f" `unshard(tree, specs, {axes[0]!r})`, or pass the plan in place of the specs:"
+        f" `unshard(tree, specs, {axes[0]!r})`, or pass the plan instead of the specs:"
         " `unshard(tree, plan)`."
     )
 

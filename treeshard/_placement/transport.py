@@ -73,7 +73,8 @@ def _gather_all(
     among: Sequence[int],
     turn: Callable[[int], AbstractContextManager[Any]],
 ) -> Iterator[list[np.ndarray]]:
-    me = jax.process_index()
+    """As `collect`, where each process publishes the shards that are its own to send."""
+    me, position = jax.process_index(), {process: i for i, process in enumerate(among)}
     # Every process computes what all publish: nobody has to be told what comes, or when.
     published = [_published(x.sharding, x.shape, tuple(receivers)) for x in arrays]
     total = Counter[int]()
@@ -92,8 +93,8 @@ def _gather_all(
             for region, shard in _local_shards(x).items():
                 whole[slices_of(region)] = np.asarray(shard)
         expected = {sender: _Pieces(x, shards, size) for sender, shards in regions.items()}
-        with turn(i) if _behind(needed, sent) else nullcontext():
-            behind = _behind(needed, sent)
+        behind = _behind(needed, sent)
+        with turn(i) if behind else nullcontext():
             while True:
                 if whole is not None:  # also from packets that arrived with the last array
                     for sender, pieces in expected.items():
@@ -104,7 +105,7 @@ def _gather_all(
                 for sender in behind:
                     sent[sender] += size
                     if whole is not None:
-                        packet = packets[among.index(sender)]
+                        packet = packets[position[sender]]
                         incoming[sender] = np.concatenate([incoming[sender], packet])
                 behind = _behind(needed, sent)
         received = [] if whole is None else [whole]
@@ -168,7 +169,7 @@ def _bytes_by_sender(x: jax.Array, regions: Mapping[int, Iterable[Region]]) -> d
 
 
 def _behind(needed: Counter[int], sent: Counter[int]) -> list[int]:
-    """The senders of which the arrays so far need more than they have sent."""
+    """The senders that have sent less than the arrays so far need."""
     return [sender for sender in needed if needed[sender] > sent[sender]]
 
 

@@ -1,4 +1,4 @@
-"""A plan from a tree of specs that somebody has already, in place of rules."""
+"""A plan from a tree of specs that somebody has already, instead of rules."""
 
 import re
 from collections.abc import Sequence
