@@ -185,6 +185,15 @@ def test_a_subtree_that_differs_or_is_not_there(write, read, mesh, tmp_path) -> 
 
 
 @on_formats
+def test_other_leaves_of_these_names_are_not_read(write, read, mesh, tmp_path) -> None:
+    """Although more of the names are stored there."""
+    plan = ts.plan({"params": {"a": A, "b": B}}, [("", None)], mesh)
+    write(tmp_path / "x", {"params": {"a": A}, "a": A + 1, "b": B + 1})
+    with pytest.raises(ts.MismatchError, match="params/b: not in"):
+        read(tmp_path / "x", plan["params"])
+
+
+@on_formats
 def test_a_tree_of_plans(write, read, mesh, tmp_path) -> None:
     write(tmp_path / "x", STATE)
     plan = ts.plan(STATE, RULES, mesh, min_size=0)

@@ -319,14 +319,15 @@ def _in_subtree(
 ) -> tuple[Mapping[int, str], Mapping[str, SavedLeaf]]:
     """The names and the stored leaves of the subtree at `path`, or at the end of that path.
 
-    What is stored is the whole tree, or the subtree, or a tree between: the one that has most of
-    the leaves.
+    What is stored is the whole tree, or the subtree, or a tree between: it is at the longest of
+    these paths under which one of the leaves is stored.
     """
     parts = path.split("/")
     prefixes = ["/".join(parts[i:]) for i in range(len(parts) + 1)]
     found = {prefix: names(nested({prefix: tree})) for prefix in prefixes}
-    # Of equals the first, which is the longest: the whole tree may have leaves of these names.
-    prefix = max(prefixes, key=lambda x: len(stored.keys() & {*found[x].values()}))
+    # Not where most leaves are stored: the whole tree may have others of these names.
+    there = (x for x in prefixes if stored.keys() & {*found[x].values()})
+    prefix = next(there, path)
     under = {x: row for x, row in stored.items() if not prefix or f"{x}/".startswith(f"{prefix}/")}
     return found[prefix], under
 
