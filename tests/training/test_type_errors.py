@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from treeshard.training import value_and_grad
-from treeshard.training._type_errors import ON_PAGE, PAGE, SUGGESTIONS
+from treeshard.training._type_errors import ON_PAGE, PAGE, SUGGESTIONS, sharding_type_errors
 
 ROWS = ("data", "fsdp")
 BATCH = {
@@ -472,3 +472,12 @@ def test_a_mesh_with_other_axes_is_not_about_types() -> None:
     error = raised_in_a_step(loss, X)
     assert "should match the aval mesh" in str(error)
     assert not isinstance(error, ts.errors.ShardingTypeError)
+
+
+def test_a_message_without_two_types_is_left_to_jax() -> None:
+    """Another release may word it otherwise: what it says must not be lost."""
+    error = ValueError("Incompatible types for add: they differ")
+    mesh = ts.make_mesh("fsdp=8", axis_types="explicit")
+    with pytest.raises(ValueError, match="they differ") as told, sharding_type_errors(mesh):
+        raise error
+    assert told.value is error

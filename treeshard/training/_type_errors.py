@@ -143,6 +143,8 @@ def _is_about_types(error: Exception) -> bool:
 def _do_shapes_fit(text: str) -> bool:
     """Whether the shapes fit of two types in JAX's text, such as `float32[16@(data,fsdp),8]`."""
     types = re.findall(r"(?:\d|bool)\[(.*?)\]", text)
+    if len(types) < 2:  # in other words than the ones known here
+        return False
     sizes = (re.findall(r"(?:^|,)(\d+)", dims) for dims in types[:2])
     given, wanted = (tuple(map(int, each)) for each in sizes)
     if "for matmul" in text:
