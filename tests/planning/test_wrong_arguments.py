@@ -85,6 +85,9 @@ PATH_FIRST = "the path is a dict. The path comes first: `save"
 CALLS = {
     errors.ArgumentError: [
         (lambda: ts.plan(Model, rules, mesh), f"the class Model, {NOT_A_TREE}{CALL_IT}`plan(tree"),
+        (lambda: ts.gather(plan), "gather: the tree is a Plan, which is not a pytree of arrays."),
+        (lambda: ts.iter_gather(plan), "iter_gather: the tree is a Plan, which is not a pytree"),
+        (lambda: ts.gather(optimizer), "gather: the tree is an optimizer, which has functions"),
         (lambda: ts.plan(object(), rules, mesh), f"an object, {NOT_A_TREE}Pass its arrays, or re"),
         (
             lambda: init_sharded(params, key, rules=rules, mesh=mesh),

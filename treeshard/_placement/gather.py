@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.tree_util import tree_flatten
 
-from treeshard._core.arguments import check_no_refs
+from treeshard._core.arguments import check_no_refs, check_tree
 from treeshard._core.arrays import (
     bytes_to_read,
     data_of,
@@ -84,6 +84,7 @@ def gather(
         replaced by its `jax.ShapeDtypeStruct`.
 
     Raises:
+        ArgumentError: If `tree` as a whole is a plan, a class, a function or an optimizer.
         DeletedLeafError: If a leaf was deleted or donated. Nothing is copied.
         LeafError: If a leaf is a tracer, a `ShapeDtypeStruct`, a mutable reference (`jax.Ref`), or
             unreduced. Nothing is copied.
@@ -130,8 +131,8 @@ def iter_gather(
         stops, the others get a `ProcessError` that names it, at the next leaf that needs it.
 
     Raises:
-        DeletedLeafError, LeafError, ProcessError, DoesNotFitError, ValueError: As `gather`, at the
-            call, before the first leaf.
+        ArgumentError, DeletedLeafError, LeafError, ProcessError, DoesNotFitError, ValueError: As
+            `gather`, at the call, before the first leaf.
 
     Examples:
         >>> tree = shard({"w": np.arange(8), "name": "mlp"}, P("fsdp"), make_mesh("fsdp=8"))
@@ -197,7 +198,10 @@ def _agreed_paths(call: _Call) -> list[str]:
     paths = leaf_paths(call.tree) if call.processes else []
     paths = [path_under(call.prefix, path) for path in paths]
     with require_agreement(call.where, among=call.processes, timeout=call.timeout) as facts:
-        check_no_refs(call.tree, call.where, call.prefix)
+        if call.prefix:  # a part of a tree may be anything
+            check_no_refs(call.tree, call.where, call.prefix)
+        else:
+            check_tree(call.tree, call.where, f"{call.where}(tree)")
         # numpy arrays can always be copied, whatever their dtype.
         of_jax = jax.Array | jax.ShapeDtypeStruct
         misfits = {i: unreadable(x) for i, x in enumerate(call.leaves) if isinstance(x, of_jax)}
