@@ -91,7 +91,7 @@ _VERIFY = """\
   treeshard verify run                # the latest step
   treeshard verify run --step 200
 
-PATH is that of `treeshard inspect`. safetensors files have no checksums: their headers, index and
+PATH is as in `treeshard inspect`. safetensors files have no checksums: their headers, index and
 sizes are checked.
 
 exit code: 0, or 1 if something is damaged, or 2 if nothing can be read
@@ -101,10 +101,10 @@ _EXPORT = """\
   treeshard export run/100 model.safetensors --max-file-size 5GB --metadata format=pt
 
 Reads, verifies and writes one leaf at a time. The file gets its name when it is complete, and
-replaces an existing one. The format cannot hold numbers, strings, PRNG keys and int4: if such
-leaves are selected, nothing is exported, unless --skip leaves them out.
+replaces an existing one. The format cannot hold numbers, strings, PRNG keys and int4. If such
+leaves are selected, the export fails; --skip leaves them out.
 
-exit code: 0, or 2 if nothing was exported
+exit code: 0, or 2 if the export failed
 """
 _RENAME = "replace what the regular expression matches; NEW may have \\1; applied in order"
 
