@@ -156,7 +156,8 @@ def test_activations_of_tensor_parallelism_are_listed_apart() -> None:
     assert str(compared).splitlines()[-2:] == [
         "including 1 activation along tensor, 128 B, of which a plan says nothing",
         "The CPU compiler all-reduces full gradients (2.0 KiB) where a reduce-scatter was planned."
-        " Compilers for TPUs and GPUs need not.",
+        " For a TPU or GPU, compile the step on its mesh:"
+        ' `make_mesh("fsdp=8", topology="v5e:2x4")`.',
     ]
 
 
@@ -232,8 +233,9 @@ def test_a_backend_that_widens_a_dtype_is_reported() -> None:
     assert (compared.platform, compared.unplanned) == ("cpu", ())
     assert compared.by_compiler == ("communicates 1.0 KiB in float32 instead of bfloat16",)
     assert str(compared).splitlines()[-2:] == [
-        "The CPU compiler communicates 1.0 KiB in float32 instead of bfloat16. Compilers for TPUs"
-        " and GPUs need not.",
+        "The CPU compiler communicates 1.0 KiB in float32 instead of bfloat16."
+        " For a TPU or GPU, compile the step on its mesh:"
+        ' `make_mesh("fsdp=8", topology="v5e:2x4")`.',
         # Of gradients, the step may have cast them.
         "Gradients and updates: 1.0 KiB in float32 instead of bfloat16.",
     ]

@@ -152,11 +152,17 @@ class Comparison:
         ]
         if self.by_compiler:
             name = f"{self.platform.upper()} compiler" if self.platform else "compiler"
-            others = " Compilers for TPUs and GPUs need not." if self.platform == "cpu" else ""
-            notes.append(f"The {name} {' and '.join(self.by_compiler)}.{others}")
+            # Whether those for accelerators do so depends on the mesh and the types of its axes.
+            hint = _COMPILE_FOR_TARGET if self.platform == "cpu" else ""
+            notes.append(f"The {name} {' and '.join(self.by_compiler)}.{hint}")
         if self.other_dtypes:
             notes.append(f"Gradients and updates: {' and '.join(self.other_dtypes)}.")
         return notes
+
+
+_COMPILE_FOR_TARGET = (
+    ' For a TPU or GPU, compile the step on its mesh: `make_mesh("fsdp=8", topology="v5e:2x4")`.'
+)
 
 
 def compare_communication(plan: Plan, step: Any, state: PyTree, batch: PyTree) -> Comparison:
