@@ -102,6 +102,9 @@ def get_incontext_mesh(raise_error: bool = True) -> AnyMesh | None:
         >>> with jax.set_mesh(make_mesh("fsdp=8")):
         ...     get_incontext_mesh().shape["fsdp"]
         8
+
+    Source:
+        eformer's function of this name.
     """
     mesh = context_mesh()
     if mesh is None:
@@ -162,7 +165,7 @@ def get_axes_size_in_mesh(axis_names: str | Sequence[str], mesh: MeshLike | None
         8
 
     Source:
-        EasyDeL's function of this name.
+        eformer's function of this name.
     """
     names = axis_tuple(axis_names, "get_axes_size_in_mesh")
     sizes = axis_sizes(current_or_given(mesh))
@@ -185,7 +188,7 @@ def get_mesh_axis_names(mesh: MeshLike | None = None) -> list[str]:
         ['data', 'fsdp']
 
     Source:
-        EasyDeL's function of this name.
+        eformer's function of this name.
     """
     return list(axis_sizes(current_or_given(mesh)))
 
@@ -302,6 +305,9 @@ def get_mesh_axis_size(axis_names: str | Sequence[str]) -> int:
         >>> f = lambda x: x + get_mesh_axis_size(("data", "fsdp"))
         >>> jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P())(0)
         Array(8, dtype=int32, weak_type=True)
+
+    Source:
+        eformer's function of this name.
     """
     names = axis_tuple(axis_names, "get_mesh_axis_size")
     check_bound(names, "get_mesh_axis_size")  # JAX's own error is a bare `NameError`
@@ -327,6 +333,9 @@ def get_submesh_device_index(axis_names: str | Sequence[str]) -> jax.Array | int
         >>> f = lambda: get_submesh_device_index(("data", "fsdp"))[None]
         >>> jax.shard_map(f, mesh=mesh, in_specs=(), out_specs=P(("data", "fsdp")))()
         Array([0, 1, 2, 3, 4, 5, 6, 7], dtype=int32)
+
+    Source:
+        eformer's function of this name.
     """
     names = axis_tuple(axis_names, "get_submesh_device_index")
     check_bound(names, "get_submesh_device_index")
