@@ -92,7 +92,7 @@ def with_claims(readme: str, found: Results) -> str:
     """The README's text with its figures as they were measured."""
     if any(claim.bench not in found for claim in CLAIMS):
         return readme
-    lines = re.compile(r"^- .*numbers/#bench_.*\n(?:- .*\n)+", re.MULTILINE)
+    lines = re.compile(r"^- .*numbers/#.*\n(?:- .*\n)+", re.MULTILINE)
     return lines.sub(lambda _: claims(found), readme)
 
 
@@ -105,9 +105,13 @@ def claims(found: Results) -> str:
         low, high = rows[0][0]["spread"] or (0, 0)
         is_unclear = verdict(rows[0][0]) == "unclear"
         spread = f" (quartiles {low:.3g} and {high:.3g}: inconclusive)" if is_unclear else ""
-        link = f"{SITE}numbers/#{claim.bench}"
+        link = f"{SITE}numbers/#{_anchor(found[claim.bench]['title'])}"
         lines.append(f"- {claim.sentence.format(*figures, link=link, spread=spread)}\n")
     return "".join(lines)
+
+
+def _anchor(title: str) -> str:
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower())
 
 
 def _ways(vs: Mapping[str, Any] | str) -> Mapping[str, Any]:
@@ -150,7 +154,7 @@ def text(found: Results) -> str:
         rows = _shown(name, result["rows"])
         if rows:
             measured = f"[`{result['command']}`]({SOURCE}{name}.py), {result['date']}"
-            parts.append(f"\n## {name}\n\n{result['title']}: {measured}.\n\n")
+            parts.append(f"\n## {result['title']}\n\n{measured}.\n\n")
             parts.append(_table(rows))
     return "".join(parts)
 
