@@ -1,7 +1,7 @@
 """Lists the collectives of a compiled program, and asserts budgets on them.
 
-Of the compiled program, and not of a jaxpr or a lowered one: XLA's partitioner adds most of them,
-and backends then combine, fuse, widen and split them, each in its own way.
+A jaxpr or a lowered program is not enough: XLA's partitioner adds most collectives, and each
+backend then combines, fuses, widens and splits them in its own way.
 """
 
 import math

@@ -1,8 +1,8 @@
 """Compares what a compiled step communicates with what its plan predicts.
 
-Leaf by leaf, and not by totals: the totals of a step that gathers one weight twice and another not
-at all are right. And always with the trace of the step, which tells what it does with each leaf:
-which leaves are trained, how often each is gathered, and in which dtype.
+The comparison is made leaf by leaf: totals would be right for a step that gathers one weight twice
+and another one never. It needs the trace of the step, which shows what the step does with each
+leaf: which leaves are trained, how often each is gathered, and in which dtype.
 """
 
 from collections.abc import Callable, Iterator, Sequence

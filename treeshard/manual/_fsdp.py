@@ -1,10 +1,10 @@
-"""FSDP inside `shard_map`: keeps shards of parameters, gathers them, averages their gradients.
+"""FSDP inside `shard_map`: keeps shards of parameters, gathers them, and averages their gradients.
 
-JAX differentiates `jax.lax.all_gather` and `pmean` by itself, but not to the same numbers in both
-modes of `shard_map`: under `check_vma=True` it also sums the gradients of what does not vary, and
-under `check_vma=False` the transpose of a `psum` is a `psum` again. Adam hides such factors. So
-everything is marked as varying first, gradients stay those of each device, and they are averaged
-once, where one can see it. The same program comes out in both modes.
+JAX differentiates `jax.lax.all_gather` and `pmean`, but the numbers depend on the mode of
+`shard_map`. With `check_vma=True`, JAX also sums the gradients of values that do not vary. With
+`check_vma=False`, the transpose of a `psum` is another `psum`. Adam hides such factors. So the
+functions here mark everything as varying first. Then each device has its own gradients, which are
+averaged once and explicitly. The program is the same in both modes.
 """
 
 from collections.abc import Callable, Iterable, Sequence

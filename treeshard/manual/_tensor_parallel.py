@@ -1,13 +1,13 @@
 """Tensor parallel layers: their weights are split over devices that work on the same rows.
 
-Activations enter a region in which each device has its own columns of the weights, and leave it
-as a sum over the devices. The two operations are each other's transpose. They are defined here
-for both modes of `shard_map`: without `check_vma`, JAX does not know that the gradients of
+Activations enter a region in which each device has its own columns of the weights, and leave the
+region as a sum over the devices. The two operations are each other's transpose. They are defined
+here for both modes of `shard_map`: without `check_vma`, JAX does not know that the gradients of
 replicated arrays have to be summed.
 
 Do not pass the axis that splits these weights to `value_and_grad`, `gather_params` and
-`sync_gradients`, which take the axes that split rows or save memory. The gradients of
-parameters that are replicated along it are right without an average.
+`sync_gradients`. They take the axes that split rows or save memory. Parameters that are replicated
+along the tensor axis have right gradients without an average.
 """
 
 from collections.abc import Callable

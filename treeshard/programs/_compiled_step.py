@@ -1,7 +1,8 @@
-"""A step that is compiled and not yet run, and what its program tells.
+"""A step that is compiled and not yet run, with the reports on its program.
 
-Only TPUs' compiler refuses a program that does not fit. That of GPUs compiles it, and the first
-call fails; so what it says of its memory is compared here with what JAX allocates.
+Only the TPU compiler refuses a program that does not fit. The GPU compiler compiles the program,
+and its first call fails. So the memory that the GPU compiler reports is compared here with the
+memory that JAX allocates.
 """
 
 import re

@@ -1,7 +1,7 @@
-"""What a compiled step needs in the memory of one device, against what the device has.
+"""Compares the memory that a compiled step needs on one device with the memory of the device.
 
-The compiler's own numbers are the amounts. Which arrays they are it does not say: that comes from
-the text of the program (`_buffers`) and from the plan.
+The amounts are the compiler's own numbers. The compiler does not say which arrays they are: the
+text of the program (`_buffers`) and the plan name the arrays.
 """
 
 from collections.abc import Mapping

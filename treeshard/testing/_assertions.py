@@ -1,7 +1,7 @@
-"""Assertions that plans and trees are sharded as expected.
+"""Asserts that plans and trees are sharded as expected.
 
-They compare what was decided and what is there, not the code that decides: a plan in a file shows
-each leaf that a change of a rule or of a name moves, and a review can refuse it.
+The assertions compare results, and not the rules that lead to them: a plan in a file shows each
+leaf whose sharding a changed rule or name changes, and a review can refuse the change.
 """
 
 import os

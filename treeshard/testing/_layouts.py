@@ -1,7 +1,7 @@
-"""The layouts in which a computation must give the same numbers.
+"""Lists the layouts in which a computation must give the same numbers.
 
-Few layouts, each of which differs from the plan in one thing: all combinations would compile for
-minutes, and a difference would not show what it depends on.
+Each layout differs from the plan in one thing. All combinations would compile for minutes, and a
+wrong result would not show its cause.
 """
 
 import math

@@ -1,7 +1,7 @@
-"""What a check says, as a table of layouts and leaves and in words.
+"""Writes the report of a check: a table of layouts and leaves, and a sentence for each problem.
 
-A report has all layouts, where an assertion would stop at the first difference: which of them are
-wrong, and by how much on each mesh, tells more than any of them alone.
+A report has all layouts, while an assertion would stop at the first difference. Which layouts are
+wrong, and by how much on each mesh, often shows the cause.
 """
 
 import math
