@@ -45,7 +45,7 @@ def shard_module_params(
     dtype: DTypeLike | None = None,
     remat: bool = False,
 ) -> Any:
-    """Wraps a module so that its parameters are gathered when it is called, and only then.
+    """Wraps a module so that its parameters are gathered only while it is called.
 
     Use the result inside `shard_map`. It calls `shard_params` and `gather_params`, whose
     conditions on the loss and the axes apply here too.

@@ -35,13 +35,13 @@ _INSTEAD = "under `jax.jit`, specs on the weights are enough"
 def enter_parallel(x: PyTree, axis_names: AxisNames, *, dim: int | None = None) -> PyTree:
     """Passes activations into a region where each device has its own part of the weights.
 
-    In the forward pass nothing is communicated. In the backward pass, the gradients of all
-    devices are summed, by one all-reduce. With `dim`, each device has a shard of `x` only: `x`
-    is all-gathered in the forward pass, and its gradient reduce-scattered in the backward pass.
+    The forward pass communicates nothing. The backward pass sums the gradients of all devices, with
+    one all-reduce. With `dim`, each device has only a shard of `x`: the forward pass all-gathers
+    `x`, and the backward pass reduce-scatters its gradient.
 
-    Replicated parameters that each device applies to its own shard of the activations have to
-    enter too: the scale of a norm on rows that are split, or the weights of heads that all
-    devices share.
+    Call it also on replicated parameters that each device applies to its own shard of the
+    activations, such as the scale of a norm on rows that are split, or the weights of heads that
+    all devices share.
 
     Args:
         x: An array, equal on all devices along the axes; with `dim`, a shard of one. Or a tree
@@ -79,9 +79,9 @@ def enter_parallel(x: PyTree, axis_names: AxisNames, *, dim: int | None = None) 
 def leave_parallel(x: PyTree, axis_names: AxisNames, *, dim: int | None = None) -> PyTree:
     """Sums the results that the devices computed with their parts of the weights.
 
-    This is one all-reduce in the forward pass, and nothing in the backward pass. With `dim`,
-    each device keeps only its shard of the sum: the forward pass reduce-scatters, and the
-    backward pass all-gathers the gradient.
+    The forward pass all-reduces, and the backward pass communicates nothing. With `dim`, each
+    device keeps only its shard of the sum: the forward pass reduce-scatters, and the backward pass
+    all-gathers the gradient.
 
     Use it also to reduce a loss whose rows are split over the axes, as
     `leave_parallel(total / count, axis)`: under `check_vma=False`, the gradient of a plain

@@ -69,9 +69,9 @@ class CompiledStep:
         return self.compiled.as_text() or ""
 
     def communication(self) -> Comparison:
-        """Compares what the program moves with the plan.
+        """Compares what the program communicates with the plan.
 
-        What the step does with each leaf follows from its trace: see `Step.plan_of`.
+        The roles of leaves come from the trace of the step: see `Step.plan_of`.
 
         Returns:
             A `Comparison`.
@@ -79,7 +79,7 @@ class CompiledStep:
         return self._compared
 
     def memory(self) -> Memory:
-        """Tells what the program needs in the memory of one device, and what is live at the peak.
+        """Returns what the program needs in the memory of one device, and what is live at the peak.
 
         Returns:
             A `Memory`.
