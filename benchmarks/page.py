@@ -92,7 +92,7 @@ def with_claims(readme: str, found: Results) -> str:
     """The README's text with its figures as they were measured."""
     if any(claim.bench not in found for claim in CLAIMS):
         return readme
-    lines = re.compile(r"^- .*numbers/#bench_.*\n(?:- .*\n)+", re.MULTILINE)
+    lines = re.compile(r"^- .*numbers/#.*\n(?:- .*\n)+", re.MULTILINE)
     return lines.sub(lambda _: claims(found), readme)
 
 
@@ -105,9 +105,13 @@ def claims(found: Results) -> str:
         low, high = rows[0][0]["spread"] or (0, 0)
         is_unclear = verdict(rows[0][0]) == "unclear"
         spread = f" (quartiles {low:.3g} and {high:.3g}: inconclusive)" if is_unclear else ""
-        link = f"{SITE}numbers/#{claim.bench}"
+        link = f"{SITE}numbers/#{_anchor(found[claim.bench]['title'])}"
         lines.append(f"- {claim.sentence.format(*figures, link=link, spread=spread)}\n")
     return "".join(lines)
+
+
+def _anchor(title: str) -> str:
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower())
 
 
 def _ways(vs: Mapping[str, Any] | str) -> Mapping[str, Any]:
@@ -131,11 +135,11 @@ def row_of(found: Results, bench: str, case: str) -> Mapping[str, Any]:
 INTRO = """\
 # Numbers
 
-How treeshard compares with other ways to do the same, and where it misses its own targets.
-`make bench` runs all of it, on eight simulated devices unless a title says otherwise, and writes
-all figures into `benchmarks/results/`. Each figure is the median over rounds; in brackets are the
-quartiles and the target where it is missed or unclear. A ratio, such as `x Orbax`, is taken in
-each round.
+How treeshard compares with other libraries, and which of its own targets it misses. `make bench`
+measures with eight simulated devices unless a title says otherwise, and writes all figures to
+`benchmarks/results/`. Each figure is the median of several rounds. A ratio, such as `x Orbax`, is
+computed in each round. Brackets show the target if a figure misses it, and also the quartiles if
+the target is between them.
 
 """
 
@@ -150,7 +154,7 @@ def text(found: Results) -> str:
         rows = _shown(name, result["rows"])
         if rows:
             measured = f"[`{result['command']}`]({SOURCE}{name}.py), {result['date']}"
-            parts.append(f"\n## {name}\n\n{result['title']}: {measured}.\n\n")
+            parts.append(f"\n## {result['title']}\n\n{measured}.\n\n")
             parts.append(_table(rows))
     return "".join(parts)
 
@@ -182,10 +186,10 @@ def _table(rows: list[Mapping[str, Any]]) -> str:
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, str, str]:
     """A row as it stands in a table of the page: quartiles and targets only where they decide."""
-    case, measured, quartiles, reach, others = as_cells(row)
+    case, measured, quartiles, _, others = as_cells(row)
     if verdict(row):
-        spread = f"{quartiles}; " if verdict(row) == "unclear" else ""
-        measured = f"{measured} ({spread}{reach})"
+        spread = f"quartiles {quartiles}; " if verdict(row) == "unclear" else ""
+        measured = f"{measured} ({spread}target {row['reach']})"
     if isinstance(row["vs"], Mapping):
         ways = _ways(row["vs"]).items()
         others = "; ".join(f"{name}: {shown(x['measured'])}" for name, x in ways)
