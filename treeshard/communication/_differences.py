@@ -1,7 +1,7 @@
-"""The words for the ways in which a program differs from its plan: ten codes, a sentence each.
+"""The words for each way in which a program differs from its plan: a fact and a hint per code.
 
-All of them are in one table, so that a page or a test can list them without a program. Who finds a
-difference knows its code; the words are chosen here, from what is the same for all of one code.
+All words are in one table, so that a page or a test can list them without a program. The code that
+finds a difference names its code and its values. This module chooses the words.
 """
 
 from collections import Counter
