@@ -96,7 +96,8 @@ def test_links_of_pages_outside_the_site_exist() -> None:
 
 def linked(text: str) -> list[str]:
     """The addresses of `[text](address)` and `[name]: address`."""
-    found = re.findall(r"\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)$", text, re.MULTILINE)
+    prose = re.sub(r"(?s)```.*?```", "", text)
+    found = re.findall(r"\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)$", prose, re.MULTILINE)
     return [inside or below for inside, below in found]
 
 

@@ -1,7 +1,7 @@
-"""What a step does with each leaf of its state, from its trace.
+"""Finds out what a step does with each leaf of its state, from its trace.
 
-Names do not tell: an average of the weights has the paths and the shapes of the weights, and a
-frozen base those of a trained one.
+Names cannot show this: an average has the paths and shapes of the weights, and a frozen base has
+the paths and shapes of a trained one.
 """
 
 import math

@@ -1,9 +1,9 @@
-"""Follows the leaves of a state through the trace of a step, to where they are used.
+"""Follows the leaves of a state through the trace of a step, to the equations that use them.
 
-JAX writes no word about gradients into a trace, but the name of the transformation that made an
-equation: `jvp()` of the forward pass, `transpose(jvp())` of the backward pass. What a leaf is used
-for there needs it whole; what the update does with it, element by element, needs each device's
-shard. So both are told apart by these names and by what depends on gradients.
+A trace does not mark gradients, but JAX names the transformation that made an equation: `jvp()` in
+the forward pass, `transpose(jvp())` in the backward pass. Equations of these passes need the full
+leaf. The update is elementwise, and needs each device's shard. These names, and what depends on
+gradients, tell the passes from the update.
 """
 
 import math

@@ -1,7 +1,7 @@
-"""What is known of a value in a trace: the leaves that it comes from, and how it is split.
+"""Records which leaves a value in a trace comes from, and how the value is split.
 
-A weight is seldom used as it is: it is cast, transposed, scaled, and cut into layers first. All of
-that runs on each device's shard, so what such a value is must not get lost on the way to its use.
+A step seldom uses a weight directly: it casts, transposes, scales, and slices the weight first.
+Each device does this on its shard, so the record must survive these operations.
 """
 
 import math

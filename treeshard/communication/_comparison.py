@@ -1,8 +1,8 @@
 """Compares what a compiled step communicates with what its plan predicts.
 
-Leaf by leaf, and not by totals: the totals of a step that gathers one weight twice and another not
-at all are right. And always with the trace of the step, which tells what it does with each leaf:
-which leaves are trained, how often each is gathered, and in which dtype.
+The comparison is made leaf by leaf: totals would be right for a step that gathers one weight twice
+and another one never. It needs the trace of the step, which shows what the step does with each
+leaf: which leaves are trained, how often each is gathered, and in which dtype.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -64,29 +64,31 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The communication of a plan beside that of a program; `str()` of it is a table.
+    """What a plan predicts and what a program communicates; `str()` of it is a table.
 
     Attributes:
         planned: What the plan predicts, leaf by leaf.
-        compiled: What the program moves, op by op; the steps of a scatter or a gather that runs
-            over one dim of a torus after the other are one.
-        unplanned: How they differ, and why. Empty if the program moves what was planned.
-        activations: Computed values that are moved along axes that split weights where they are
-            used, as in tensor parallelism and between experts. A plan says nothing of them.
-        batch_sums: Sums over all rows of the batch, such as those of batch norm. Likewise.
-        matrices: What `training.by_matrix` moves: gradients of matrices to the devices that update
-            them, and the updates back. Likewise.
+        compiled: What the program communicates, op by op. A scatter or a gather that runs over one
+            dim of a torus after the other is one entry.
+        unplanned: How the program differs from the plan, and why. Empty if it does not differ.
+        activations: Computed values that are communicated along axes that split weights where they
+            are used, as in tensor parallelism and between experts. No plan predicts them.
+        batch_sums: Sums over all rows of the batch, such as the sums of batch norm. No plan
+        predicts
+            them.
+        matrices: What `training.by_matrix` communicates: gradients of matrices to the devices that
+            update them, and the updates back. No plan predicts them.
         moments: Vectors of optimizer state that the update broadcasts, such as Adafactor's means of
-            rows and columns. Likewise.
-        by_compiler: What only the platform's compiler decides, a phrase each: on CPUs, full
-            gradients are all-reduced, and 16-bit weights are widened; elsewhere, gathers may be in
-            a narrower dtype, or become all-reduces.
+            rows and columns. No plan predicts them.
+        by_compiler: Choices of the platform's compiler, a phrase each. On CPUs it all-reduces full
+            gradients and widens 16-bit weights. On other platforms, gathers may have a narrower
+            dtype, or become all-reduces.
         other_dtypes: The gradients and updates that are communicated in another dtype than planned,
             a phrase for each pair of dtypes. The step may cast them, or the compiler.
         platform: The platform of the program, such as `"cpu"`.
-        leaves: For each of `compiled`, the leaf that it moves or whose gradient it reduces, by its
-            path in the plan; `None` for other values. Gradients of one size have one of the leaves
-            of that size.
+        leaves: For each entry of `compiled`, the path of the leaf that it gathers or whose gradient
+            it reduces; `None` for other values. For a gradient, the leaf is one with the right
+            size.
 
     Examples:
         >>> planned = PlannedTransfer("all-gather", ("fsdp",), 4096, 2, "float32", "w", "weight")

@@ -1,12 +1,14 @@
 """Books the collectives of a program on the transfers that its plan predicts.
 
-Compilers combine, split, reorder and peel collectives, so that the ops of a program and the
-transfers of a plan are seldom one to one. So each planned transfer is an account of elements, from
-which each collective of its kind, axes and leaf takes what it moves. The text of a program names
-the leaf of a gathered weight. It names none for a gradient: one of the same size stands for it.
+Compilers combine, split, reorder and peel collectives, so the ops of a program and the transfers of
+a plan are seldom one to one. Each planned transfer is therefore an account of elements. Each
+collective of the same kind, axes and leaf takes what it moves from the account. The text of a
+program names the leaf of a gathered weight. It does not name the leaf of a gradient, so the size
+decides. Large collectives choose first, and prefer an account that others began: a compiler may
+peel a trip off a loop, and one layer of a leaf may have the size of all of another leaf.
 
-Each collective goes to the first of these rules that takes it. Exact ones come first, so that what
-may stand for a transfer does not use up an account that another one fits exactly.
+Each collective goes to the first of these rules that takes it. Exact rules come first, so that a
+collective that may stand for a transfer does not use up an account that another one fits exactly.
 
  1. Its axes or bytes are unknown: `other`.
  2. An all-gather of a planned leaf, axes and size: booked.
@@ -270,8 +272,10 @@ class Matcher:
             self._file_gradient,  # 14
             self._file_activation,  # 15
         ):
-            # Rule by rule over all collectives: a rule sees what the ones before it left.
-            left = [moved for moved in left if not rule(moved)]
+            # Rule by rule over all collectives: a rule sees what the ones before it left. Large
+            # ones come first: a compiler may peel a trip off a loop, whose sums fit many accounts.
+            booked = {x.number for x in sorted(left, key=lambda x: -x.size) if rule(x)}
+            left = [moved for moved in left if moved.number not in booked]
 
     def _file(
         self,
@@ -383,7 +387,15 @@ class Matcher:
         gradient of a final norm has the size of one layer of the other norms."""
         gradients = () if moved.is_forward_sum else self.gradients.values()
         fits = [x for x in gradients if moved.leaf in (None, x.path)]
-        return sorted(fits, key=lambda x: all(x.left.get(i) != moved.size for i in moved.axes))
+        return sorted(fits, key=lambda x: self._fit(x, moved))
+
+    def _fit(self, gradient: _Gradient, moved: _Moved) -> int:
+        """0 if it completes an account that others began, 1 if it is exactly all of one, else 2."""
+        sizes = {moved.size * parts for parts in self._parts(gradient, moved)}
+        left = {gradient.left.get(axis) for axis in moved.axes}
+        if left.isdisjoint(sizes):
+            return 2
+        return int(gradient.total in left)
 
     def _find_fitting(self, moved: _Moved, *, by_layer: bool) -> list[tuple[_Gradient, int]]:
         """The gradients that have its size if they are split into so many parts; last, if

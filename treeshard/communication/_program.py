@@ -1,7 +1,7 @@
 """Gets the graph of a compiled program, and the mesh that it runs on.
 
-The mesh is that of the program's arguments and results in JAX: the text has no names of its axes,
-or XLA's own, and for several slices it is the text of one.
+The mesh comes from the program's arguments and results in JAX. The text has XLA's own names of axes
+or none, and for several slices it is the text of one slice.
 """
 
 import math

@@ -1,9 +1,8 @@
-"""Which spec each leaf has: from a tree of specs, from the plan in force, or from boxes around the
-leaves, as in Flax.
+"""Looks up the spec of each leaf in a tree of specs, the plan in force, or boxes around the leaves.
 
-Inside `shard_map` an array does not know it: it is this device's shard, and its type says at most
-along which axes it varies, not which dim they split. `Partitioned` is a class of our own, so that
-plain trees need no Flax; Flax's boxes are read without an import of Flax, by their methods.
+Inside `shard_map` an array does not know its spec: it is this device's shard, and its type says
+only along which axes it varies, not which dim they split. `Partitioned` is our own box for trees
+without Flax. Flax's boxes are recognised by their methods, without importing Flax.
 """
 
 from collections.abc import Sequence

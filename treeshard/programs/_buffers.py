@@ -1,14 +1,14 @@
-"""Which temporary buffers of a scheduled program are live when most bytes are.
+"""Finds the temporary buffers of a scheduled program that are live at its peak of memory.
 
-The compiler tells the bytes of temporaries as one number. Its own buffer assignment comes only as a
-serialized protobuf, for which there is no schema in Python, with ids that the text does not have.
-The text has the order of ops and their layouts: enough to say which arrays are live together and to
-come near that number, but not how the allocator packs them.
+The compiler reports the bytes of temporaries as one number. Its buffer assignment is a serialized
+protobuf without a schema in Python, and its ids are not in the text. The text has the order of ops
+and their layouts. Both show which arrays are live together, and their sum is near the compiler's
+number. The text does not show how the allocator packs the buffers.
 
-1. Each array of an op's result is in the memory of its own, or in that of another value
+1. Each array of an op's result has memory of its own, or shares the memory of another value
    (`Dataflow.home`).
-2. That memory is live from the first op whose result is in it to the last that reads it.
-3. Op by op, what is live is added up, with what a loop or a call needs while it runs.
+2. That memory is live from the first op that writes a result into it to the last op that reads it.
+3. The live bytes are added up op by op, with the bytes that a loop or a call needs while it runs.
 """
 
 import math

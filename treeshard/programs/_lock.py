@@ -1,7 +1,7 @@
-"""A lock: one file of what a step does with its leaves and what it moves, for pull requests.
+"""Writes a lock: a file of what a step does with its leaves and communicates, for pull requests.
 
-It has sums, and no text of the program, whose lines move with every edit. Numbers are compared
-exactly: any tolerance would let small changes add up unseen.
+A lock has sums and not the text of the program, which changes with every edit. Numbers are compared
+exactly: with a tolerance, small changes would add up unseen.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""What a compiled step needs in the memory of one device, against what the device has.
+"""Compares the memory that a compiled step needs on one device with the memory of the device.
 
-The compiler's own numbers are the amounts. Which arrays they are it does not say: that comes from
-the text of the program (`_buffers`) and from the plan.
+The amounts are the compiler's own numbers. The compiler does not say which arrays they are: the
+text of the program (`_buffers`) and the plan name the arrays.
 """
 
 from collections.abc import Mapping
@@ -23,12 +23,12 @@ from treeshard.programs._buffers import Buffer, peak_of
 
 
 class LiveBuffer(NamedTuple):
-    """Temporary memory that is in use when a step needs most.
+    """Temporary memory that is in use when a step needs the most memory.
 
     Attributes:
         bytes: Its size on one device.
         array: Its dtype and shape, in the compiler's notation.
-        path: The leaf whose data it has, such as a gathered weight; `None` if it is computed.
+        path: The leaf whose data it holds, such as a gathered weight; `None` if it is computed.
         op_name: JAX's name of the operation that made it.
         source: The line of user code that it comes from, as `file:line`.
 

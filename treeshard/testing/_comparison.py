@@ -1,7 +1,8 @@
-"""A computation on one device, and how its results in layouts differ from it.
+"""Compares the results of a computation in several layouts with its results on one device.
 
-Each layout is compared in several precisions. Wide floats show what the program's own dtypes would
-round away, and its own dtypes show errors of rounding, such as a sum in bfloat16.
+Each layout is compared in several precisions. Wide floats show errors that the program's own
+dtypes would round away. The program's own dtypes show errors of rounding, such as a sum in
+bfloat16.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""How a computation runs in a layout: the gradients of a loss, and two steps in a row."""
+"""Runs a computation in a layout: the gradients of a loss, or two steps in a row."""
 
 import tempfile
 from collections import Counter

@@ -1,6 +1,7 @@
-"""What a comparison shows: how far a result is from the right one, by which factor, or nothing.
+"""Describes how a result differs from the right one: how far, by which factor, or not at all.
 
-A factor is named only if it takes the right result to that of every device, within the noise.
+A factor is named only if the right result times the factor is the result of every device, within
+the noise.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -1,7 +1,7 @@
-"""The layouts in which a computation must give the same numbers.
+"""Lists the layouts in which a computation must give the same numbers.
 
-Few layouts, each of which differs from the plan in one thing: all combinations would compile for
-minutes, and a difference would not show what it depends on.
+Each layout differs from the plan in one thing. All combinations would compile for minutes, and a
+wrong result would not show its cause.
 """
 
 import math
@@ -90,11 +90,11 @@ def layouts(
 ) -> tuple[Layout, ...]:
     """Returns the layouts that `check_gradients` compares with one device.
 
-    They are: `plan`, as planned; `mesh`, other axis sizes; `axes`, the axes and devices in another
-    order; `batch`, the batch split over fewer axes; `minibatches`, in two minibatches; and
-    `remat`, with `jax.checkpoint`. With a body by hand also `by hand` (`check_vma=True`),
-    `unchecked` (`check_vma=False`), `unchecked mesh` and `unchecked axes`. A layout in which a
-    leaf or the batch does not divide is left out.
+    The layouts are `plan`, as planned; `mesh`, other axis sizes; `axes`, the axes and devices in
+    another order; `batch`, the batch split over fewer axes; `minibatches`, in two minibatches; and
+    `remat`, with `jax.checkpoint`. A body by hand adds `by hand` (`check_vma=True`), `unchecked`
+    (`check_vma=False`), `unchecked mesh` and `unchecked axes`. A layout in which a leaf or the
+    batch does not divide is left out.
 
     Args:
         plan: The plan of the parameters.

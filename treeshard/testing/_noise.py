@@ -1,8 +1,8 @@
-"""How far results may differ by rounding alone: measured, leaf by leaf.
+"""Measures how far each leaf may differ by rounding alone.
 
-A tolerance to be given, as in `numpy.testing.assert_allclose`, fits no two leaves: a gradient may
-be 1e-9 or 100, and a sum over many rows in bfloat16 may have two right digits. So the computation
-runs again on one device in ways that change nothing but its rounding.
+A fixed tolerance, as in `numpy.testing.assert_allclose`, does not fit all leaves: a gradient may be
+1e-9 or 100, and a sum over many rows in bfloat16 may have two right digits. So the computation runs
+again on one device, in ways that change only its rounding.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

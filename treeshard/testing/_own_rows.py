@@ -1,7 +1,7 @@
-"""What each device would compute from its own rows of the batch, repeated on one device.
+"""Computes on one device what each device would compute from its own rows of the batch.
 
-Where these are alike, a missing reduction would change nothing. And where each device draws its own
-random numbers, the right result is made of these.
+If these results are alike, a missing reduction would not change anything. If each device draws its
+own random numbers, the right result is made of these results.
 """
 
 from collections.abc import Iterator, Sequence
