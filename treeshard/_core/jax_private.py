@@ -126,7 +126,7 @@ def primal_of(x: Any) -> Any:
 # ------------------------------------------------------------------ the runtime
 
 
-def backends_started() -> bool:
+def has_started_backends() -> bool:
     """Whether JAX has started a backend, and so knows its devices.
 
     Why: every public function that would tell starts one.
@@ -172,7 +172,7 @@ def shard_map_axes(params: Mapping[str, Any]) -> Iterable[str]:
     return params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]
 
 
-def without_unused(jaxpr: Any) -> Any:
+def drop_unused(jaxpr: Any) -> Any:
     """A program without the equations whose results nothing reads. It has all arguments.
 
     Why: a trace has gradients that the update drops, and no public function removes them.
