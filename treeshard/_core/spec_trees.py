@@ -58,11 +58,11 @@ class SpecCarrier:
 
 
 def get_names_from_partition_spec(partition_specs: SpecTree) -> list[str]:
-    """Returns the mesh axes that specs name, each once, in order of first appearance.
+    """Returns the mesh axes in a tree of specs, each once, in order of first appearance.
 
     Args:
-        partition_specs: A spec, a `NamedSharding`, a `Plan`, or any tree of specs. `None`, tuples
-            and `UNCONSTRAINED` are allowed.
+        partition_specs: A spec, a `NamedSharding`, a `Plan`, or a tree of specs, which may contain
+            `None`, tuples and `UNCONSTRAINED`.
 
     Examples:
         >>> get_names_from_partition_spec({"w": P("data", ("fsdp", "tensor")), "b": P("data")})
@@ -82,21 +82,21 @@ def get_names_from_partition_spec(partition_specs: SpecTree) -> list[str]:
 
 
 def layer_specs(specs: SpecTree, dim: int = 0) -> SpecTree:
-    """Returns the specs of one slice of a stacked tree, as the body of a `lax.scan` needs them.
+    """Returns the specs of one layer, from the specs of layers that are stacked for `lax.scan`.
 
     A leaf of shape `(layers, d0, d1)` with spec `P(None, "fsdp")` has slices of shape
-    `(d0, d1)` with spec `P("fsdp")`. JAX accepts the spec of the stacked leaf for a slice
-    too, silently, and then shards the wrong dim.
+    `(d0, d1)` with spec `P("fsdp")`. JAX silently accepts the spec of the stacked leaf for a slice,
+    and then shards the wrong dim.
 
     Args:
         specs: A tree of specs (or a `Plan`) of stacked leaves. `None`s stay `None`.
         dim: The dim that the scan runs over, counted from the front.
 
     Returns:
-        The same tree, where each spec has one entry less.
+        The same tree, with the entry of `dim` removed from each spec.
 
     Raises:
-        SpecError: If a leaf is sharded on that dim: a scan would gather the full leaf in
+        SpecError: If a leaf is sharded on `dim`, because a scan would gather the full leaf in
             every iteration. The message lists all such leaves.
 
     Examples:

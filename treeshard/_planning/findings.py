@@ -63,10 +63,10 @@ class Finding(NamedTuple):
             `"already-sharded"`, `"indivisible"`, `"reduced-type"`, `"path-collision"`. Warnings:
             `"dead-rule"`, `"shadowed-rule"`, `"explicit-spec-too-small"`, `"all-too-small"`,
             `"trimmed"`, `"same-array"`, `"narrowed"`, `"left-whole"`, `"state-unlike-weight"`.
-        fact: What is wrong.
-        fix: What to do about it.
-        paths: The paths of the leaves concerned; empty for a rule that matches no leaf.
-        rule: The index of the rule concerned, or `None`.
+        fact: The problem, in words.
+        fix: The way to fix the problem.
+        paths: The paths of the leaves; empty for a rule that matches no leaf.
+        rule: The index of the rule, or `None`.
         wasted: For `"left-whole"` and `"all-too-small"`, the bytes that each device could save.
     """
 
@@ -79,7 +79,7 @@ class Finding(NamedTuple):
 
     @property
     def severity(self) -> Literal["error", "warning"]:
-        """`"error"` if `Plan.check` raises for it, else `"warning"`."""
+        """`"error"` if `Plan.check` raises for the finding, else `"warning"`."""
         return "error" if self.code in _ERRORS else "warning"
 
     def __str__(self) -> str:

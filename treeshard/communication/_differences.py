@@ -56,11 +56,14 @@ class Unplanned(NamedTuple):
 
 EXPLICIT = "on Explicit axes"
 # The hints for all-reduces of full gradients, by how the step scatters gradients.
+_BY_COMPILER = (
+    "On Auto axes the compiler chooses, and often all-reduces over several axes or over a torus. On"
+    " Explicit axes, `training.value_and_grad(loss, axis_names=...)` scatters gradients, as"
+    " `treeshard.manual` does."
+)
 SCATTER_GRADIENTS = {
-    "": "Use `training.value_and_grad`, which constrains gradients to the plan's specs, or"
-    " reduce-scatter them by hand (`treeshard.manual`).",
-    CONSTRAINT: "The step scatters them already, by a constraint, so this is the compiler's choice."
-    " It may make another one on Explicit axes, or in `treeshard.manual`.",
+    "": _BY_COMPILER,
+    CONSTRAINT: _BY_COMPILER,
     BY_HAND: "The step scatters them already, so this is the compiler's choice.",
     BY_TYPES: "Gradients of the step wait for one sum already, which scatters those of weights that"
     " `unshard` gathers for products. JAX's types sum the others in full.",
@@ -69,7 +72,7 @@ SCATTER_GRADIENTS = {
 }
 # The hints for what is reduced for each use of a weight, by whether the axes are Explicit.
 _REDUCE_ONCE = {
-    False: "compilers reduce the gradient of each use of a weight, except after"
+    False: "compilers may reduce the gradient of each use of a weight, except after"
     " `training.value_and_grad(loss, axis_names=...)` on Explicit axes and in `treeshard.manual`.",
     True: "JAX's types reduce the gradient of each use of a weight, except after"
     " `training.value_and_grad(loss, axis_names=...)`, in products.",
