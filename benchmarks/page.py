@@ -135,11 +135,11 @@ def row_of(found: Results, bench: str, case: str) -> Mapping[str, Any]:
 INTRO = """\
 # Numbers
 
-How treeshard compares with other ways to do the same, and where it misses its own targets.
-`make bench` runs all of it, on eight simulated devices unless a title says otherwise, and writes
-all figures into `benchmarks/results/`. Each figure is the median over rounds; in brackets are the
-quartiles and the target where it is missed or unclear. A ratio, such as `x Orbax`, is taken in
-each round.
+How treeshard compares with other libraries, and which of its own targets it misses. `make bench`
+measures with eight simulated devices unless a title says otherwise, and writes all figures to
+`benchmarks/results/`. Each figure is the median of several rounds. A ratio, such as `x Orbax`, is
+computed in each round. Brackets show the target if a figure misses it, and also the quartiles if
+the target is between them.
 
 """
 
@@ -186,10 +186,10 @@ def _table(rows: list[Mapping[str, Any]]) -> str:
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, str, str]:
     """A row as it stands in a table of the page: quartiles and targets only where they decide."""
-    case, measured, quartiles, reach, others = as_cells(row)
+    case, measured, quartiles, _, others = as_cells(row)
     if verdict(row):
-        spread = f"{quartiles}; " if verdict(row) == "unclear" else ""
-        measured = f"{measured} ({spread}{reach})"
+        spread = f"quartiles {quartiles}; " if verdict(row) == "unclear" else ""
+        measured = f"{measured} ({spread}target {row['reach']})"
     if isinstance(row["vs"], Mapping):
         ways = _ways(row["vs"]).items()
         others = "; ".join(f"{name}: {shown(x['measured'])}" for name, x in ways)

@@ -42,14 +42,14 @@ _EXPERT = {"from": ("expert_parallel_axis",)}
 class PartitionAxis(NamedAxes):
     """Maps each kind of dim of a transformer to the mesh axes that it is sharded over.
 
-    The first five fields name mesh axes. Each of the others is the mesh axis of one kind of
-    dim, a tuple of axes (outermost first), or `None`. A field that is not given, or given as
-    `...`, is derived from the first five. (`dataclasses.replace` passes every field that it
-    does not change, so there write `head_axis=...` to derive it again.) Instances are
-    hashable, and have no leaves in a pytree.
+    The first five fields name mesh axes. Each other field is the mesh axis of one kind of dim, a
+    tuple of axes (outermost first), or `None`. A field that is missing or `...` is derived from the
+    first five. (`dataclasses.replace` passes every field that it does not change. Write
+    `head_axis=...` in its call to derive the field again.) Instances are hashable, and have no
+    leaves in a pytree.
 
-    `custom` has the mesh axes of names of your own, such as `{"cache": "sp"}`. As with the fields,
-    those of `"generation_cache"` apply in generation. It is kept as sorted pairs.
+    `custom` maps names of your own to mesh axes, such as `{"cache": "sp"}`. In generation, the name
+    `"generation_cache"` takes precedence, as with the fields. It is stored as sorted pairs.
 
     | field | default | on `data=2,fsdp=2,tensor=2`, by `for_mesh` |
     |---|---|---|
@@ -66,8 +66,8 @@ class PartitionAxis(NamedAxes):
     | `generation_batch_axis` and all others | `None` | `None` |
 
     Raises:
-        ShardingRuleError: If a field or a custom name is neither given an axis, a tuple of
-            distinct axes, nor `None`, or a custom name is a field's. All are listed.
+        ShardingRuleError: If a field or a custom name is not an axis, a tuple of distinct axes, or
+            `None`. If a custom name is the name of a field. All such names are listed.
 
     Examples:
         >>> axes = PartitionAxis(tensor_parallel_axis="model", vocab_axis=None)
@@ -77,7 +77,7 @@ class PartitionAxis(NamedAxes):
         P(('fsdp', 'dp'), 'sp')
 
     Source:
-        EasyDeL and eformer's class of this name.
+        The class of this name in EasyDeL and eformer.
     """
 
     data_parallel_axis: str = "dp"
@@ -145,15 +145,22 @@ class PartitionAxis(NamedAxes):
 
     @classmethod
     def for_mesh(cls, mesh: MeshLike, **fields: Any) -> Self:
-        """Makes one whose first five fields are the axes of a mesh, by their usual names.
+        """Makes an instance for a mesh, from the usual names of its axes.
 
-        They are `data_parallel_axis`: dp, data, replica; `fully_sharded_data_parallel_axis`: fsdp;
-        `tensor_parallel_axis`: tp, tensor, model, mp; `sequence_parallel_axis`: sp, sequence, seq,
-        context; `expert_parallel_axis`: ep, expert. A field without an axis keeps its default.
+        The names are dp, data or replica for `data_parallel_axis`; fsdp for
+        `fully_sharded_data_parallel_axis`; tp, tensor, model or mp for `tensor_parallel_axis`; sp,
+        sequence, seq or context for `sequence_parallel_axis`; and ep or expert for
+        `expert_parallel_axis`. A field without such an axis keeps its default.
 
         Args:
             mesh: A mesh, or its axes as text.
-            fields: Fields that are not derived from the mesh.
+            fields: Fields that are not derived from the mesh, such as `generation_batch_axis`.
+
+        Returns:
+            The `PartitionAxis`.
+
+        Raises:
+            ShardingRuleError: As the class.
 
         Examples:
             >>> axes = PartitionAxis.for_mesh("data=2,fsdp=2,tensor=2", vocab_axis="fsdp")
@@ -175,25 +182,25 @@ class PartitionAxis(NamedAxes):
         """Resolves the logical names of an array's dims to mesh axes.
 
         Args:
-            names: One entry per dim: the name of a field, with or without its `_axis`
-                (`"batch"`), one of `custom`, `None` for a dim that is not sharded,
-                `UNCONSTRAINED`, or a tuple of names for a dim that merges several.
-            mode: With `"generation"`, names that have a `generation_` field use that field. Its
-                default for the batch is `None`: the batch is replicated, as in EasyDeL, unless you
-                set `generation_batch_axis`.
-            mesh: If given, axes that it lacks are dropped.
+            names: One entry per dim. An entry is the name of a field with or without `_axis`, such
+                as `"batch"`, a name of `custom`, `None` for a dim that is not sharded,
+                `UNCONSTRAINED`, or a tuple of names for a dim that merges several dims.
+            mode: With `"generation"`, a name uses its `generation_` field if there is one.
+                `generation_batch_axis` is `None` by default, which replicates the batch, as in
+                EasyDeL.
+            mesh: If given, axes that this mesh lacks are dropped.
 
         Returns:
             A spec with one entry per name. An axis goes to the first name that uses it.
 
         Raises:
-            SpecError: If names are unknown (all are listed), or the mode is.
+            SpecError: If names or the mode are unknown. All unknown names are listed.
 
         Warns:
             ShardingWarning: If `mesh`, or by default the current mesh, has axes of more than one
-                device that no field names: nothing is ever sharded over them. Without `mesh`, not
-                if the spec names one by its default name, such as `"dp"` for `"data"`:
-                `with_sharding_constraint` warns of it.
+                device that no field names, so that no array is ever sharded over them. If the spec
+                has the default name of such an axis, such as `"dp"` for `"data"`, and `mesh` is
+                missing, `with_sharding_constraint` warns instead.
 
         Examples:
             >>> PartitionAxis().resolve("batch", "sequence", "head", "hidden_state")
@@ -229,16 +236,16 @@ class PartitionAxis(NamedAxes):
             >>> x.sharding.spec
             P('fsdp', None, 'tp')
 
-        Resolves the names as `resolve`, and then does what `with_sharding_constraint` does.
+        It resolves the names with `resolve` and calls `with_sharding_constraint`.
 
         Args:
             x: An array, or a tree of arrays.
             names: As in `resolve`.
             mode: As in `resolve`.
-            mesh: The mesh, or its axes as text; by default the current mesh.
+            mesh: The mesh, or its axes as text. The default is the current mesh.
 
         Returns:
-            The array or the tree. Without a mesh it is `x` itself.
+            The array or the tree, with the same shapes. Without a mesh, `x` itself.
 
         Raises:
             SpecError: As `resolve` and `with_sharding_constraint`, whose warnings apply too.
@@ -251,7 +258,7 @@ class PartitionAxis(NamedAxes):
         if here is None:
             return
         sizes, unnamed = axis_sizes(here), idle_axes(here, all_axes(self._all_entries().values()))
-        # Without `mesh`, the spec keeps the axes that are absent, and whoever applies it tells.
+        # Without `mesh`, the spec keeps absent axes, and the function that applies it warns.
         is_told_later = mesh is None and any(
             name_on_mesh(axis, sizes) in unnamed for axis in all_axes(entries(spec))
         )
