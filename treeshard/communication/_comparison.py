@@ -147,7 +147,7 @@ class Comparison:
         )
         notes = [
             f"including {counted(len(moved), what)}{of_what}, {bytes_text(total_bytes(moved))},"
-            " of which a plan says nothing"
+            " which a plan does not predict"
             for moved, what, of_what in groups
             if moved
         ]
