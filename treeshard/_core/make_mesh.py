@@ -225,8 +225,8 @@ def _grid_on_two_networks(
     except ValueError as error:
         raise MeshError(
             f"make_mesh: dcn_axes {describe_sizes(between)} does not match how the devices are"
-            f" connected: {error}. Their product must be the number of slices, or of processes"
-            " where there are no slices."
+            f" connected: {error}. Their product must be the number of slices, or the"
+            " number of processes if there are no slices."
         ) from error
 
 

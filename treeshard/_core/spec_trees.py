@@ -29,6 +29,7 @@ from treeshard._core.specs import (
     project,
     with_entries,
 )
+from treeshard._core.text import fold
 from treeshard.errors import SpecError, TreeShardError, UnknownAxisError, listed, misfit_error
 
 # A tree of `PartitionSpec`s or `NamedSharding`s, a prefix of one, or a `SpecCarrier`.
@@ -505,14 +506,24 @@ def raise_misfits(
     if not found:
         return
     paths, leaves = leaf_paths(tree), tree_leaves(tree)
-    facts: list[str] = []
+    rows: list[tuple[str, str, str]] = []
     for i, misfit in found.items():
         *requested, why = misfit.args
         path = path_under(prefix, paths[i]) or "the array"
-        facts.append(f"{path}: {' as '.join([array_text(leaves[i]), *requested])}: {why}")
+        rows.append((path, " as ".join([array_text(leaves[i]), *requested]), why))
     kinds = [*map(type, found.values())]
     # One class has to stand for all: callers most likely catch an unknown axis.
     error = next((kind for kind in kinds if issubclass(kind, UnknownAxisError)), kinds[0])
-    headline = f"{where}: {len(facts)} {what}"
-    message = listed(headline, facts) if len(facts) > 1 else f"{where}: {facts[0]}"
+    message = f"{where}: {_list_misfits(rows, what)}"
     raise error(f"{message}\n{advice}" if advice else message)
+
+
+def _list_misfits(rows: Sequence[tuple[str, str, str]], what: str) -> str:
+    """The misfits by path, array and reason. A reason that all of them share is given once."""
+    headline, reasons = f"{len(rows)} {what}", {why for _, _, why in rows}
+    if len(rows) == 1 or len(reasons) > 1:
+        return listed(headline, [": ".join(row) for row in rows])
+    folded = fold((path, text, text) for path, text, _ in rows)
+    return listed(
+        f"{headline} {reasons.pop()}", [f"{path}: {x[0]}" for path, x in folded], headed=True
+    )

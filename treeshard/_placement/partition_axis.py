@@ -273,7 +273,7 @@ class PartitionAxis(NamedAxes):
         if unnamed and not is_told_later:
             warn(
                 f"PartitionAxis: no field names {', '.join(map(repr, unnamed))} of the mesh"
-                f" ({describe_sizes(sizes)}), so nothing is sharded over it."
+                f" ({describe_sizes(sizes)}), so no array is sharded over it."
                 " `PartitionAxis.for_mesh(mesh)` takes the names of a mesh."
             )
 

@@ -290,8 +290,8 @@ def _same_arrays(plan: PlannedTree) -> Iterator[Finding]:
         firsts = ", ".join(fold_paths([first_of[leaf.path] for leaf in leaves]))
         cost = human_bytes(sum(leaf.bytes_per_device(plan.mesh) for leaf in leaves))
         fact = (
-            f"the same array as {firsts} now, and an array of its own once it is placed or"
-            f" stepped: {cost} more on each device."
+            f"shares memory with {firsts}. Sharding or stepping makes a second copy, {cost} more on"
+            " each device."
         )
         fix = "To keep one array, use `equinox.nn.Shared`."
         yield Finding("same-array", fact, fix, _paths(leaves), leaves[0].rule)
@@ -460,8 +460,7 @@ def _state_unlike_weights(plan: PlannedTree) -> Iterator[Finding]:
         leaf, parameter = pairs[0]
         fact = (
             f"{leaf.given} by {_decided_by(leaf)}, while its parameter, {parameter.path}, has"
-            f" {parameter.given} by {_decided_by(parameter)}: each step moves one of them to the"
-            " sharding of the other."
+            f" {parameter.given} by {_decided_by(parameter)}. Each step reshards one of them."
         )
         fix = "Use one rule for both, or `Plan.follow`."
         paths = _paths(leaf for leaf, _ in pairs)
