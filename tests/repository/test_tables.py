@@ -68,5 +68,6 @@ def test_what_the_text_below_the_table_beside_plain_jax_says() -> None:
     assert 1.045 < sent(hybrid, plain) / sent(hybrid, ours) < 1.055
     for strategy in ("FSDP", "HSDP"):
         assert sent(f"{strategy} 1B h100:8", plain) < sent(f"{strategy} 1B h100:8", ours)
+        assert PLAIN[f"{strategy} 1B h100:8"]["ways"][ours]["findings"] == []
     without = "FSDP, embedding and head as they are 1B h100:8"
     assert sent(without, ours) == sent("FSDP 1B h100:8", plain)

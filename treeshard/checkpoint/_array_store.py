@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property, lru_cache
-from itertools import product
+from itertools import chain, product
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -41,14 +41,15 @@ from treeshard._core.arrays import (
     region_shape,
     regions_here,
     to_host,
+    to_read,
 )
 from treeshard._core.text import parse_dtype
 from treeshard._disk.leaves import SavedLeaf, Shape
 from treeshard.checkpoint._paths import ARRAYS, MANIFEST, is_local
-from treeshard.errors import CheckpointError, short
+from treeshard.errors import CheckpointError, DeletedLeafError, short
 
 Arrays = Mapping[str, jax.Array | np.ndarray]
-Parts = list[tuple[Region, np.ndarray]]  # parts of an array in host memory
+Parts = list[tuple[Region, Any]]  # parts of an array: of numpy, or on devices
 
 SMALL = 2**20  # bytes; a smaller local array is one chunk, however it is sharded
 IN_FLIGHT = 2**27  # bytes that are read or written at a time, unless a single part is larger
@@ -179,50 +180,62 @@ def _index(region: Region) -> tuple[slice, ...]:
 # ------------------------------------------------------------------ writing
 
 
-def _own_parts(x: Any) -> list[tuple[Region, Any]]:
-    """The parts of an array that this process stores, without a copy: its shards, or all of it."""
-    if isinstance(x, jax.Array) and not _is_one_part(x):
-        regions = regions_here(x.sharding, x.shape)
-        return [(regions[shard.device], shard.data) for shard in primary_shards(x)]
-    # Each process has a numpy array of its own, and process 0 stores it for all.
-    is_stored = isinstance(x, jax.Array) or jax.process_index() == 0
-    return [(full_region(x.shape), x)] if is_stored else []
+def own_parts(arrays: Arrays) -> dict[str, Parts]:
+    """What this process stores, by leaf path: no part is copied."""
+    return {leaf: _own_parts(x) for leaf, x in arrays.items()}
 
 
-def memory_to_save(arrays: Arrays) -> int:
-    """The host memory to compare replicas, and for `copies` and `write_arrays`."""
-    copied = small = read = 0
-    for x in arrays.values():
-        sizes = [part.nbytes for _, part in _own_parts(x)]
-        copied += sum(sizes)
-        small += sum(size for size in sizes if size < SMALL)
-        if isinstance(x, jax.Array) and not is_on_host(x):
-            read = max([read, *sizes])
-    # TensorStore copies small arrays and refers to the others. To compare replicas on accelerators,
-    # each thread copies a shard.
-    return copied + min(small, IN_FLIGHT + 2**24) + min(8, _CORES) * read
+def _own_parts(x: Any) -> Parts:
+    if not isinstance(x, jax.Array):
+        # Each process has a numpy array of its own, and process 0 stores it for all.
+        return [(full_region(x.shape), x)] if jax.process_index() == 0 else []
+    if _is_one_part(x):
+        return [(full_region(x.shape), to_read(x))]
+    regions = regions_here(x.sharding, x.shape)
+    return [(regions[shard.device], shard.data) for shard in primary_shards(x)]
 
 
-def copies(arrays: Arrays) -> dict[str, Parts]:
-    """Copies the parts that this process stores, by leaf path, so that the arrays may change."""
-    # All transfers from devices begin before the first is waited for. The shards are kept until
-    # they are copied, because a new handle of a shard would transfer it again.
-    parts = {leaf: _own_parts(x) for leaf, x in arrays.items()}
-    for leaf, of_leaf in parts.items():
-        for _, part in of_leaf:
-            if part is not arrays[leaf]:
-                part.copy_to_host_async()
-    return {
-        leaf: [(region, _copied(x, part)) for region, part in parts.pop(leaf)]
-        for leaf, x in arrays.items()
-    }
+def memory_to_save(parts: Mapping[str, Parts], *, copied: bool) -> int:
+    """The host memory to write parts, or `copies` of them, and to compare replicas before."""
+    total = small = largest = read = 0
+    for _, part in chain.from_iterable(parts.values()):
+        size = part.nbytes
+        is_away = isinstance(part, jax.Array) and not is_on_host(part)
+        small += size if size < SMALL else 0
+        read = max(read, size) if is_away else read
+        # TensorStore copies what is not contiguous.
+        if copied or is_away or (isinstance(part, np.ndarray) and not part.flags.carray):
+            total, largest = total + size, max(largest, size)
+    held = total if copied else min(total, max(IN_FLIGHT, largest))
+    # TensorStore copies what is small, too, and refers to the rest. To compare replicas on
+    # accelerators, each thread copies a shard.
+    return held + min(small, IN_FLIGHT + 2**24) + min(8, _CORES) * read
 
 
-def _copied(x: Any, part: Any) -> np.ndarray:
-    if part is x:
-        return to_host(x)
-    # On the host, `np.asarray` of a shard is a view of memory that a donation would overwrite.
-    return np.array(part) if is_on_host(x) else np.asarray(part)
+def copies(parts: dict[str, Parts]) -> dict[str, Parts]:
+    """Copies of parts in host memory, so that the arrays may change. Takes them out of `parts`."""
+    for _, part in chain.from_iterable(parts.values()):
+        _start_transfer(part)
+    return {leaf: [(region, _copied(x)) for region, x in parts.pop(leaf)] for leaf in [*parts]}
+
+
+def _copied(part: Any) -> np.ndarray:
+    if isinstance(part, jax.Array) and not is_on_host(part):
+        return _values(part)
+    return to_host(part)
+
+
+def _start_transfer(part: Any) -> None:
+    """Starts to copy a part from an accelerator, so that many are on their way at a time."""
+    if isinstance(part, jax.Array) and not is_on_host(part):
+        part.copy_to_host_async()
+
+
+def _values(part: Any) -> np.ndarray:
+    """The values of a part: on the host a view, and JAX does not donate what has one."""
+    if isinstance(part, jax.Array) and is_on_host(part) and len(part.sharding.device_set) > 1:
+        return to_host(part)  # or JAX would keep a copy on the array
+    return np.asarray(part)
 
 
 def write_arrays(path: epath.Path, rows: Iterable[SavedLeaf], parts: dict[str, Parts]) -> bool:
@@ -250,24 +263,41 @@ def write_arrays(path: epath.Path, rows: Iterable[SavedLeaf], parts: dict[str, P
         _commit(transaction, described)
     # Each transaction rewrites the index, and holds its writes in memory.
     for batch in in_batches(_take_parts(rows, parts), lambda part: part[2].nbytes):
-        transaction = tensorstore.Transaction()
-        arrays = {row.path: _open(database, row, context) for row, _, _ in batch}
-        writes = [
-            arrays[row.path]
-            .with_transaction(transaction)[_index(region)]
-            # By default, TensorStore copies the data first.
-            .write(data, can_reference_source_data_indefinitely=True)
-            for row, region, data in batch
-        ]
-        for write in writes:
-            write.copy.result()
-        _commit(transaction, writes)
+        _write_batch(database, context, batch)
+        batch.clear()
     return True
+
+
+def _write_batch(
+    database: Mapping[str, Any], context: Any, batch: list[tuple[SavedLeaf, Region, Any]]
+) -> None:
+    for row, _, part in batch:
+        if isinstance(part, jax.Array) and part.is_deleted():
+            raise DeletedLeafError(
+                f"{row.path}: it was deleted or donated while it was saved. Run the next step once"
+                " `save` has returned, or save with `Checkpoints`, which copies the state first."
+            )
+        _start_transfer(part)
+    transaction = tensorstore.Transaction()
+    arrays = {row.path: _open(database, row, context) for row, _, _ in batch}
+    writes = [
+        arrays[row.path]
+        .with_transaction(transaction)[_index(region)]
+        # By default TensorStore copies what it is given.
+        .write(
+            _values(part).view(parse_dtype(row.stored or "")),
+            can_reference_source_data_indefinitely=True,
+        )
+        for row, region, part in batch
+    ]
+    for write in writes:
+        write.copy.result()
+    _commit(transaction, writes)
 
 
 def _take_parts(
     rows: Iterable[SavedLeaf], parts: dict[str, Parts]
-) -> Iterator[tuple[SavedLeaf, Region, np.ndarray]]:
+) -> Iterator[tuple[SavedLeaf, Region, Any]]:
     for row in rows:
         while parts[row.path]:
             yield row, *parts[row.path].pop()

@@ -5,8 +5,8 @@ creates a directory with a temporary name. Second, each process writes its array
 process 0 merges the indexes and renames the directory. In a file system, a rename happens at once
 or not at all, and readers ignore the temporary name.
 
-`begin` returns once the arrays are copied to the host, so that the next step can donate its state.
-A thread does the rest.
+A thread writes. For a save in the background, `begin` first copies the arrays to the host, so that
+the next step can donate its state. Other saves copy only the parts in flight, and none on the host.
 """
 
 import json
@@ -53,6 +53,7 @@ from treeshard.checkpoint._array_store import (
     copies,
     memory_to_save,
     merge,
+    own_parts,
     write_arrays,
     written_by,
 )
@@ -76,7 +77,7 @@ from treeshard.errors import CheckpointError, LeafError, counted, listed, warn
 
 
 class Writing:
-    """A save that runs in the background, with `size` bytes of arrays."""
+    """A save that a thread writes, with `size` bytes of arrays."""
 
     def __init__(self, path: epath.Path, size: int, end: Outcome[None]) -> None:
         self._path, self._size, self._end = path, size, end
@@ -114,14 +115,16 @@ def begin(
     *,
     on_divergence: str,
     timeout: float,
+    in_background: bool,
     run: Lock | None = None,
     replace: bool = False,
 ) -> Writing:
-    """Begins to save a tree, as `checkpoint.save` does. Its leaves may then change or be donated.
+    """Begins to save a tree, as `checkpoint.save` does.
 
-    Either all processes save the tree, or all raise, here or in `Writing.wait`. After an error,
-    process 0 removes the unfinished checkpoint. `run` is the lock of the directory, if it is held.
-    With `replace`, an existing checkpoint at `path` is replaced. Otherwise it is an error.
+    With `in_background`, its leaves may change or be donated before `Writing.wait` returns. Either
+    all processes save the tree, or all raise, here or in `Writing.wait`. After an error, process 0
+    removes the unfinished checkpoint. `run` is the lock of the directory, if it is held. With
+    `replace`, an existing checkpoint at `path` is replaced. Otherwise it is an error.
     """
     if on_divergence not in ("error", "warn"):
         raise ValueError(f"{WHERE}(on_divergence={on_divergence!r}): it is 'error' or 'warn'.")
@@ -133,10 +136,11 @@ def begin(
             table, arrays = pack(tree, facts)
             if not table.leaves:
                 raise LeafError(f"{WHERE}: the tree has no array, number, text or `None` to save.")
+            parts = own_parts(arrays)
             if first:
                 _lock(path, run, held)
                 check_vacant(path, replace=replace)
-        needed, lacks = memory_to_save(arrays), partial(_no_memory, path)
+        needed, lacks = memory_to_save(parts, copied=in_background), partial(_no_memory, path)
         check_memory_of_hosts(WHERE, needed, lacks, threads=THREADS, timeout=timeout)
         # Only now, because a read of an array waits for the program that computes it.
         _check_copies(arrays, timeout, on_divergence)
@@ -149,12 +153,12 @@ def begin(
                 with _stage(path, "begin", timeout) as mark:
                     if first:
                         mark.own = _create(path)
-                    copied = copies(arrays)
-                size = sum(x.nbytes for parts in copied.values() for _, x in parts)
+                    if in_background:
+                        parts = copies(parts)
                 with interrupts_deferred():  # the thread takes over the locks
-                    parts = table, copied, mark.answer, timeout
-                    end = start_thread(running, _finish, path, *parts, replace, held.pop_all())
-            return Writing(path, size, end)
+                    given = table, parts, mark.answer, timeout
+                    end = start_thread(running, _finish, path, *given, replace, held.pop_all())
+            return Writing(path, sum(row.bytes for row in table.leaves if row.stored), end)
         except BaseException:
             for outcome in running:  # hold the locks until the last byte is written
                 outcome.wait()
@@ -163,7 +167,7 @@ def begin(
 
 def _no_memory(path: epath.Path, fact: str, _free: int) -> CheckpointError:
     return CheckpointError(
-        f"{path} was not saved: the copies of the arrays need {fact} Free some, or shard the arrays"
+        f"{path} was not saved: copies of its arrays need {fact} Free some, or shard the arrays"
         " over more processes."
     )
 
@@ -223,7 +227,7 @@ def _create(path: epath.Path) -> bytes:
 def _finish(
     path: epath.Path,
     table: LeafTable,
-    copied: dict[str, Parts],
+    parts: dict[str, Parts],
     mark: bytes,
     timeout: float,
     replace: bool,
@@ -231,12 +235,12 @@ def _finish(
 ) -> None:
     """Writes the arrays durably, and gives the checkpoint its name."""
     me, partial = jax.process_index(), partial_path(path)
-    leaves = list(copied)
+    leaves = list(parts)
     with held:
         with _stage(path, "written", AS_LONG_AS_IT_TAKES, to_first) as reports:
             if me != 0:  # before a byte is written where process 0 would not find it
                 check_mark(partial / MARK, mark, timeout)
-            has_written = write_arrays(partial, table.leaves, copied)
+            has_written = write_arrays(partial, table.leaves, parts)
             files: FileFacts = {}  # the files that process 0 must see in a file system
             if me != 0 and has_written and is_local(path):
                 # On a network file system, `fsync` covers only the writes of its own machine.

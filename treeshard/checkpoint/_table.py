@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.tree_util import tree_leaves
 
-from treeshard._core.arrays import array_text, data_of, has_shape, is_key, map_shards, to_read
+from treeshard._core.arrays import array_text, data_of, has_shape, is_key, to_read
 from treeshard._core.facts import Facts
 from treeshard._core.mesh import axis_sizes
 from treeshard._core.paths import PyTree, leaf_paths, shared_names
@@ -91,7 +91,9 @@ def pack(tree: PyTree, facts: Facts) -> tuple[LeafTable, Arrays]:
         facts[path] = f"{row.kind} {row.value}"
         if row.dtype and x.size:  # an array without elements is not stored
             array = arrays[path] = _as_stored(x)
-            row = row._replace(stored=dtype_name(array.dtype), chunk=chunk_shape(array))
+            row = row._replace(
+                stored=dtype_name(stored_dtype(array.dtype)), chunk=chunk_shape(array)
+            )
         if row.dtype:
             facts[path] = f"{array_text(row)} as {row.spec}, {row.impl or row.stored}"
         rows.append(row)
@@ -214,18 +216,10 @@ def _as_stored(x: Any) -> jax.Array | np.ndarray:
     x = data_of(x)
     if not isinstance(x, jax.Array):
         x = np.asarray(x)
-        x = x.astype(x.dtype.newbyteorder("="), copy=False)
-    elif jax.process_count() > 1 and x.is_fully_addressable:
-        x = np.asarray(to_read(x))  # each process has a copy: process 0 stores its own
-    stored = stored_dtype(np.dtype(x.dtype))
-    return x if stored == x.dtype else _viewed_as(x, stored)
-
-
-def _viewed_as(x: jax.Array | np.ndarray, dtype: np.dtype) -> Any:
-    """A copy of the bytes of `x`, viewed as another dtype of one byte."""
-    if isinstance(x, jax.Array):
-        return map_shards(x, lambda values: np.array(values).view(dtype), dtype)
-    return np.array(x).view(dtype)
+        return x.astype(x.dtype.newbyteorder("="), copy=False)
+    if jax.process_count() > 1 and x.is_fully_addressable:
+        return np.asarray(to_read(x))  # each process has a copy: process 0 stores its own
+    return x
 
 
 # ------------------------------------------------------------------ as JSON

@@ -14,12 +14,12 @@ from treeshard.errors import MismatchError, listed
 _NO_LAYER = -1  # the number of a tensor whose pattern has no group `layer`
 
 _UNMATCHED = "{tensor}: no pattern matches it. `(pattern, None)` leaves it out."
-_UNUSED = "pattern {i} {pattern!r}: no tensor matches it first."
+_UNUSED = "pattern {i} {pattern!r}: it matches no tensor that earlier patterns leave over."
 _SHARED = (
-    "{name}: the name of {tensors}. Write the groups that tell them apart into the name (`\\1`), or"
+    "{name}: {tensors} all get this name. Write the groups that differ into the name (`\\1`), or"
     " call the number of a layer `(?P<layer>\\d+)`."
 )
-_GAPS = "{name}: of {count:,} layers, there is none with number {missing}."
+_GAPS = "{name}: layers are missing: {missing} of {count:,}."
 
 
 def map_tensors(
