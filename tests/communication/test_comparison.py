@@ -156,7 +156,7 @@ def test_activations_of_tensor_parallelism_are_listed_apart() -> None:
     assert {x.axes for x in compared.activations} == {("tensor",)}
     assert not any(x.path for x in compared.activations)
     assert str(compared).splitlines()[-2:] == [
-        "including 1 activation along tensor, 128 B, of which a plan says nothing",
+        "including 1 activation along tensor, 128 B, which no plan predicts",
         "The CPU compiler all-reduces full gradients (2.0 KiB) where a reduce-scatter was planned."
         " For a TPU or GPU, compile the step on its mesh:"
         ' `make_mesh("fsdp=8", topology="v5e:2x4")`.',

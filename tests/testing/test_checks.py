@@ -301,7 +301,7 @@ def test_an_array_that_is_cut_and_is_no_row_is_found() -> None:
     text = report_of(testing.check_step, *weighted_step(rows_only=False), layouts=["plan"])
     assert facts(text) == {"step 1: w": f"{OFF}: the table says how far.\n  In: one pass.\n"}
     assert re.search(r"\nstep 1: w +ok +off \d+% ", text), text
-    assert "it cuts an array that is not one of rows, or the loss is not a mean over rows" in text
+    assert "it splits an array without rows, or the loss is not a mean over rows" in text
 
 
 @pytest.mark.parametrize(
@@ -339,6 +339,6 @@ def test_a_mean_of_parts_is_named_where_the_loss_is_not_a_mean_over_rows(is_mean
 
     plan = planned(state, ("w", P("fsdp")), mesh="fsdp=8")
     report = report_of_step(step, state, x, plan, specs=P("fsdp"))
-    said = "by `accumulate_gradients(axis_names=)`: those of the batch, only if the loss is a mean"
+    said = "by `accumulate_gradients(axis_names=)`: right only if the loss is a mean"
     assert (said in report) == (not is_mean), report
     assert bool(facts(report)) == (not is_mean), report

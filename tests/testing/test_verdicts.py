@@ -226,7 +226,7 @@ def test_a_batch_of_equal_rows_is_refused() -> None:
     report = checked(loss, PARAMS, np.tile(BATCH[:2], (8, 1)), averaged(loss, "up"))
     assert report.startswith("check_gradients: Nothing was compared.\n"), report
     assert "\nup    alike" in report
-    assert "all devices get the same from their own rows" in report
+    assert "all devices compute the same from their own rows" in report
 
 
 def test_leaves_without_a_gradient_are_not_said_to_be_right() -> None:
@@ -239,7 +239,7 @@ def test_leaves_without_a_gradient_are_not_said_to_be_right() -> None:
     assert report.startswith(
         "check_gradients: Nothing is wrong in 3 of 5 results; the others were not compared.\n"
     ), report
-    assert "not compared: decayed (all devices get the same from their own rows" in report
+    assert "not compared: decayed (all devices compute the same from their own rows" in report
     assert "not compared: unused (zero on one device" in report
 
 
@@ -359,7 +359,7 @@ def test_the_sign_of_rounding_is_not_compared(
     assert (f"{MULTIPLE} (x 8.000)" in moment) == (factor == 8), report
     assert not any("zero" in path for path in facts(report)), report
     [missing] = re.findall("not compared: .*params/zero.*", report)
-    assert "the sign of a gradient that is zero but for rounding" in missing
+    assert "the sign of a gradient that is zero up to rounding" in missing
     assert re.search(r"params/down +ok", report), report
 
 

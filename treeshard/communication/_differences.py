@@ -30,8 +30,8 @@ class Unplanned(NamedTuple):
               the batch
             - `"inside-loop"`: a gradient is reduced in each trip of a loop
             - `"not-moved"`: planned, and not in the program
-            - `"sharded-further"`: a leaf is gathered that the step need not gather, or along an
-              axis along which the plan keeps it split
+            - `"sharded-further"`: a leaf is gathered although the step could use its shards, or
+              along an axis along which the plan keeps it split
             - `"state-unlike-weight"`: a gradient is gathered for optimizer state that is sharded
               less than its weight
             - `"other"`: as `fact` says
@@ -65,8 +65,8 @@ SCATTER_GRADIENTS = {
     "": _BY_COMPILER,
     CONSTRAINT: _BY_COMPILER,
     BY_HAND: "The step scatters them already, so this is the compiler's choice.",
-    BY_TYPES: "Gradients of the step wait for one sum already, which scatters those of weights that"
-    " `unshard` gathers for products. JAX's types sum the others in full.",
+    BY_TYPES: "Gradients of the step wait for one sum already, which scatters the gradients of"
+    " weights that `unshard` gathers for products. JAX's types sum all others in full.",
     EXPLICIT: "Pass the axes of the batch to `training.value_and_grad(loss, axis_names=...)`: its"
     " gradients wait for one sum, which scatters them.",
 }
@@ -79,14 +79,14 @@ _REDUCE_ONCE = {
 }
 _OF_TYPES = (
     " On Explicit axes, call `unshard` before the loop, so that gradients of weights in products"
-    " wait; JAX's types sum others, such as those of biases, in each trip."
+    " wait. JAX's types sum other gradients, such as gradients of biases, in each trip."
 )
 # Code -> templates of the fact and of the hint.
 WORDS = {
     "activation": (
         "{kind} of computed values, {size}.",
-        "Gather weights where they are used, with `unshard` (those of a scanned layer at the start"
-        " of the scan's body), and constrain values to the axes of the batch:"
+        "Gather weights where they are used, with `unshard` (weights of a scanned layer at the"
+        " start of the scan's body), and constrain values to the axes of the batch:"
         " `with_sharding_constraint(x, P({batch}))`.",
     ),
     "again": (
