@@ -156,7 +156,7 @@ def test_activations_of_tensor_parallelism_are_listed_apart() -> None:
     assert {x.axes for x in compared.activations} == {("tensor",)}
     assert not any(x.path for x in compared.activations)
     assert str(compared).splitlines()[-2:] == [
-        "including 1 activation along tensor, 128 B, which no plan predicts",
+        "including 1 activation along tensor, 128 B, which a plan does not predict",
         "The CPU compiler all-reduces full gradients (2.0 KiB) where a reduce-scatter was planned."
         " For a TPU or GPU, compile the step on its mesh:"
         ' `make_mesh("fsdp=8", topology="v5e:2x4")`.',
@@ -175,7 +175,7 @@ def test_weights_gathered_along_an_axis_that_keeps_them_split_are_said() -> None
 
     further = gathered_along(("fsdp", "tensor"))["sharded-further"]
     assert further.paths == ("w",)
-    assert further.fact.startswith("all-gather of a leaf along 'tensor', over which the step does")
+    assert further.fact.startswith("all-gather of a leaf along 'tensor', although the step")
     assert "`with_sharding_constraint(x, P('fsdp', ..., 'tensor'))`" in further.hint
     assert "sharded-further" not in gathered_along("fsdp")
 

@@ -261,7 +261,7 @@ _OPEN_SAFELY = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOC
 
 def _open_locked(file: Path, what: str) -> int | None:
     """Opens and locks a file; returns its handle, or `None` if the file system has no locks."""
-    not_ours = f"{what}: cannot be written to: {file} is a link, or not a regular file. Remove it."
+    not_ours = f"{what}: cannot be written to: {file} is a link or not a regular file. Remove it."
     while True:
         with ExitStack() as opened:
             try:
@@ -348,9 +348,9 @@ def tell_removed(what: str, directory: PathLike, removed: Mapping[str, int | Non
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     # In an object store, which has no locks, nobody knows either who wrote them.
     if None in removed.values():
-        more += ". A run that is still saving there has lost them, too"
+        more += ". A run that is still saving there loses them, too"
     warn(
-        f"{what}: removed what killed saves had left in {os.fspath(directory)}:"
+        f"{what}: removed files of interrupted saves from {os.fspath(directory)}:"
         f" {', '.join(names[:5])}{more}."
     )
 

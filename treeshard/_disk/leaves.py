@@ -187,7 +187,8 @@ def check_known(tree: PyTree, where: str, error: type[TreeShardError] = LeafErro
         for path, x, is_unknown in zip(leaf_paths(tree), tree_leaves(tree), unknown, strict=True)
         if is_unknown
     ]
-    headline = f"{where}: JAX does not know what is in {len(facts)} leaves, so it is not saved:"
+    leaves = counted(len(facts), "leaf")
+    headline = f"{where}: {leaves} cannot be saved, because JAX does not know the class:"
     raise error(
         f"{listed(headline, facts, headed=True)}\nRegister the class as a pytree"
         " (`jax.tree_util.register_dataclass`, `equinox.Module`), use a dict or a list, or put"

@@ -140,7 +140,7 @@ def with_sharding_constraint(
     """
     if uneven not in get_args(Uneven):
         known, hint = get_args(Uneven), did_you_mean(str(uneven), get_args(Uneven))
-        raise SpecError(f"uneven={uneven!r} is none of {', '.join(map(repr, known))}.{hint}")
+        raise SpecError(f"uneven={uneven!r} is not one of {', '.join(map(repr, known))}.{hint}")
     check_no_refs(arr, "with_sharding_constraint")
     check_specs(sharding, "with_sharding_constraint(arr, {})", arr)
     mesh = as_mesh(mesh, make_mesh)
@@ -253,8 +253,8 @@ def unshard(
 # How to pass a plan, or specs.
 _CALL = "unshard(tree, {})", "specs, axis"
 _NO_PLAN = (
-    "as in `unshard(tree, plan)`, or call it where a plan is in force: in the code of"
-    " `jit_step`, `shard_map_step` or `training.value_and_grad`"
+    "`unshard(tree, plan)`, or call `unshard` inside a function that `jit_step`,"
+    " `shard_map_step` or `training.value_and_grad` traces"
 )
 
 
@@ -285,9 +285,7 @@ def _find_specs(
         else:
             is_missing = _misses_a_mesh(tree) if mesh is None else mesh.size > 1
             if is_missing:
-                warn(
-                    f"unshard: nothing is gathered: no plan is in force here. Pass it, {_NO_PLAN}."
-                )
+                warn(f"unshard has no effect: no plan is in force here. Pass the plan, {_NO_PLAN}.")
             return None
     if over is not None:
         if source is not None:
@@ -302,9 +300,9 @@ def _ask_for_axis(specs: SpecTree) -> str:
     named = get_names_from_partition_spec(specs)
     axes = [name for name in named if splits_rows(name)] or named or ["fsdp"]
     return (
-        "unshard: the second argument has specs, and no axis to gather over follows. Pass it,"
-        f" `unshard(tree, specs, {axes[0]!r})`, or pass the plan instead of the specs:"
-        " `unshard(tree, plan)`."
+        "unshard: the second argument has specs, and no axis to gather over follows. Pass the"
+        f" plan, `unshard(tree, plan)`, or specs and the axis,"
+        f" `unshard(tree, specs, {axes[0]!r})`."
     )
 
 
@@ -321,9 +319,9 @@ def _check_shards(axes: Sequence[str], plan: Plan) -> None:
         return
     names = ", ".join(map(repr, axes))
     raise SpecError(
-        f"unshard: nothing can be gathered over {names}: the plan shards no leaf over it, on the"
-        f" mesh ({describe_mesh(plan.mesh)}).{did_you_mean(axes[0], used)} Leave the axis out,"
-        " `unshard(tree, plan)`, to gather over those of the plan."
+        f"unshard: the plan shards no leaf over {names}, on the mesh"
+        f" ({describe_mesh(plan.mesh)}).{did_you_mean(axes[0], used)} To gather over the plan's"
+        " axes, leave the axis out: `unshard(tree, plan)`."
     )
 
 
@@ -333,7 +331,7 @@ def _warn_of_misspelled(axes: Sequence[str], specs: Sequence[Any]) -> None:
     for name in axes:
         hint = did_you_mean(name, named, _NEAR_MISS)
         if hint and name not in named:
-            warn(f"unshard: no spec names the axis {name!r}, so nothing is gathered.{hint}")
+            warn(f"unshard has no effect over {name!r}: no spec names this axis.{hint}")
 
 
 def _gather_manual_axes(
@@ -536,7 +534,7 @@ def _report(
         if (why := _explain_applied_in_part(note, target, uneven))
     ]
     if warnings:
-        headline = f"{len(warnings)} constraints were only applied in part:"
+        headline = f"{len(warnings)} constraints were applied in part:"
         warn(f"{where}: {listed(headline, warnings)}")
 
 
@@ -585,8 +583,8 @@ def _constrain_tree(
     is_missing = not any(targets) and _misses_a_mesh(tree) and not meshes_of(shardings, mesh)
     if is_missing and get_names_from_partition_spec(shardings):
         warn(
-            f"{where}: there is no mesh here, so nothing is constrained. Pass the plan or the mesh,"
-            " or call it in `with jax.set_mesh(mesh):`."
+            f"{where} has no effect: there is no mesh here. Pass the plan or the mesh, or call"
+            f" {where} inside `with jax.set_mesh(mesh):`."
         )
     _report(tree, targets, uneven, where)
     leaves, treedef = tree_flatten(tree)

@@ -273,12 +273,12 @@ def _check_memory(call: _Call) -> None:
     arrays = [x for x in call.leaves if is_array(x)]
     sizes = [x.size * x.dtype.itemsize for x in arrays]
     needed = sum(sizes)
-    way_out = "Gather leaf by leaf (`iter_gather`), or save the tree, which gathers nothing."
+    way_out = "Gather leaf by leaf (`iter_gather`), or save the tree, which does not gather."
     if call.leaf_by_leaf:
         needed = max(map(sum, pairwise([0, *sizes])), default=0)
         way_out = (
-            "A loop has two leaves in memory, the last and the next. Save the tree, which gathers"
-            " nothing."
+            "A loop keeps two leaves in memory, the last and the next. Save the tree, which does"
+            " not gather."
         )
     if needed < NOT_WORTH_A_LOOK:  # on every process
         return

@@ -154,7 +154,7 @@ def _spec(leaf: Any) -> PartitionSpec | None:
 def _explain_missing_spec(leaf: Any) -> str:
     if isinstance(leaf, Tracer):
         return (
-            "it is traced, and on Auto axes the compiler chooses its sharding. Read the inputs or"
+            "it is a tracer, and on Auto axes the compiler chooses its sharding. Read the inputs or"
             " the outputs of the traced function instead."
         )
     if isinstance(leaf, jax.ShapeDtypeStruct):

@@ -5,8 +5,9 @@ creates a directory under a temporary name; each process writes its arrays into 
 their indexes and renames the directory. A rename in a file system happens at once or not at all,
 and readers ignore the temporary name, so they need not know about writers.
 
-`begin` returns once the arrays are copied to the host, and a thread does the rest. Without the copy
-no step could donate its state until everything is written.
+A thread writes. For a save in the background, `begin` copies the arrays to the host first: without
+the copy no step could donate its state until everything is written. A save that is waited for
+copies only what is in flight, and on the host nothing.
 """
 
 import json
@@ -53,6 +54,7 @@ from treeshard.checkpoint._array_store import (
     copies,
     memory_to_save,
     merge,
+    own_parts,
     write_arrays,
     written_by,
 )
@@ -76,7 +78,7 @@ from treeshard.errors import CheckpointError, LeafError, counted, listed, warn
 
 
 class Writing:
-    """A save in the background, of arrays with `size` bytes."""
+    """A save that a thread writes, of arrays with `size` bytes."""
 
     def __init__(self, path: epath.Path, size: int, end: Outcome[None]) -> None:
         self._path, self._size, self._end = path, size, end
@@ -114,11 +116,13 @@ def begin(
     *,
     on_divergence: str,
     timeout: float,
+    in_background: bool,
     run: Lock | None = None,
     replace: bool = False,
 ) -> Writing:
-    """Begins to save a tree, as `checkpoint.save` does. Its leaves may then change or be donated.
+    """Begins to save a tree, as `checkpoint.save` does.
 
+    `in_background` says whether its leaves may change or be donated before `Writing.wait` returns.
     Either all processes save it or all raise, here or in `Writing.wait`. If they raise, process 0
     removes the unfinished checkpoint. `run` is the lock of the directory, if it is held. `replace`
     says whether a checkpoint that is at `path` is replaced, which is otherwise an error.
@@ -133,10 +137,11 @@ def begin(
             table, arrays = pack(tree, facts)
             if not table.leaves:
                 raise LeafError(f"{WHERE}: the tree has no array, number, text or `None` to save.")
+            parts = own_parts(arrays)
             if first:
                 _lock(path, run, held)
                 check_vacant(path, replace=replace)
-        needed, lacks = memory_to_save(arrays), partial(_no_memory, path)
+        needed, lacks = memory_to_save(parts, copied=in_background), partial(_no_memory, path)
         check_memory_of_hosts(WHERE, needed, lacks, threads=THREADS, timeout=timeout)
         # Once all have the same arrays: to read one waits for the program that makes it.
         _check_copies(arrays, timeout, on_divergence)
@@ -149,12 +154,12 @@ def begin(
                 with _stage(path, "begin", timeout) as mark:
                     if first:
                         mark.own = _create(path)
-                    copied = copies(arrays)
-                size = sum(x.nbytes for parts in copied.values() for _, x in parts)
+                    if in_background:
+                        parts = copies(parts)
                 with interrupts_deferred():  # the thread takes over the locks
-                    parts = table, copied, mark.answer, timeout
-                    end = start_thread(running, _finish, path, *parts, replace, held.pop_all())
-            return Writing(path, size, end)
+                    given = table, parts, mark.answer, timeout
+                    end = start_thread(running, _finish, path, *given, replace, held.pop_all())
+            return Writing(path, sum(row.bytes for row in table.leaves if row.stored), end)
         except BaseException:
             for outcome in running:  # hold the locks until the last byte is written
                 outcome.wait()
@@ -163,7 +168,7 @@ def begin(
 
 def _no_memory(path: epath.Path, fact: str, _free: int) -> CheckpointError:
     return CheckpointError(
-        f"{path} was not saved: the copies of the arrays need {fact} Free some, or shard the arrays"
+        f"{path} was not saved: copies of its arrays need {fact} Free some, or shard the arrays"
         " over more processes."
     )
 
@@ -223,7 +228,7 @@ def _create(path: epath.Path) -> bytes:
 def _finish(
     path: epath.Path,
     table: LeafTable,
-    copied: dict[str, Parts],
+    parts: dict[str, Parts],
     mark: bytes,
     timeout: float,
     replace: bool,
@@ -231,12 +236,12 @@ def _finish(
 ) -> None:
     """Writes the arrays, and gives the checkpoint its name, durably."""
     me, partial = jax.process_index(), partial_path(path)
-    leaves = list(copied)
+    leaves = list(parts)
     with held:
         with _stage(path, "written", AS_LONG_AS_IT_TAKES, to_first) as reports:
             if me != 0:  # before a byte is written where process 0 would not find it
                 check_mark(partial / MARK, mark, timeout)
-            has_written = write_arrays(partial, table.leaves, copied)
+            has_written = write_arrays(partial, table.leaves, parts)
             files: FileFacts = {}  # in a file system, what process 0 must see
             if me != 0 and has_written and is_local(path):
                 # On a network file system, `fsync` covers what its own machine wrote.

@@ -61,9 +61,8 @@ class Collective:
         count: The number of executions, including trips of loops; `None` if it depends on data.
         path: The argument whose data it communicates, such as `state/layers/0/w`; `None` for
             computed values, such as activations and gradients.
-        op_name: JAX's name of the operation. If the partitioner inserted it without a name, the
-        name
-            of the first operation that uses its result.
+        op_name: JAX's name of the operation. If the partitioner inserted it without a name,
+            the name of the first operation that uses its result.
         source: The line of user code that this operation comes from, as `file:line`.
         is_async: Whether it can overlap with other work (`-start` and `-done`).
         rank: The number of dims of the buffer; 0 for a scalar such as a loss.

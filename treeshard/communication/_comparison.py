@@ -74,8 +74,7 @@ class Comparison:
         activations: Computed values that are communicated along axes that split weights where they
             are used, as in tensor parallelism and between experts. No plan predicts them.
         batch_sums: Sums over all rows of the batch, such as the sums of batch norm. No plan
-        predicts
-            them.
+            predicts them.
         matrices: What `training.by_matrix` communicates: gradients of matrices to the devices that
             update them, and the updates back. No plan predicts them.
         moments: Vectors of optimizer state that the update broadcasts, such as Adafactor's means of
@@ -148,7 +147,7 @@ class Comparison:
         )
         notes = [
             f"including {counted(len(moved), what)}{of_what}, {bytes_text(total_bytes(moved))},"
-            " which no plan predicts"
+            " which a plan does not predict"
             for moved, what, of_what in groups
             if moved
         ]

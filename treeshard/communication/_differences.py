@@ -66,7 +66,7 @@ SCATTER_GRADIENTS = {
     CONSTRAINT: _BY_COMPILER,
     BY_HAND: "The step scatters them already, so this is the compiler's choice.",
     BY_TYPES: "Gradients of the step wait for one sum already, which scatters the gradients of"
-    " weights that `unshard` gathers for products. JAX's types sum all others in full.",
+    " weights that `unshard` gathers for products. JAX's types sum other gradients in full.",
     EXPLICIT: "Pass the axes of the batch to `training.value_and_grad(loss, axis_names=...)`: its"
     " gradients wait for one sum, which scatters them.",
 }
@@ -79,14 +79,14 @@ _REDUCE_ONCE = {
 }
 _OF_TYPES = (
     " On Explicit axes, call `unshard` before the loop, so that gradients of weights in products"
-    " wait. JAX's types sum other gradients, such as gradients of biases, in each trip."
+    " wait. JAX's types sum other gradients, such as bias gradients, in each trip."
 )
 # Code -> templates of the fact and of the hint.
 WORDS = {
     "activation": (
         "{kind} of computed values, {size}.",
-        "Gather weights where they are used, with `unshard` (weights of a scanned layer at the"
-        " start of the scan's body), and constrain values to the axes of the batch:"
+        "Gather weights where they are used, with `unshard` (a scanned layer at the start of the"
+        " scan's body), and constrain values to the axes of the batch:"
         " `with_sharding_constraint(x, P({batch}))`.",
     ),
     "again": (
@@ -120,7 +120,7 @@ WORDS = {
         "Check that the step uses the leaf, and call `unshard` where it does.",
     ),
     "sharded-further": (
-        "{kind} of a leaf along {axes}, over which the step does not need it whole, {size}.",
+        "{kind} of a leaf along {axes}, although the step could use its shards, {size}.",
         "Shard the leaf like the arrays that it is used with (optimizer state with `Plan.follow`),"
         " or constrain the values that it produces:"
         " `with_sharding_constraint(x, P({batch}, ..., {axes}))`.",

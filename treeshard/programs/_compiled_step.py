@@ -118,8 +118,8 @@ def compile_step(
         need, available = (f"{size}iB" for size in sizes.groups())
         raise DoesNotFitError(
             f"The step needs at least {need} per device, and {device.device_kind} has {available}."
-            " Shard more of the state, split the batch further, or repeat the forward pass for the"
-            " gradients (`jax.checkpoint`).",
+            " Shard more of the state, split the batch into more minibatches, or recompute"
+            " activations with `jax.checkpoint`.",
             parse_bytes(need),
             parse_bytes(available),
         ) from error

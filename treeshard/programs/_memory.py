@@ -131,7 +131,7 @@ class Memory:
         lines = [columns([(name, human_bytes(size)) for name, size in rows], right=1)]
         lines.append(f"of {bytes_text(self.capacity, 'unknown')} on {self.device}")
         if self.at_peak:
-            lines.append("live when most memory is in use:")
+            lines.append("live at the peak:")
             lines += [f"    {buffer}" for buffer in self.at_peak[:10]]
         return "\n".join(lines)
 

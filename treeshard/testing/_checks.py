@@ -22,8 +22,8 @@ from treeshard.testing._report import Report
 from treeshard.training._step import Step
 
 _ROWS_ALIKE = (
-    "{what}: Nothing was compared.\nAll rows of the batch are equal, so each device computes from"
-    " its own rows what all rows give, and a missing reduction would not show. Use random numbers:"
+    "{what}: No result was compared.\nAll rows of the batch are equal, so a missing reduction does"
+    " not change the result. Use random numbers:"
     " `np.random.default_rng(0).normal(size=shape)`."
 )
 _QUIET_SECONDS = 10.0

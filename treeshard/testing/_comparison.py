@@ -43,10 +43,11 @@ from treeshard.testing._widening import Widening
 
 # A cell of the second step, where the first is wrong already.
 _WRONG_TOO = "wrong too"
-_SECOND_STEP = "step 2 is not measured where step 1 is wrong already"
+_SECOND_STEP = "step 2 is not measured if step 1 is wrong"
 _RAISED = "{layout}: not compared, since it raised {error}, as expected"
 _OTHER_NUMBERS = (
-    "{layout}: not compared, since the loss draws random numbers, and minibatches draw others"
+    "{layout}: not compared, since the loss draws random numbers, and minibatches draw"
+    " different ones"
 )
 _OTHER_WEIGHTS = (
     "{layout}: minibatches change the result on one device too, since the loss is not a mean of"
@@ -54,28 +55,28 @@ _OTHER_WEIGHTS = (
 )
 _NOT_WIDE = "compared in {dtypes} only, since the program does not run in wider dtypes: {error}"
 _NOT_WIDE_HERE = "{layout}: compared in one precision only, since in the other it raised {error}"
-_KEPT_DTYPES = "{kernels}: runs in its own dtypes also where all else is compared in {wide}"
+_KEPT_DTYPES = "{kernels}: runs in its own dtypes while all other code is compared in {wide}"
 _SEES_LITTLE = "warning: errors of up to {worst} would not be seen in {paths}"
 _SEES_LITTLE_ROUNDING = (
-    "warning: what the program's own dtypes round, such as a sum in bfloat16, hides errors of up to"
-    " {worst} in {paths}; where wider floats take their place, others are seen from {finest}"
+    "warning: rounding in the program's own dtypes, such as a sum in bfloat16, hides errors of up"
+    " to {worst} in {paths}; with wider floats, other errors are seen from {finest}"
 )
 _DIFFERS_IN_ONE_PASS = (
     "one pass: `accumulate_gradients` gives other gradients in one pass over the batch, on one"
-    " device too: it splits an array without rows, or the loss is not a mean over rows"
+    " device too: it cuts an array that does not have rows, or the loss is not a mean over rows"
 )
 _RAISED_IN_ONE_PASS = "{layout}: not compared, since it raised {error}"
 _NO_OWN_ROWS = (
-    "the rows of one device alone cannot be computed, so it is not known whether a missing"
-    " reduction would change anything: {error}"
+    "the rows of one device alone cannot be computed, so a missing reduction may stay unseen:"
+    " {error}"
 )
 _MEAN_OF_PARTS = (
-    "the program averages the gradients of parts of the batch, by"
-    " `accumulate_gradients(axis_names=)`: right only if the loss is a mean over rows"
+    "`accumulate_gradients(axis_names=)` averages the gradients of parts of the batch, which are"
+    " the gradients of the batch only if the loss is a mean over rows"
 )
 _KEPT_KEY = (
-    "{paths}: the step returns this key as it was, so each step draws the same random numbers"
-    " unless it is folded with a number that changes"
+    "{paths}: the step returns this key unchanged, so every step draws the same random numbers"
+    " unless it folds the key with a number that changes"
 )
 
 # Layouts whose failure is never expected.

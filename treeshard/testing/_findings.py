@@ -35,19 +35,23 @@ _UNREPEATED = (
     " repeat; fold the key by `manual.fold_rng_over_axis`, or by `fold_in(key, axis_index(axes))`"
 )
 _OF_THE_MEAN_GRADIENT = (
-    "{layout}: what is not linear in the gradients is not checked, since each device draws its own"
-    " random numbers, and a step does not return their mean gradient; `check_gradients` compares it"
+    "{layout}: results that are not linear in the gradients are not checked, since each device"
+    " draws its own random numbers and the step does not return the mean gradient; compare it with"
+    " `check_gradients`"
 )
 _ZERO, _HIDDEN, _NOT_FINITE, _ALIKE = "zero", "hidden", "not finite", "alike"
 # Why a result could not be compared, by the word of its cell.
 WHY = {
-    _ZERO: "zero on one device, so a wrong factor or a wrong order of shards would not show",
+    _ZERO: "zero on one device, so a wrong factor or order of shards would not be seen",
     _HIDDEN: (
-        "rounding changes it by as much as its size, as if an optimizer takes the sign of a"
-        " gradient that is zero up to rounding: a wrong factor would not show"
+        "rounding changes it by its own size, as when an optimizer takes the sign of a gradient"
+        " near zero, so a wrong factor would not be seen"
     ),
     _NOT_FINITE: "not finite on one device either",
-    _ALIKE: "all devices compute the same from their own rows: a missing reduction would not show",
+    _ALIKE: (
+        "all devices get the same result from their own rows, so a missing reduction would not be"
+        " seen"
+    ),
 }
 
 

@@ -107,7 +107,7 @@ class Report:
 
     def _verdict(self) -> str:
         of_what = " of the state" if self.what == "check_step" else ""
-        nothing = [] if self._find_compared() else [f"Nothing{of_what} was compared"]
+        nothing = [] if self._find_compared() else [f"No result{of_what} was compared"]
         complaints = nothing + self._complaints()
         if complaints:
             return f"{', '.join(complaints)}."
@@ -119,8 +119,8 @@ class Report:
         if len(ran) < layouts:
             parts.append(f"{len(ran)} of {layouts} layouts")
         if parts:
-            return f"Nothing is wrong in {' and '.join(parts)}; the others were not compared."
-        return "Nothing is wrong."
+            return f"No errors in {' and '.join(parts)}; the others were not compared."
+        return "All results are right."
 
     def _explain_missing(self) -> list[str]:
         """A line for each reason why leaves were not compared."""
