@@ -106,6 +106,7 @@ def save(
         tree,
         on_divergence=on_divergence,
         timeout=timeout,
+        in_background=False,
     )
     writing.wait(progress=progress)
 

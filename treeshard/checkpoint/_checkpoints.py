@@ -157,7 +157,7 @@ class Checkpoints:
         self._keep, self._every, self._background = keep, every, background
         self._timeout, self._read_only, self._progress = timeout, read_only, progress
         show_progress((), "Checkpoints", show=progress)  # raises without tqdm, before all else
-        self._begin = partial(begin, on_divergence=on_divergence)
+        self._begin = partial(begin, on_divergence=on_divergence, in_background=background)
         self._writing: tuple[int, Writing] | None = None
         self._removing: list[Outcome[None]] = []
         self._preemption: Preemption | None = None
