@@ -2,8 +2,8 @@
 
 `P("x")` may be for FSDP, where the weight is gathered for use and the axis splits the batch, or for
 tensor parallelism, where it must not. A spec does not say which; by convention the axis's name
-does. The names are those of `PartitionAxis` (dp, fsdp, tp, sp, ep), EasyLM, T5X, MaxText, AXLearn,
-Levanter and torchtitan. Nothing is assumed of an axis with another name.
+does. The names come from `PartitionAxis` (dp, fsdp, tp, sp, ep), EasyLM, T5X, MaxText, AXLearn,
+Levanter and torchtitan. An axis with another name has no known use.
 """
 
 import re
