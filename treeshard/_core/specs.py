@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
-from treeshard._core.jax_private import spec_entries
 from treeshard._core.mesh import (
     AnyMesh,
     MeshLike,
@@ -84,7 +83,7 @@ def is_logical(x: Any) -> bool:
 
 def entries(spec: PartitionSpec | NamedSharding) -> tuple[Entry, ...]:
     """The entries of a spec, one per dim. (JAX cannot iterate over an `unreduced` spec.)"""
-    return spec_entries(spec.spec if isinstance(spec, NamedSharding) else spec)
+    return (spec.spec if isinstance(spec, NamedSharding) else spec).partitions
 
 
 def dim_entries(spec: PartitionSpec, rank: int) -> list[Entry]:
