@@ -104,8 +104,8 @@ class Checkpoints:
             once another one is complete. What treeshard did not write is never removed, and
             neither is the checkpoint that was just saved.
         every: Only steps that are a multiple of it are saved.
-        background: Whether to write in the background. The next `save`, `wait` or `close` raises
-            what went wrong. Without one, the process prints it when it ends, with status 1.
+        background: Whether to write in the background, from a copy of the state in host memory. The
+            next `save`, `wait` or `close` raises what went wrong. Without one, the process prints it when it ends, with status 1.
         read_only: Whether only to read. Then nothing is locked, and another run may be writing.
         on_divergence: As in `save`.
         timeout: Seconds to wait for other processes; waits for their reads and writes have no

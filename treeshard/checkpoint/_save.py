@@ -7,7 +7,7 @@ and readers ignore the temporary name, so they need not know about writers.
 
 A thread writes. For a save in the background, `begin` copies the arrays to the host first: without
 the copy no step could donate its state until everything is written. A save that is waited for
-copies only what is in flight, and on the host nothing.
+copies only what it is writing, and writes arrays on CPUs from their own memory.
 """
 
 import json
@@ -157,8 +157,8 @@ def begin(
                     if in_background:
                         parts = copies(parts)
                 with interrupts_deferred():  # the thread takes over the locks
-                    given = table, parts, mark.answer, timeout
-                    end = start_thread(running, _finish, path, *given, replace, held.pop_all())
+                    given = path, table, parts, mark.answer, timeout, replace, held.pop_all()
+                    end = start_thread(running, _finish, *given, copied=in_background)
             return Writing(path, sum(row.bytes for row in table.leaves if row.stored), end)
         except BaseException:
             for outcome in running:  # hold the locks until the last byte is written
@@ -233,6 +233,8 @@ def _finish(
     timeout: float,
     replace: bool,
     held: ExitStack,
+    *,
+    copied: bool,
 ) -> None:
     """Writes the arrays, and gives the checkpoint its name, durably."""
     me, partial = jax.process_index(), partial_path(path)
@@ -241,7 +243,7 @@ def _finish(
         with _stage(path, "written", AS_LONG_AS_IT_TAKES, to_first) as reports:
             if me != 0:  # before a byte is written where process 0 would not find it
                 check_mark(partial / MARK, mark, timeout)
-            has_written = write_arrays(partial, table.leaves, parts)
+            has_written = write_arrays(partial, table.leaves, parts, copied=copied)
             files: FileFacts = {}  # in a file system, what process 0 must see
             if me != 0 and has_written and is_local(path):
                 # On a network file system, `fsync` covers what its own machine wrote.
