@@ -1,20 +1,20 @@
-"""The arrays of a checkpoint: zarr arrays in an OCDBT database, by TensorStore.
+"""The arrays of a checkpoint: zarr arrays in an OCDBT database, written by TensorStore.
 
-A file per shard would make a million files of 20,000 leaves on 64 devices. A database has a few
-files and one index. Processes that write to one database wait for each other, so each writes its
-own, and `merge` then makes one index for the files of all; it copies no array. Orbax stores arrays
-in the same way, and reads these.
+With a file per shard, 20,000 leaves on 64 devices would become a million files. A database has a
+few files and one index. Processes that write to the same database wait for each other, so each
+process writes its own. `merge` then writes one index for all files, without copying arrays. Orbax
+stores arrays in the same way, and reads these.
 
-What is in a checkpoint's `state`, and what finds damage to it:
+The directory `state` has these parts, and each is protected against damage:
 
-1. Chunks, the values of the arrays. Each ends in its CRC-32C (zarr's own codec), so TensorStore
-   itself refuses a chunk that is damaged, on whatever mesh it is read.
-2. The index: nodes of a B-tree and a manifest, each with a CRC-32C, too.
-3. Files that hold these, under random names. A chunk of another checkpoint is not damaged. So the
-   checkpoint lists its files, with a checksum of both ends of each (`changed_files`). In an object
-   store it lists the manifest, which names the others.
-4. A description of each array, for Orbax alone. The table of leaves has the same facts, and to open
-   an array by its description takes ten times as long as to read it.
+1. Chunks hold the values of the arrays. Each ends in its CRC-32C, a codec of zarr, so TensorStore
+   rejects a damaged chunk on any mesh.
+2. The index has nodes of a B-tree and a manifest, each with a CRC-32C.
+3. Files with random names hold the chunks and the index. A chunk from another checkpoint is intact,
+   so the checkpoint lists its files, with a checksum of both ends (`changed_files`). In an object
+   store it lists the manifest, which names the other files.
+4. A description of each array serves Orbax. Here the table of leaves is used instead: to open an
+   array by its description takes ten times as long as to read it.
 """
 
 import json
@@ -51,21 +51,20 @@ from treeshard.errors import CheckpointError, DeletedLeafError, short
 Arrays = Mapping[str, jax.Array | np.ndarray]
 Parts = list[tuple[Region, Any]]  # parts of an array: of numpy, or on devices
 
-SMALL = 2**20  # bytes up to which a local array is one chunk, however it is sharded
-IN_FLIGHT = 2**27  # bytes that are read or written at a time, unless a single part has more
+SMALL = 2**20  # bytes; a smaller local array is one chunk, however it is sharded
+IN_FLIGHT = 2**27  # bytes that are read or written at a time, unless a single part is larger
 
 _NODES = "cache_pool#nodes"  # TensorStore's name of the cache for the nodes of the index
 _NEW_DATABASE = {
-    # Values up to this size are in the nodes of the index, and need no further read. Descriptions
-    # of arrays are among them: what protects the nodes protects these.
+    # Values up to this size are stored in the nodes of the index, and need no further read. The
+    # checksums of the nodes also protect these values, such as descriptions of arrays.
     "max_inline_value_bytes": 1024,
-    # TensorStore's default is zstd. Most of what is in the nodes are small arrays of weights, which
-    # hardly shrink.
+    # TensorStore's default is zstd, which hardly shrinks the small weights in the nodes.
     "compression": None,
 }
 
-# The threads that TensorStore may start, which has two pools, and those that compare replicas or
-# write in the background.
+# The threads of TensorStore's two pools, and the threads that compare replicas or write in the
+# background.
 _CORES = os.cpu_count() or 1
 THREADS = max(4, _CORES) + _CORES + min(8, _CORES) + 2
 
@@ -78,7 +77,7 @@ def _context() -> Any:
 def _files(path: epath.Path, folder: str = "") -> Any:
     """TensorStore's name of the directory of the arrays, or of one in it."""
     name = f"{path / ARRAYS}/{folder}"
-    # As text it would be a URL, in which `%` and `?` have a meaning.
+    # Text would be a URL, in which `%` and `?` have a meaning.
     return {"driver": "file", "path": name} if is_local(path) else name
 
 
@@ -102,7 +101,7 @@ def written_by(path: epath.Path, process: int) -> epath.Path:
 # ------------------------------------------------------------------ how an array is stored
 
 # The dtypes of zarr 3 in TensorStore, beyond numpy's own. All others have one byte, and are stored
-# as that.
+# as uint8.
 _STORED = {"bfloat16", "int4", "float8_e4m3fn", "float8_e5m2"}
 _STORED |= {"float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e5m2fnuz"}
 
@@ -153,8 +152,8 @@ def _zarr(shape: Shape, dtype: str, chunk: Shape) -> dict[str, Any]:
             "codecs": [bytes_in_order, {"name": "crc32c"}],
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
         },
-        # By default a chunk of zeros is left out, and looks like one that was lost: which is read
-        # as zeros, by default.
+        # By default, a chunk of zeros is left out, and a lost chunk is read as zeros. The two could
+        # not be told apart.
         "store_data_equal_to_fill_value": True,
         "fill_missing_data_reads": False,
         # By default each read asks the file system, or the object store, whether the index in
@@ -169,14 +168,14 @@ _specification = lru_cache(maxsize=1024)(lambda *args: tensorstore.Spec(_zarr(*a
 
 @lru_cache(maxsize=1024)
 def _description(shape: Shape, dtype: str, chunk: Shape) -> bytes:
-    """What TensorStore writes to describe an array."""
+    """The description that TensorStore writes for an array."""
     spec = _zarr(shape, dtype, chunk) | {"kvstore": "memory://"}
     array: Any = tensorstore.open(spec, create=True, context=tensorstore.Context()).result()
     return array.kvstore["zarr.json"]
 
 
 def _open(values: Any, row: SavedLeaf) -> Any:
-    """The array of a leaf in a database, as the table of leaves describes it: reads nothing."""
+    """The array of a leaf in a database, opened from the table of leaves without a read."""
     spec = _specification(row.stored_shape, row.stored, row.chunk)
     where = values / f"{store_key(row.path)}/"
     return tensorstore.open(spec, kvstore=where, open=True, assume_metadata=True).result()
@@ -257,10 +256,10 @@ def _values(part: Any) -> np.ndarray:
 def write_arrays(
     path: epath.Path, rows: Iterable[SavedLeaf], parts: dict[str, Parts], *, copied: bool
 ) -> bool:
-    """Writes what this process stores, and frees it. `merge` makes it visible.
+    """Writes and frees the parts that this process stores. `merge` makes them visible.
 
-    `copied` says whether the parts are `copies`. Returns whether it has written anything. Process 0
-    describes all arrays, even those that it has no part of.
+    `copied` says whether the parts are `copies`. Returns whether anything was written. Process 0
+    writes the descriptions of all arrays.
     """
     rows = [row for row in rows if row.path in parts]
     describes = jax.process_index() == 0
@@ -279,7 +278,7 @@ def write_arrays(
             for row in rows
         ]
         _commit(transaction, described)
-    # Each transaction writes the index anew, and holds in memory what it will write.
+    # Each transaction rewrites the index, and holds its writes in memory.
     for batch in in_batches(_take_parts(rows, parts), lambda part: part[2].nbytes):
         _write_batch(values, batch, copied=copied)
         batch.clear()
@@ -326,7 +325,7 @@ def _commit(transaction: Any, writes: Iterable[Any]) -> None:
 
 
 def merge(path: epath.Path, writers: Iterable[int], leaves: Iterable[str]) -> None:
-    """Merges what the processes `writers` have written, and describes it for Orbax."""
+    """Merges the databases of the processes `writers`, and describes the result for Orbax."""
     context, transaction = _context(), tensorstore.Transaction(atomic=True)
     database = {**_database(path), "config": _NEW_DATABASE}
     merged = _open_database(database, context)
@@ -336,14 +335,14 @@ def merge(path: epath.Path, writers: Iterable[int], leaves: Iterable[str]) -> No
             raise CheckpointError(f"what process {process} has written is not in {folder}.")
         of_process = _database(path, f"{_folder_of(process)}/")
         part = _open_database(of_process, context)
-        # Copies entries of the index. They refer to the files of the process.
+        # This copies entries of the index, which refer to the files of the process.
         part.experimental_copy_range_to(merged.with_transaction(transaction)).result()
     transaction.commit_async().result()
     (path / ARRAYS / "_METADATA").write_text(json.dumps(_for_orbax(map(store_key, leaves))))
 
 
 def _for_orbax(keys: Iterable[str]) -> dict[str, Any]:
-    """What Orbax reads in `_METADATA`: a flat dict of arrays, in zarr 3 and OCDBT."""
+    """The `_METADATA` of Orbax for a flat dict of arrays, in zarr 3 and OCDBT."""
     value = {"value_type": "jax.Array", "skip_deserialize": False}
     rows = {
         str((key,)): {"key_metadata": [{"key": key, "key_type": 2}], "value_metadata": value}
@@ -360,7 +359,7 @@ def _for_orbax(keys: Iterable[str]) -> dict[str, Any]:
 
 # ------------------------------------------------------------------ reading
 
-_LEAST = 2**16  # bytes that a part counts at least
+_LEAST = 2**16  # bytes; smaller parts count as this much
 
 Read = tuple[SavedLeaf, Region]
 
@@ -376,8 +375,8 @@ def chunk_bytes(row: SavedLeaf) -> int:
 
 
 def bytes_to_read(read: Read) -> int:
-    """What a read takes in host memory: the region, and all chunks that it has a part of, which
-    TensorStore holds meanwhile."""
+    """The host memory of a read: the region, and the chunks that overlap it, which TensorStore
+    holds during the read."""
     row, region = read
     pairs = zip(region, row.chunk or (), strict=True)
     count = math.prod(-(-stop // step) - start // step for (start, stop), step in pairs)
@@ -405,7 +404,7 @@ def read_ahead(reads: Iterable[Read], start: Callable[[Read], Any]) -> Iterator[
             nbytes = bytes_to_read(read)
             while started and in_flight + nbytes > IN_FLIGHT:
                 in_flight -= bytes_to_read(started[0][0])
-                yield started.popleft()  # no variable keeps what was read
+                yield started.popleft()  # no variable keeps the array in memory
             started.append((read, start(read)))
             in_flight += nbytes
         while started:
@@ -416,7 +415,7 @@ def read_ahead(reads: Iterable[Read], start: Callable[[Read], Any]) -> Iterator[
 
 
 class ArrayStore:
-    """The arrays of a checkpoint, to be read as the rows of its table say."""
+    """Reads the arrays of a checkpoint, by the rows of its table."""
 
     def __init__(self, path: epath.Path) -> None:
         self._path, self._context = path, _context()
@@ -427,16 +426,16 @@ class ArrayStore:
     ) -> Iterator[tuple[SavedLeaf, Region, np.ndarray]]:
         """Reads regions of arrays, a few at a time; yields them in order.
 
-        `errors` gets why arrays cannot be read, by leaf path. Raises `CheckpointError` if this
-        process may not read a file.
+        Errors of arrays that cannot be read go to `errors`, by leaf path. Raises `CheckpointError`
+        if this process lacks the permission to read a file.
         """
         for (row, region), future in read_ahead(reads, self._start):
             try:
                 values = [future.result()]
-            except Exception as error:  # TensorStore raises types of Python's own, by status
+            except Exception as error:  # TensorStore raises a built-in exception for each status
                 errors[row.path] = f"it cannot be read: {self._why(error)}"
                 continue
-            del future  # no variable keeps what was read
+            del future  # no variable keeps the array in memory
             yield row, region, values.pop()
 
     @cached_property
@@ -450,7 +449,7 @@ class ArrayStore:
         return self._opened[1][_index(region)].read()
 
     def _why(self, error: Exception) -> str:
-        """Why an array cannot be read. If it may not be, it is not damaged: `CheckpointError`."""
+        """Why an array cannot be read. Raises `CheckpointError` if permission is missing."""
         text = " ".join(str(error).split()) or type(error).__name__
         text = _DETAILS.sub("", text).replace(f"{self._path}/", "")
         if "PERMISSION_DENIED" in text:
@@ -471,9 +470,9 @@ class ArrayStore:
 
     @cached_property
     def files_by_key(self) -> dict[str, list[str]]:
-        """The files that hold each value of the database, and then the nodes of the index above it.
+        """For each key, the files that hold its value and the index nodes above it.
 
-        Only errors are worth reading the index for. It has what can be read of it.
+        The index is read only after an error. Nodes that cannot be read are left out.
         """
         found: dict[str, list[str]] = {}
         base = tensorstore.KvStore.open(_files(self._path), context=self._context).result()
@@ -486,7 +485,7 @@ class ArrayStore:
             files = [_file_of(location), *above]
             try:
                 node = tensorstore.ocdbt.dump(base, location, context=self._context).result()
-            except ValueError:  # it is damaged, and each leaf below it cannot be read
+            except ValueError:  # a damaged node: the leaves below it cannot be read
                 continue
             for entry in node["entries"]:
                 key = prefix + entry["key"]
@@ -512,7 +511,7 @@ _LOST_CHUNK = re.compile("NOT_FOUND: chunk ")
 
 
 def _file_of(location: str) -> str:
-    """The file of `value:ocdbt.process_0/:d/1f3:0:67108868`, as it is named in `ARRAYS`."""
+    """The file of `value:ocdbt.process_0/:d/1f3:0:67108868`, relative to `ARRAYS`."""
     _, folder, name, _, _ = location.split(":")
     return f"{folder}{name}"
 
@@ -521,7 +520,7 @@ T = TypeVar("T")
 
 
 def in_batches(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """Splits items into lists of at most `IN_FLIGHT` bytes, or of one item that has more."""
+    """Splits items into lists of at most `IN_FLIGHT` bytes, or of a single larger item."""
     batch: list[T] = []
     held = 0
     for item in items:
