@@ -465,9 +465,7 @@ def resolve_specs(
             own_mesh = choose_mesh(own_mesh, leaf)
         shape = tuple(leaf.shape)
         laid.append(
-            _resolve(
-                spec, own_mesh, memory_kind, shape, manual, keep_uneven, typed, for_any_rank
-            )
+            _resolve(spec, own_mesh, memory_kind, shape, manual, keep_uneven, typed, for_any_rank)
         )
     return laid
 
