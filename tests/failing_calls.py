@@ -1,8 +1,8 @@
 """Runs saves and reads in which the Nth file call fails, for every N, as SQLite tests itself.
 
 A library in C, which is loaded before libc, sees each file call below one folder, of Python and of
-TensorStore alike. It fails the Nth one: with an error, or a write that writes half, or as a kill
-does, after which no call changes a file. It runs in a process of its own:
+TensorStore alike. It fails the Nth one: with an error, or a write that writes half, or it kills the
+process, or the disk ends, after which no call changes a file. It runs in a process of its own:
 
     python -m tests.failing_calls FOLDER STRIDE WAY ...
 
@@ -13,8 +13,10 @@ way. It prints JSON: the number of cases, and what was wrong in some.
 import errno
 import json
 import mmap
+import multiprocessing
 import os
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -23,13 +25,22 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
+
+import treeshard as ts
+from treeshard import checkpoint, interchange
 
 SOURCE = Path(__file__).with_suffix(".c")
 LIBRARY, CONTROL, BELOW = "failing_calls.so", "control", "files"
 # An errno, or as the library names it.
-WAYS = {"EIO": errno.EIO, "ENOSPC": errno.ENOSPC, "EINTR": errno.EINTR, "half": -1, "kill": -2}
+WAYS = {
+    **{name: getattr(errno, name) for name in ("EIO", "ENOSPC", "EINTR")},
+    **{"half": -1, "dead disk": -2, "kill": -3},
+}
 MOST = 20  # wrong cases, after which it ends
 
 Report = dict[str, Any]
@@ -88,12 +99,15 @@ class Case:
         self.root = root
         self.saved = dict(saved)  # what is there
         self.maybe: dict[str, list[int | None]] = {}  # what is also allowed; `None`: it is absent
+        self.tell: Callable[[Any], None] = lambda _: None  # in a process that may be killed
 
     def begin(self, name: str, number: int | None) -> None:
+        self.tell(("begin", name, number))
         self.maybe[name] = [number]
 
     def done(self, name: str, number: int | None) -> None:
         """The call has returned: from now on, nothing else is allowed."""
+        self.tell(("done", name, number))
         self.maybe.pop(name, None)
         if number is None:
             self.saved.pop(name, None)
@@ -289,6 +303,37 @@ def files_in(folder: Path) -> dict[str, bytes]:
 # ------------------------------------------------------------------ every call
 
 
+def operate(name: str, root: Path, saved: Saved, tell: Any) -> None:
+    """What a process does that may be killed: it tells what it begins, and what is done."""
+    warnings.simplefilter("ignore")
+    case = Case(root, saved)
+    case.tell = tell.send
+    globals()[name](case)
+
+
+class Killable:
+    """Starts processes that have imported everything, and no threads yet."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([__spec__.name])
+
+    def run(self, operation: Callable[[Case], None], case: Case) -> None:
+        """Runs an operation, whose process may be killed; the case has what it has told."""
+        hear, tell = self._context.Pipe(duplex=False)
+        process = self._context.Process(
+            target=operate, args=(operation.__name__, case.root, case.saved, tell)
+        )
+        process.start()
+        tell.close()
+        with suppress(EOFError):
+            while True:
+                what, *of = hear.recv()
+                getattr(case, what)(*of)
+        process.join()
+        assert process.exitcode in (0, -signal.SIGKILL), process.exitcode
+
+
 class Wrong(NamedTuple):
     operation: str
     way: str
@@ -302,6 +347,7 @@ def main(folder: Path, stride: int, ways: Sequence[str]) -> Report:
     before, root = folder / "before", folder / BELOW / "case"
     saved = template(before)
     wrong: list[Wrong] = []
+    killable = Killable()
     counts: Counter[str] = Counter()
     outcomes: Counter[str] = Counter()
     in_threads: list[str] = []
@@ -323,7 +369,10 @@ def main(folder: Path, stride: int, ways: Sequence[str]) -> Report:
                 try:
                     control.start(number, way)
                     try:
-                        operation(case)
+                        if way == "kill":
+                            killable.run(operation, case)
+                        else:
+                            operation(case)
                     except ts.TreeShardError as raised:
                         error = raised
                     finally:
@@ -337,7 +386,8 @@ def main(folder: Path, stride: int, ways: Sequence[str]) -> Report:
                 in_threads.clear()
                 if fired:
                     counts[name] += 1
-                    outcomes[type(error).__name__ if error else "no error"] += 1
+                    killed = "killed" if way == "kill" else "no error"
+                    outcomes[type(error).__name__ if error else killed] += 1
                 number += stride
         if operation in READS:
             assert files_in(root) == files_in(before), f"{name} has changed a file"
@@ -345,11 +395,6 @@ def main(folder: Path, stride: int, ways: Sequence[str]) -> Report:
 
 
 if __name__ == "__main__":
-    import numpy as np
-
-    import treeshard as ts
-    from treeshard import checkpoint, interchange
-
     warnings.simplefilter("ignore")
     report = main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
     print(json.dumps(report))

@@ -27,7 +27,7 @@ SOAK = bool(os.environ.get("TREESHARD_SOAK"))
 )
 def test_any_call_may_fail(tmp_path: Path, record_property) -> None:
     """All calls and all ways in `make soak`."""
-    stride, ways = (1, [*failing_calls.WAYS]) if SOAK else (83, ["EIO", "kill"])
+    stride, ways = (1, [*failing_calls.WAYS]) if SOAK else (83, ["EIO", "dead disk"])
     report = failing_calls.run(tmp_path, stride, ways)
     wrong = ["\n".join(map(str, case.values())) for case in report["wrong"]]
     assert not wrong, "\n\n".join(wrong)

@@ -279,15 +279,6 @@ def alias_array(x: jax.Array) -> jax.Array:
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
 
 
-def map_shards(x: jax.Array, f: Callable[[np.ndarray], np.ndarray], dtype: Any) -> jax.Array:
-    """The array of `f` of each local shard, which keeps its shape; all values are of `dtype`."""
-    shards = [
-        jax.device_put(f(np.asarray(shard.data)), shard.data.sharding)
-        for shard in to_read(x).addressable_shards
-    ]
-    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards, dtype=dtype)
-
-
 def primary_shards(x: jax.Array) -> Iterator[Any]:
     """The addressable shards that are first replicas, to be read."""
     return (shard for shard in to_read(x).addressable_shards if shard.replica_id == 0)

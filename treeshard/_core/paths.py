@@ -54,13 +54,13 @@ def _may_wrap(kind: type) -> bool:
 def leaf_paths(tree: PyTree, *, is_leaf: IsLeaf = None) -> list[str]:
     """Returns the path of every leaf of a tree, in the order in which JAX flattens it.
 
-    Dict keys, field names and indices are joined by `/`. A tree that is itself a leaf has
-    the path `""`. A Flax box is one leaf, so its `value` is not part of the path, and so is a
-    `NamedArray` of haliax. Two leaves may share a path, as in `{"a/b": 1, "a": {"b": 2}}`.
+    A path joins dict keys, field names and indices by `/`. A tree that is itself a leaf has
+    the path `""`. Flax boxes and haliax's `NamedArray`s count as leaves: `value` is not part of the
+    path. Two leaves may share a path, as in `{"a/b": 1, "a": {"b": 2}}`.
 
     Args:
         tree: Any pytree.
-        is_leaf: What counts as a leaf in addition, as in `jax.tree.map`.
+        is_leaf: Returns whether a node counts as a leaf, as in `jax.tree.map`.
 
     Examples:
         >>> leaf_paths({"layers": [{"weight": 0, "bias": 0}], "scale": 0})
@@ -72,17 +72,20 @@ def leaf_paths(tree: PyTree, *, is_leaf: IsLeaf = None) -> list[str]:
 def named_tree_map(
     f: Callable[..., Any], tree: PyTree, *rest: PyTree, sep: str = "/", is_leaf: IsLeaf = None
 ) -> PyTree:
-    """Maps `f(path, leaf, *rest_leaves)` over a tree, keeping its structure.
+    """Calls `f(path, leaf, *rest_leaves)` for each leaf, and returns a tree of the results.
 
     Args:
         f: Takes the leaf's path, the leaf, and the corresponding parts of `rest`.
         tree: Any pytree.
         rest: Trees that have the structure of `tree` as a prefix.
         sep: The separator between the parts of a path.
-        is_leaf: What counts as a leaf in addition, as in `jax.tree.map`.
+        is_leaf: Returns whether a node counts as a leaf, as in `jax.tree.map`.
+
+    Returns:
+        A tree with the structure of `tree`.
 
     Raises:
-        ValueError: If one of `rest` does not have `tree`'s structure (JAX's own error).
+        ValueError: If a tree in `rest` does not have the structure of `tree` (JAX's own error).
 
     Examples:
         >>> named_tree_map(lambda path, x: f"{path}={x}", {"a": 1, "b": [2]})

@@ -29,6 +29,7 @@ from treeshard._core.specs import (
     project,
     with_entries,
 )
+from treeshard._core.text import fold
 from treeshard.errors import SpecError, TreeShardError, UnknownAxisError, listed, misfit_error
 
 # A tree of `PartitionSpec`s or `NamedSharding`s, a prefix of one, or a `SpecCarrier`.
@@ -58,11 +59,11 @@ class SpecCarrier:
 
 
 def get_names_from_partition_spec(partition_specs: SpecTree) -> list[str]:
-    """Returns the mesh axes that specs name, each once, in order of first appearance.
+    """Returns the mesh axes in a tree of specs, each once, in order of first appearance.
 
     Args:
-        partition_specs: A spec, a `NamedSharding`, a `Plan`, or any tree of specs. `None`, tuples
-            and `UNCONSTRAINED` are allowed.
+        partition_specs: A spec, a `NamedSharding`, a `Plan`, or a tree of specs, which may contain
+            `None`, tuples and `UNCONSTRAINED`.
 
     Examples:
         >>> get_names_from_partition_spec({"w": P("data", ("fsdp", "tensor")), "b": P("data")})
@@ -82,21 +83,21 @@ def get_names_from_partition_spec(partition_specs: SpecTree) -> list[str]:
 
 
 def layer_specs(specs: SpecTree, dim: int = 0) -> SpecTree:
-    """Returns the specs of one slice of a stacked tree, as the body of a `lax.scan` needs them.
+    """Returns the specs of one layer, from the specs of layers that are stacked for `lax.scan`.
 
     A leaf of shape `(layers, d0, d1)` with spec `P(None, "fsdp")` has slices of shape
-    `(d0, d1)` with spec `P("fsdp")`. JAX accepts the spec of the stacked leaf for a slice
-    too, silently, and then shards the wrong dim.
+    `(d0, d1)` with spec `P("fsdp")`. JAX silently accepts the spec of the stacked leaf for a slice,
+    and then shards the wrong dim.
 
     Args:
         specs: A tree of specs (or a `Plan`) of stacked leaves. `None`s stay `None`.
         dim: The dim that the scan runs over, counted from the front.
 
     Returns:
-        The same tree, where each spec has one entry less.
+        The same tree, with the entry of `dim` removed from each spec.
 
     Raises:
-        SpecError: If a leaf is sharded on that dim: a scan would gather the full leaf in
+        SpecError: If a leaf is sharded on `dim`, because a scan would gather the full leaf in
             every iteration. The message lists all such leaves.
 
     Examples:
@@ -520,14 +521,24 @@ def raise_misfits(
     if not found:
         return
     paths, leaves = leaf_paths(tree), tree_leaves(tree)
-    facts: list[str] = []
+    rows: list[tuple[str, str, str]] = []
     for i, misfit in found.items():
         *requested, why = misfit.args
         path = path_under(prefix, paths[i]) or "the array"
-        facts.append(f"{path}: {' as '.join([array_text(leaves[i]), *requested])}: {why}")
+        rows.append((path, " as ".join([array_text(leaves[i]), *requested]), why))
     kinds = [*map(type, found.values())]
     # One class has to stand for all: callers most likely catch an unknown axis.
     error = next((kind for kind in kinds if issubclass(kind, UnknownAxisError)), kinds[0])
-    headline = f"{where}: {len(facts)} {what}"
-    message = listed(headline, facts) if len(facts) > 1 else f"{where}: {facts[0]}"
+    message = f"{where}: {_list_misfits(rows, what)}"
     raise error(f"{message}\n{advice}" if advice else message)
+
+
+def _list_misfits(rows: Sequence[tuple[str, str, str]], what: str) -> str:
+    """The misfits by path, array and reason. A reason that all of them share is given once."""
+    headline, reasons = f"{len(rows)} {what}", {why for _, _, why in rows}
+    if len(rows) == 1 or len(reasons) > 1:
+        return listed(headline, [": ".join(row) for row in rows])
+    folded = fold((path, text, text) for path, text, _ in rows)
+    return listed(
+        f"{headline} {reasons.pop()}", [f"{path}: {x[0]}" for path, x in folded], headed=True
+    )
