@@ -40,6 +40,7 @@ from treeshard._core.arrays import (
     to_numpy,
     to_read,
 )
+from treeshard._core.facts import SMALL_BYTES
 from treeshard._core.mesh import AnyMesh
 from treeshard.errors import MismatchError
 
@@ -144,27 +145,33 @@ class _TrackedView(np.ndarray):
 def through_host(arrays: list[Any], targets: list[NamedSharding]) -> list[jax.Array]:
     """Copies arrays from host memory in one batch, without compiling; never aliases them."""
     sources = [_source(x) for x in arrays]
-    tracked = [x.view(_TrackedView) for x in sources]
-    in_use = [weakref.ref(x) for x in tracked]
-    placed = jax.device_put([np.asarray(x[...]) for x in tracked], targets)
-    del tracked
-    jax.block_until_ready(placed)  # until then JAX still reads the sources
-    for i, array in enumerate(arrays):
+    # Copying a small array in advance takes less time than waiting until JAX has read it.
+    small = [x.nbytes <= SMALL_BYTES for x in sources]
+    tracked = {i: x.view(_TrackedView) for i, x in enumerate(sources) if not small[i]}
+    in_use = {i: weakref.ref(x) for i, x in tracked.items()}
+    given = [
+        np.array(x) if small[i] else np.asarray(tracked[i][...]) for i, x in enumerate(sources)
+    ]
+    placed = jax.device_put(given, targets)
+    del tracked, given
+    if in_use:
+        jax.block_until_ready([placed[i] for i in in_use])  # until then JAX reads the sources
+    for i, source_in_use in in_use.items():
         # The CPU platform adopts memory that happens to be aligned, whatever `may_alias` says,
         # and keeps it alive. Detecting that afterwards is cheaper than copying in advance.
-        if in_use[i]() is not None:
+        if source_in_use() is not None:
             placed[i] = jax.device_put(np.array(sources[i]), targets[i])
-        if is_key(array):
-            placed[i] = jax.random.wrap_key_data(placed[i], impl=jax.random.key_impl(array))
-    return placed
+    return [as_keys(x, array) for x, array in zip(placed, arrays, strict=True)]
 
 
 def _source(x: Any) -> np.ndarray:
     """The values of an array on the host or on one device, in a dtype that JAX supports."""
     if isinstance(x, jax.Array):
         return to_numpy(x)
+    if (dtype := device_dtype(x.dtype)) == x.dtype:
+        return np.asarray(x)
     with np.errstate(all="ignore"):  # values beyond float32 become inf, as in jnp.asarray
-        return np.asarray(x, device_dtype(x.dtype))
+        return np.asarray(x, dtype)
 
 
 def host_copy(x: Any) -> np.ndarray:

@@ -158,6 +158,8 @@ def without_names(specs: SpecTree, mesh: AnyMesh | None) -> Any:
 
 def unmovable(leaf: Any) -> TreeShardError | None:
     """Returns why the values of a leaf cannot be moved at all; `None` if they can."""
+    if type(leaf) is np.ndarray and _is_jax_dtype(leaf.dtype):  # most leaves, and fast
+        return None
     if isinstance(leaf, Tracer):  # which is a `jax.Array` too
         return LeafError(
             "a tracer has no values. Inside `jit`, call `treeshard.with_sharding_constraint`, or"
