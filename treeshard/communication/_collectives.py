@@ -49,7 +49,7 @@ class Collective:
     Attributes:
         kind: `"all-gather"`, `"reduce-scatter"`, `"all-reduce"`, `"all-to-all"`,
             `"collective-permute"`; rarely `"collective-broadcast"`, `"ragged-all-to-all"`,
-            `"send"`, or `"unknown"` for an op whose name looks like that of a collective.
+            `"send"`, or `"unknown"` for an op whose name looks like a collective's.
         dtype: The dtype that is communicated. A backend may have widened it.
         bytes: The payload of one execution, measured on the full-size side: an all-gather's
             output, a reduce-scatter's input, and for other kinds one device's buffer.
@@ -125,7 +125,7 @@ def collectives(program: CompiledProgram, mesh: MeshLike | None = None) -> list[
         FormatError: If the text is not HLO, is truncated, or contains a collective that cannot be
             parsed.
         MeshError: If the program is partitioned over another number of devices than `mesh` has.
-        TypeError: If `program` is none of these, such as a function that was not compiled.
+        TypeError: If `program` is something else, such as a function that was not compiled.
 
     Examples:
         >>> mesh = make_mesh("fsdp=8")
@@ -355,7 +355,7 @@ class CollectiveReader:
         self._started = set[str]().union(*map(_find_chain_starts, computations))
 
     def all(self) -> Iterator[Collective]:
-        """The collectives that the entry reaches, and those of computations without a caller."""
+        """The collectives that the entry reaches, and all of computations without a caller."""
         for context, op, count in executions(self.flow, lambda op: _kind(op) != ""):
             kind = self._kind_in(context, op)
             if kind:
@@ -566,7 +566,7 @@ def _type(of: Value) -> Buffer:
 
 
 def path_of(origins: Origins, paths: Mapping[int, str]) -> str | None:
-    """The argument whose data values are, if it is one and they are nothing else."""
+    """The argument whose data all values are, if there is exactly one."""
     if len(origins.arguments) != 1 or origins.computed:
         return None
     [number] = origins.arguments

@@ -254,7 +254,7 @@ def compare_step(plan: Plan, batch: SpecTree, roles: Roles, read: ReadProgram) -
 def _idle_axes(
     plan: Plan, batch_axes: Sequence[str], compiled: Sequence[Collective]
 ) -> Iterator[Unplanned]:
-    """The axes that shard neither the plan nor the batch, and along which nothing is moved."""
+    """The axes that shard neither the plan nor the batch, and along which no data is sent."""
     moved = [x.axes for x in compiled]
     # What has unknown axes may run along any.
     if None in moved:
@@ -296,9 +296,8 @@ def _is_callback(op: Op) -> bool:
 def _trace_step(step: Callable[[Any, Any], Any], state: PyTree, batch: PyTree) -> jax.stages.Traced:
     """The trace of a step as a function of the arrays of its arguments, in one jit.
 
-    Other leaves are constants of the program, as in `eqx.filter_jit`. Also a jitted function is
-    traced so: only JAX's own have a trace, and the collectives of an inner jit are those of its
-    own program.
+    Other leaves are constants of the program, as in `eqx.filter_jit`. A jitted function is traced
+    in this way too: not every wrapper has `trace`, and an inner jit is part of the program.
     """
     splits = [StaticSplit(*tree_flatten(tree), has_shape) for tree in (state, batch)]
     arrays = [

@@ -50,7 +50,7 @@ UNKNOWN = Groups(None, None)
 
 
 def groups_of(text: str, devices: int | None, axes: Mapping[str, int]) -> Groups:
-    """The groups in a text; their axes are unknown if `axes` are not those of all devices."""
+    """The groups in a text; their axes are unknown if `axes` do not cover all devices."""
     try:
         table = _group_table(text, devices)
     except _UNREADABLE:

@@ -30,8 +30,8 @@ class Unplanned(NamedTuple):
               the batch
             - `"inside-loop"`: a gradient is reduced in each trip of a loop
             - `"not-moved"`: planned, and not in the program
-            - `"sharded-further"`: a leaf is gathered that the step need not gather, or along an
-              axis along which the plan keeps it split
+            - `"sharded-further"`: a leaf is gathered although the step could use its shards, or
+              along an axis along which the plan keeps it split
             - `"state-unlike-weight"`: a gradient is gathered for optimizer state that is sharded
               less than its weight
             - `"other"`: as `fact` says

@@ -91,7 +91,7 @@ class _Moved(NamedTuple):
 
     @property
     def is_forward_sum(self) -> bool:
-        """Whether it is a sum of the forward pass, which is no gradient of any size."""
+        """Whether it is a sum of the forward pass, which is not a gradient, whatever its size."""
         is_forward = "jvp(" in self.name and "transpose(" not in self.name
         return is_forward and _SUM.search(self.name) is not None
 
@@ -138,8 +138,9 @@ class _Gather:
 class _Gradient:
     """The account of a leaf's gradient: over which axes how many of its elements are not reduced.
 
-    `units` are the elements that one reduction may have: all, or those of one trip of a loop;
-    `layer` those of one layer of a leaf that is not scattered: no gather tells its layers.
+    `units` are the elements that one reduction may have: all, or the elements of one trip of a
+    loop. `layer` are the elements of one layer of a leaf that is not scattered: no gather shows its
+    layers.
     """
 
     def __init__(self, leaf: PlannedLeaf, planned: Sequence[PlannedTransfer]) -> None:
@@ -227,7 +228,7 @@ class Matcher:
         of_gradients: dict[str, list[PlannedTransfer]] = defaultdict(list)
         leaves = {leaf.path: leaf for leaf in plan.leaves}
         for transfer in planned:
-            # No text tells scalars from a loss.
+            # The text does not distinguish scalars from a loss.
             if transfer.path is None or transfer.bytes <= TINY or not leaves[transfer.path].shape:
                 continue
             if transfer.why == "gradient":
@@ -383,7 +384,7 @@ class Matcher:
         return fits[0].path
 
     def _sort_by_fit(self, moved: _Moved) -> list[_Gradient]:
-        """All gradients that it may be of, those of which exactly so much is left first: the
+        """All gradients that it may reduce, first the ones with exactly so much left: the
         gradient of a final norm has the size of one layer of the other norms."""
         gradients = () if moved.is_forward_sum else self.gradients.values()
         fits = [x for x in gradients if moved.leaf in (None, x.path)]
@@ -516,7 +517,7 @@ class Matcher:
         return any(x.is_vector(by_layer=True) for x in stacks)
 
     def _close_vector(self, moved: _Moved) -> None:
-        """Closes the account of a vector of which each element may be a sum of some of these."""
+        """Closes the account of a vector whose elements may each be a sum of some of these."""
         # The partitioner reduces the gradient of `scale[:, None, None] * image` over the rows, and
         # adds up its pixels after that. It leaves no sum out, so that only which one is a guess.
         for gradient in self.gradients.values():
@@ -538,7 +539,7 @@ class Matcher:
         return False
 
     def _file_product(self, moved: _Moved) -> bool:
-        """Whether it may reduce several gradients as one, that of what is made of their leaves."""
+        """Whether it may reduce one gradient for several leaves that the step combines."""
         if moved.kind not in _REDUCTIONS or "transpose(" not in moved.name:
             return False
         fitting = [x for x, _ in self._find_fitting(moved, by_layer=False)]

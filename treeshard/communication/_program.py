@@ -89,7 +89,7 @@ def _text_of(program: CompiledProgram) -> str:
 
 
 def _slices_by_device(mesh: MeshLike) -> dict[str, int]:
-    """How many slices each axis runs over, as the devices tell; empty if they do not."""
+    """How many slices each axis runs over; empty if the devices do not know their slices."""
     if not isinstance(mesh, Mesh) or not hasattr(mesh.devices.flat[0], "slice_index"):
         return {}
     numbers = np.vectorize(lambda device: device.slice_index or 0)(mesh.devices)

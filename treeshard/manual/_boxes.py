@@ -303,7 +303,7 @@ def _differences(
 def _check_no_shards(tree: PyTree, axes: Sequence[str], call: str) -> None:
     """Raises if no leaf has a box, and some differ between devices: they are shards, most likely.
 
-    JAX tells only under `check_vma=True`. What `vary` has marked was equal on all devices.
+    JAX knows this only under `check_vma=True`. What `vary` has marked was equal on all devices.
     """
     nodes = tree_leaves(tree, is_leaf=is_box)
     # One box is enough: whoever puts boxes around what is sharded leaves the rest without.
@@ -340,7 +340,7 @@ def _spec_at(place: _Place, step: PlanInForce | None) -> PartitionSpec:
     spec = spec_of(place.node) if is_box(place.node) else PartitionSpec()
     if step is None or not is_array(place.value) or any(entries(spec)):
         return spec
-    # Not a spec: the array is full here (`None`), or nothing is known of it.
+    # Not a spec: the array is full here (`None`), or its sharding is unknown.
     known = step.known_spec(place.value)
     return known if isinstance(known, PartitionSpec) else spec
 
@@ -415,7 +415,7 @@ def _are_slices(values: Sequence[Any], planned: Sequence[PlannedLeaf | None]) ->
     return bool(ranks) and all(rank + 1 == stacked for rank, stacked in ranks)
 
 
-# Whether dims are divisible means nothing here: the values may be shards already.
+# Divisible dims do not matter here: the values may be shards already.
 _MISFITS = frozenset({"rank", "axis-not-in-mesh", "reduced-type"})
 
 

@@ -223,7 +223,7 @@ def _decide_by_size(
 
 
 def _decide_by_spec(leaf: Leaf, axes: tuple[str, ...], mesh: AbstractMesh) -> Decision:
-    """Shards a leaf over those of `axes` that its spec has."""
+    """Shards a leaf over the axes of `axes` that its spec has."""
     requested = set(axes) & set(leaf.axes)
     if leaf.passes_through or not requested:
         return Decision()
@@ -231,7 +231,7 @@ def _decide_by_spec(leaf: Leaf, axes: tuple[str, ...], mesh: AbstractMesh) -> De
     if varying_axes(leaf.value) & requested:
         why = f"it varies over the axes of {leaf.spec}, so it is sharded already."
         return Decision(warning=why)
-    # The other axes have to shard the leaf already, so its shape here is that of a shard.
+    # The other axes must shard the leaf already, so its shape here is a shard's shape.
     new = without_axes(leaf.spec, [axis for axis in leaf.axes if axis not in axes])
     _, losses = project(new, mesh, leaf.value.shape)
     reasons = [why_not_innermost(leaf.spec, axes), *(loss.why for loss in losses)]
@@ -416,7 +416,8 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames, specs: SpecTree = None)
             f"sync_gradients: {listed('these leaves are not gradients:', facts)} Remove them"
             " from the tree, or use `value_and_grad`, which differentiates floating leaves only."
         )
-    # The step raises if such a shard was never gathered: nothing has averaged it over these axes.
+    # The step raises if such a shard was never gathered, because it is not averaged over these
+    # axes.
     if (step := current_plan()) is not None:
         for leaf in leaves:
             if over := set(axes).intersection(leaf.axes):
@@ -497,7 +498,7 @@ def value_and_grad(
     Returns:
         `f(params, *args) -> (value, grads)`, or `((value, aux), grads)`. Call it inside
         `shard_map`, on this device's shards. The value is the mean over the axes, and the
-        gradients are sharded like `params`; those of leaves that are not floating are `None`.
+        gradients are sharded like `params`; they are `None` for leaves that are not floating.
 
     Raises:
         SpecError: When called, as `gather_params`; under `check_vma=True`, if the loss varies over

@@ -47,7 +47,7 @@ def enter_parallel(x: PyTree, axis_names: AxisNames, *, dim: int | None = None) 
         x: An array, equal on all devices along the axes; with `dim`, a shard of one. Or a tree
             of arrays, such as a norm's parameters; leaves that are not arrays pass through.
         axis_names: The axis that splits the weights, or several.
-        dim: The dim of `x` that is split over the axes, such as that of the sequence.
+        dim: The dim of `x` that is split over the axes, such as the sequence's dim.
 
     Returns:
         The full `x`, on every device. Reverse-mode gradients work; forward-mode ones do not.

@@ -65,7 +65,7 @@ def _array(dtype: str, shape: str, layout: str) -> Array:
 def _pad_to_tiles(dims: list[int], layout: str) -> list[int]:
     """The dims, rounded up to whole tiles."""
     # `{0,1:T(8,128)}`: dim 0 varies fastest in memory, and a tile has 128 of it and 8 of dim 1. A
-    # second tile, `T(8,128)(2,1)`, is the order of elements inside of the first, and pads nothing.
+    # second tile, `T(8,128)(2,1)`, is the order of elements inside of the first, without padding.
     tile = re.search(r"T\(([\d,]+)\)", layout)
     if tile is None:
         return dims
@@ -158,7 +158,7 @@ class Schedule:
         return best
 
     def _inner(self, op: Op) -> Peak:
-        """The largest peak of the computations that an op runs; those of fusions have none."""
+        """The largest peak of the computations that an op runs; fusions have no peak."""
         if op.opcode not in ("while", "conditional", "call", "async-start"):
             return Peak(0, [])
         names = [name for called in op.called.values() for name in called]

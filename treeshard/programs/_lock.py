@@ -103,7 +103,7 @@ def _spec_text(spec: PartitionSpec) -> str:
 
 
 def _sum_moved(collectives: Iterable[Collective]) -> dict[str, int | None]:
-    """The payload of a step by kind, axes and leaf; `None` if that of one collective is unknown."""
+    """The payload of a step by kind, axes and leaf; `None` if one collective's is unknown."""
     groups: dict[str, list[Collective]] = defaultdict(list)
     for moved in collectives:
         what = moved.path or _COMPUTED

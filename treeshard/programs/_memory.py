@@ -63,7 +63,7 @@ class Memory:
         arguments: The bytes of the state and the batch, as the compiler lays them out.
         results: The bytes of results that do not reuse the memory of donated arguments.
         temporaries: The bytes of intermediate values at most.
-        code: The bytes of the program itself, where it is in the device's memory.
+        code: The bytes of the program itself, if it is in the device's memory.
         capacity: The bytes that programs can use on such a device; `None` if that is unknown. On
             GPUs, those that JAX allocates: 75% of the memory, or `XLA_CLIENT_MEM_FRACTION`.
         device: The kind of device.

@@ -100,7 +100,7 @@ class Comparison:
         if kept := _find_kept_keys(self.precisions[-1]):
             self._note(_KEPT_KEY.format(paths=", ".join(kept)))
         rows = OwnRows(self.precisions[0].computation, layout)
-        # The results of which a comparison shows little, by index: a word of `WHY`.
+        # The results that a comparison says little about, by index: a word of `WHY`.
         self.gaps = uninformative_results(self.precisions, rows)
         if rows.error is not None:
             self._note(_NO_OWN_ROWS.format(error=_first_line(rows.error)))
@@ -169,7 +169,7 @@ class Comparison:
         results = [x for x in results if len(x.unknown) < count] or results
         self.layouts[layout.name] = layout
         self.findings[layout.name] = {i: x for each in results for i, x in each.found.items()}
-        # A wider float rounds nothing, so that an error of rounding is seen without it alone.
+        # A wider float does not round, so only the program's own dtypes show an error of rounding.
         narrow = [x for x in results if x.expected.computation.keeps_16_bits] or results
         for i, output in enumerate(self.computation.outputs):
             if layout.one_pass and output.is_aux:
@@ -222,7 +222,7 @@ class Comparison:
                 return self.gaps[i]
             error = max(max(each.errors(i)) for each in results)
             return "ok" if error < 3 else f"{error:.1f} noise"
-        # A second step that starts from wrong numbers says nothing new.
+        # A second step that starts from wrong numbers is wrong too.
         if i >= self.computation.first > min(findings, default=i):
             return _WRONG_TOO
         if i not in findings:
@@ -270,7 +270,7 @@ class Comparison:
                 raise self.raised[names[0]]
 
     def _find_unexpected(self, expected_to_raise: Collection[str]) -> dict[str, str]:
-        """What layouts raised; that of layouts that may raise becomes a note."""
+        """What layouts raised. What a layout that may raise raises becomes a note."""
         unexpected: dict[str, str] = {}
         for name, error in self.raised.items():
             text = _first_line(error)
@@ -306,7 +306,7 @@ class Comparison:
             self._note(_MEAN_OF_PARTS)
 
     def _explain_gaps(self) -> dict[str, str]:
-        """Why a leaf shows nothing, in no step."""
+        """Why a leaf could not be compared in any step."""
         outputs, first = self.computation.outputs, self.computation.first
         return {
             outputs[i].path: WHY[word]

@@ -104,7 +104,7 @@ class Computation:
 
     @property
     def first(self) -> int:
-        """The number of results that do not follow from other ones: those of step 1."""
+        """The number of results that do not follow from others: the results of step 1."""
         return sum(output.step == 1 for output in self.outputs)
 
     # -------------------------------------------------------------- of each kind

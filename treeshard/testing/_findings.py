@@ -40,7 +40,7 @@ _OF_THE_MEAN_GRADIENT = (
     " `check_gradients`"
 )
 _ZERO, _HIDDEN, _NOT_FINITE, _ALIKE = "zero", "hidden", "not finite", "alike"
-# Why a result shows nothing, by the word of its cell.
+# Why a result could not be compared, by the word of its cell.
 WHY = {
     _ZERO: "zero on one device, so a wrong factor or order of shards would not be seen",
     _HIDDEN: (
@@ -56,7 +56,7 @@ WHY = {
 
 
 def uninformative_results(precisions: Sequence[Tolerance], rows: OwnRows) -> dict[int, str]:
-    """The results of which a comparison shows nothing, or little: by index, a word of `WHY`.
+    """The results that a comparison says little about: by index, a word of `WHY`.
 
     The first of the precisions is the widest. Integers and keys must be equal to the bit, so they
     are compared wherever a layout runs.
@@ -92,7 +92,7 @@ class Compared:
         notes: Sequence[str] = (),
     ) -> None:
         self.expected, self.result = expected, result
-        # The indices of results of which the right ones are not known.
+        # The indices of results whose right values are not known.
         self.unknown = unknown
         # What is wrong with random numbers, by the first result that shows it.
         self.found = found or {}
@@ -224,7 +224,7 @@ def _find_unknown(
 
 
 def _check_folding(axes: Axes, order: Axes) -> Finding | None:
-    """What is wrong with keys that are folded along other axes than those of the batch."""
+    """What is wrong with keys that are folded along other axes than the axes of the batch."""
     if missing := sorted({*axes} - {*order}):
         return Finding(_UNFOLDED.format(axes=_name_axes(missing)), "same key")
     if extra := sorted({*order} - {*axes}):

@@ -129,7 +129,7 @@ def layouts(
     meshes = [*_resize_axes(planned, batch), _reverse_axes(planned)]
     chosen = [planned, *meshes]
     if split:
-        # Along other axes each row is computed several times, which must change nothing.
+        # Along other axes each row is computed several times, which must not change the result.
         fewer = PartitionSpec(split[0]) if len(split) > 1 else PartitionSpec()
         chosen.append(replace(planned, name="batch", batch_specs=fewer))
     chosen.append(replace(planned, name="minibatches", minibatches=2))
@@ -184,7 +184,7 @@ def _resize_axes(planned: Layout, batch: PyTree) -> list[Layout]:
         count //= 2
     divisors = [n for n in range(1, count + 1) if count % n == 0]
     shapes = [x for x in product(divisors, repeat=len(sizes)) if math.prod(x) == count > 1]
-    # An axis of size 1 splits nothing, and so shows no fault along it.
+    # An axis of size 1 does not split anything, so it shows no error.
     shapes.sort(key=lambda shape: (shape.count(1), shape))
     others = (planned.on(devices, shape, "mesh") for shape in shapes if shape != sizes)
     # All are of one kind, and each costs a compilation: one is enough.

@@ -110,7 +110,7 @@ class OwnRows:
     def is_explained(
         self, order: Axes, expected: Tolerance, result: Sequence[Shards], i: int
     ) -> bool:
-        """Whether a result is that of keys that are folded so, reduced over any of the axes."""
+        """Whether a result comes from keys folded in this way, reduced over any of the axes."""
         if expected.find_factor(result[i], i) is not None:
             return True
         devices = self.layout.mesh.devices

@@ -39,7 +39,7 @@ class Problem(NamedTuple):
     fact: str
 
 
-# Cells that say nothing of a result.
+# The word of a result that was not checked.
 UNCHECKED = "not checked"
 
 
