@@ -68,7 +68,6 @@ bench: .venv-bench/installed
 docs: .venv/installed-docs
 	$(BIN)/python -m tools.draw_pictures
 	$(BIN)/python -m tools.draw_architecture
-	$(BIN)/python -m tools.draw_diagrams
 	$(BIN)/mkdocs build --strict
 
 # The wheel and the source, into dist/.

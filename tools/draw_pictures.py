@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 
 import treeshard as ts
 from examples import train_fsdp
+from tools import draw_diagrams
 from tools.draw_diagrams import themes
 from tools.pages import ROOT, blocks
 from treeshard._inspection.draw import as_svg
@@ -37,6 +38,7 @@ def main(argv=None):
     args = train_fsdp.parse(rest)
     ts.simulate_devices(8)
     chosen.to.mkdir(parents=True, exist_ok=True)
+    draw_diagrams.main([f"--to={chosen.to}"])
 
     mesh = ts.make_mesh(args.mesh)
     optimizer = train_fsdp.make_optimizer(args)

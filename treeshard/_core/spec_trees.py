@@ -6,7 +6,7 @@ here and containers there, and where the trees differ it names neither a path no
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, cast
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -169,6 +169,9 @@ def _match_leaves(
         if each is not None:
             return [(spec, False) for spec in each]
         specs = specs.specs
+    if is_spec(specs):
+        structure = tree_structure(tree)
+        return [(specs, structure != _LEAF)] * structure.num_leaves
     # JAX matches the structures, which is fast. Only if it fails are both walked for a message.
     try:
         prefixes, treedef = flatten_specs(specs, name, resolve)
@@ -447,7 +450,6 @@ def resolve_specs(
     if mesh is None and isinstance(specs, SpecCarrier):
         mesh = specs.mesh
     mesh = as_mesh(mesh)
-    cache: dict[Any, ResolvedSpec] = {}
     laid: list[ResolvedSpec | None] = []
     per_leaf = _match_leaves(specs, tree, name, resolve)
     for leaf, (spec, for_any_rank) in zip(tree_leaves(tree), per_leaf, strict=True):
@@ -463,23 +465,38 @@ def resolve_specs(
         else:
             own_mesh = choose_mesh(own_mesh, leaf)
         shape = tuple(leaf.shape)
-        # Layers have equal shapes and specs. One record for all of them also makes their shardings
-        # one object, which JAX compares by identity first.
-        key = (spec, own_mesh, memory_kind, shape, for_any_rank)
-        if key not in cache:
-            given, adjustments = project(
-                spec,
-                own_mesh,
-                shape,
-                manual=manual,
-                keep_uneven=keep_uneven,
-                typed=typed,
-                for_any_rank=for_any_rank,
+        laid.append(
+            _resolve(
+                spec, own_mesh, memory_kind, shape, manual, keep_uneven, typed, for_any_rank
             )
-            requested = cut_to_rank(spec, len(shape)) if for_any_rank else spec
-            cache[key] = ResolvedSpec(requested, given, own_mesh, memory_kind, adjustments)
-        laid.append(cache[key])
+        )
     return laid
+
+
+# Layers have equal shapes and specs, and calls repeat. One record for all of them also makes their
+# shardings one object, which JAX compares by identity first.
+@lru_cache(4096)
+def _resolve(
+    spec: PartitionSpec,
+    mesh: AnyMesh | None,
+    memory_kind: str | None,
+    shape: tuple[int, ...],
+    manual: frozenset[str],
+    keep_uneven: bool,
+    typed: bool,
+    for_any_rank: bool,
+) -> ResolvedSpec:
+    given, adjustments = project(
+        spec,
+        mesh,
+        shape,
+        manual=manual,
+        keep_uneven=keep_uneven,
+        typed=typed,
+        for_any_rank=for_any_rank,
+    )
+    requested = cut_to_rank(spec, len(shape)) if for_any_rank else spec
+    return ResolvedSpec(requested, given, mesh, memory_kind, adjustments)
 
 
 def raise_misfits(

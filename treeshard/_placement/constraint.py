@@ -74,6 +74,7 @@ from treeshard._planning.wrong_arguments import check_specs
 from treeshard.errors import SpecError, did_you_mean, listed, warn
 
 Uneven = Literal["warn", "error", "drop", "keep"]
+_UNEVEN = get_args(Uneven)
 
 # "dp" is another name than "fsdp" (similarity 0.67); "fdsp" (0.75) is a misspelling.
 _NEAR_MISS = 0.75
@@ -138,8 +139,8 @@ def with_sharding_constraint(
     Source:
         The function of this name in EasyLM and EasyDeL, without the guards.
     """
-    if uneven not in get_args(Uneven):
-        known, hint = get_args(Uneven), did_you_mean(str(uneven), get_args(Uneven))
+    if uneven not in _UNEVEN:
+        known, hint = _UNEVEN, did_you_mean(str(uneven), _UNEVEN)
         raise SpecError(f"uneven={uneven!r} is not one of {', '.join(map(repr, known))}.{hint}")
     check_no_refs(arr, "with_sharding_constraint")
     check_specs(sharding, "with_sharding_constraint(arr, {})", arr)
@@ -489,7 +490,7 @@ def _mesh_for(requested: AnyMesh | None, value: Any) -> AnyMesh | None:
 
 def _on_auto_axes(mesh: AnyMesh) -> AnyMesh:
     """`mesh`, in a trace with Auto axes: JAX refuses Explicit ones that no type there names."""
-    if not is_tracing():
+    if mesh.are_all_axes_auto or not is_tracing():
         return mesh
     return mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
@@ -615,7 +616,9 @@ def _constrain(x: Any, target: ResolvedSpec) -> Any:
     explicit = axes_of_type(mesh, AxisType.Explicit)
     if explicit:
         x = _reshard(x, mesh.abstract_mesh, without_axes(target.spec, auto))
-    if not auto or _is_left_to_types(x, without_axes(target.spec, explicit)):
+        if _is_left_to_types(x, without_axes(target.spec, explicit)):
+            return x
+    if not auto:
         return x
     # A constraint that is executed at once, in un-jitted grad and vmap, would undo the Explicit
     # part: it runs in a jit of its own. Inside `jit(vmap(..., spmd_axis_name=...))`, that jit
@@ -628,7 +631,7 @@ def _constrain(x: Any, target: ResolvedSpec) -> Any:
         return NamedSharding(mesh, spec, memory_kind=target.memory_kind)
 
     try:
-        return constrain(x, on_auto(target.spec))
+        return constrain(x, on_auto(target.spec) if explicit else target.sharding)
     except TypeError:
         # Executed at once with an AbstractMesh, on a value that is on no mesh: there are no
         # devices to move it to.

@@ -17,6 +17,7 @@ from jax.tree_util import tree_flatten
 
 from treeshard._core.arrays import has_shape
 from treeshard._core.mesh import AnyMesh, current_or_given
+from treeshard._core.paths import TreeDef, name_leaves
 from treeshard._core.spec_trees import ResolvedSpec
 from treeshard._core.specs import (
     Adjustment,
@@ -38,9 +39,9 @@ from treeshard._planning.tactics import (
     min_size_in_force,
     too_small,
 )
-from treeshard._planning.tree_walk import Shape, TreeDef, name_leaves
 from treeshard.errors import ShardingRuleError, SpecError, listed
 
+Shape = tuple[int, ...]
 ReadRules = list[tuple[re.Pattern[str], Any]]  # compiled patterns and their actions
 
 # ------------------------------------------------------------------ records

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import jax
-from jax.tree_util import tree_flatten, tree_leaves
+from jax.tree_util import tree_flatten
 
 from treeshard._core.arguments import check_tree
 from treeshard._core.arrays import StaticSplit, device_dtype, has_shape, same_arrays
@@ -397,13 +397,14 @@ class Plan(PlannedTree):
             1: Rajbhandari et al. 2020, arXiv:1910.02054.
         """
         check_tree(tree, "Plan.follow", "plan.follow(optimizer.init(params))")
-        leaves = plan_copies(tree, self, extra_axis, memory)
-        split = StaticSplit(*tree_flatten(tree), has_shape)
+        of_tree, treedef = tree_flatten(tree)
+        split = StaticSplit(of_tree, treedef, has_shape)
+        leaves = plan_copies(tree, of_tree, split, self, extra_axis, memory)
         return replace(
             self,
             leaves=tuple(leaves),
             _split=split,
-            _array_facts=_array_facts(leaves, split.dynamic(tree_leaves(tree))),
+            _array_facts=_array_facts(leaves, split.dynamic(of_tree)),
             _recipe=_Copies(self, extra_axis, memory),
         )
 

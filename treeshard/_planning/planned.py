@@ -56,7 +56,8 @@ class PlannedTree(SpecCarrier):
     @property
     def specs(self) -> SpecTree:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The tree with a `PartitionSpec` at every leaf; `P()` at non-array leaves."""
-        return self._split.fill_static([leaf.given for leaf in self.leaves], PartitionSpec())
+        given = [leaf.decision.spec for leaf in self.leaves]
+        return self._split.fill_static(given, PartitionSpec())
 
     @property
     def shardings(self) -> SpecTree:
@@ -126,8 +127,10 @@ class PlannedTree(SpecCarrier):
 
     def _bare_structs(self) -> PyTree:
         """The tree with a `ShapeDtypeStruct` without a sharding at every array."""
-        structs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.leaves]
-        return self.with_arrays(structs)
+        # A model has few kinds of leaves, and making a struct takes longer than all else.
+        kinds = [(leaf.shape, leaf.dtype) for leaf in self.leaves]
+        of_kind = {kind: jax.ShapeDtypeStruct(*kind) for kind in set(kinds)}
+        return self.with_arrays([of_kind[kind] for kind in kinds])
 
     @cached_property
     def structure_of_arrays(self) -> Any:
