@@ -126,7 +126,7 @@ def primal_of(x: Any) -> Any:
 # ------------------------------------------------------------------ the runtime
 
 
-def backends_started() -> bool:
+def has_started_backends() -> bool:
     """Whether JAX has started a backend, and so knows its devices.
 
     Why: every public function that would tell starts one.
@@ -149,7 +149,7 @@ def coordination_client() -> Any:
 # ------------------------------------------------------------------ attributes by version
 
 
-def without_unused(jaxpr: Any) -> Any:
+def drop_unused(jaxpr: Any) -> Any:
     """A program without the equations whose results nothing reads. It has all arguments.
 
     Why: a trace has gradients that the update drops, and no public function removes them.

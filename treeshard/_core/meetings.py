@@ -44,7 +44,7 @@ from jax.core import Tracer
 from treeshard._core.jax_private import coordination_client
 from treeshard._core.text import in_groups, named_processes
 from treeshard._core.threads import HeldInterrupts, end_process, wait_in_thread
-from treeshard.errors import ProcessError, own_lines, walk_calls, warn
+from treeshard.errors import ProcessError, select_own_lines, walk_calls, warn
 
 # Seconds to wait for other processes, by default.
 TIMEOUT = 60.0
@@ -761,7 +761,7 @@ def _user_lines() -> str:
     """
     functions = dict(walk_calls(sys._getframe()))
     # A line of a package would not help: the user looks for what this process does and others not.
-    lines = own_lines(functions)[:3]
+    lines = select_own_lines(functions)[:3]
     return " < ".join(_describe_line(line, functions[line]) for line in lines)
 
 

@@ -276,7 +276,7 @@ def open_tensors(path: Path, shapes_only: bool = False) -> Iterator[dict[str, St
     Yields the tensors by name, ordered by file and then by offset. With `shapes_only`, the data may
     be missing. Raises as `load_safetensors`, and `OSError` if a file cannot be read.
     """
-    path = _in_directory(path) if path.is_dir() else path
+    path = _find_in_directory(path) if path.is_dir() else path
     if _index_of(path).exists() and not path.exists():  # `path` was saved as several files
         path = _index_of(path)
     open_path = _open_several if path.name.endswith(".json") else _open_one
@@ -284,7 +284,7 @@ def open_tensors(path: Path, shapes_only: bool = False) -> Iterator[dict[str, St
         yield open_path(path, open_files, shapes_only)
 
 
-def _in_directory(path: Path) -> Path:
+def _find_in_directory(path: Path) -> Path:
     """The file in a directory, or the file that its index is named after.
 
     The choice is `model.safetensors`, or else the only index, or else the only file.
