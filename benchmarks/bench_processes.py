@@ -16,9 +16,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from benchmarks._harness import Figure, Row, options, peak_of, report, shuffled
+from benchmarks._harness import Figure, Row, medians, options, peak_of, report, shuffled
 from benchmarks._processes import as_one_of_two, as_two
 
+_MODULE = "benchmarks.bench_processes"
 LARGEST = 64  # MiB
 SHARD = LARGEST // 8
 
@@ -97,6 +98,20 @@ def from_callback(mesh: Mesh) -> Callable[[], Any]:
     return place
 
 
+def join_batches(rounds: int, mesh: Mesh) -> dict[str, list[float]]:
+    """The seconds of joining a batch of eight leaves, by `from_process_local` and by JAX."""
+    part = {f"{i}": np.full((64, 256), i, np.float32) for i in range(8)}
+    rows = NamedSharding(mesh, P("fsdp"))
+    calls: dict[str, Callable[[], Any]] = {
+        "jax": lambda: {
+            name: jax.make_array_from_process_local_data(rows, x) for name, x in part.items()
+        },
+        "treeshard": lambda: ts.from_process_local(part, P("fsdp"), mesh),
+    }
+    found = medians({n: lambda f=f: jax.block_until_ready(f()) for n, f in calls.items()}, rounds)
+    return {name: list(figure.samples) for name, figure in found.items()}
+
+
 WAYS = (gather, iter_gather, gather_to_all, process_allgather, shard, device_put, from_callback)
 CASES = {f.__name__: f for f in WAYS}
 
@@ -108,12 +123,19 @@ def rows(rounds: int) -> list[Row]:
     found: dict[str, list[Any]] = {case: [] for case in CASES}
     for round_ in range(rounds):
         for case in shuffled(CASES, round_):
-            found[case].append(as_two("benchmarks.bench_processes", f"--case={case}"))
+            found[case].append(as_two(_MODULE, f"--case={case}"))
+    joined = {name: Figure(x) for name, x in as_two(_MODULE, "--batches")[0].items()}
     seconds = {case: Figure(one[0][0] for one in of) for case, of in found.items()}
     peaks = [{case: Figure(one[i][1] for one in of) for case, of in found.items()} for i in (0, 1)]
     less = zip(peaks[0]["device_put"].samples, peaks[0]["shard"].samples, strict=True)
     whole = "process_allgather"
     return [
+        Row(
+            "from_process_local, 8 leaves of 64 KiB, x JAX's function for each leaf",
+            joined["treeshard"] / joined["jax"],
+            "<= 1.1",
+            {"jax.make_array_from_process_local_data (us)": joined["jax"] * 1e6},
+        ),
         Row(
             "gather 1 GiB to process 0, peak on 1, MiB",
             peaks[1]["gather"],
@@ -155,12 +177,16 @@ def rows(rounds: int) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--case", choices=CASES, help="what to measure as one of two processes")
+    parser.add_argument("--batches", action="store_true", help="join batches, as one of two")
     parser.add_argument("--port")
     parser.add_argument("--index", type=int)
     chosen = options(parser)
     if chosen.case:
         case = CASES[chosen.case]
         as_one_of_two(chosen.port, chosen.index, lambda: peak_of(case(ts.make_mesh("fsdp=8"))))
+        return
+    if chosen.batches:
+        as_one_of_two(chosen.port, chosen.index, lambda: join_batches(200, ts.make_mesh("fsdp=8")))
         return
     report("Moving trees, 2 processes x 4 devices", rows(min(chosen.rounds, 5)))
 

@@ -4,7 +4,6 @@ Each error also subclasses a built-in exception, so code that catches `ValueErro
 around a call keeps working. `except TreeShardError` catches all of them.
 """
 
-import contextlib
 import os
 import re
 import sys
@@ -254,11 +253,8 @@ def listed(headline: str, facts: Sequence[str], shown: int = 10, headed: bool = 
 # Messages name the line to look at: the innermost one that the user wrote. Stacks come from Python,
 # from a traceback, and from the text of a compiled program, so a line is text: `file:line`.
 #
-# 1. Never: treeshard, JAX, and the file through which calls go that JAX 0.10.0 puts in a scope.
-_HIDDEN = (
-    *(os.path.join(path, "") for path in (os.path.dirname(__file__), *jax.__path__)),
-    contextlib.__file__,
-)
+# 1. Never: treeshard and JAX.
+_HIDDEN = tuple(os.path.join(path, "") for path in (os.path.dirname(__file__), *jax.__path__))
 # 2. Only if there is no other: Python's own library, commands such as `ipython`, packages, and code
 #    without a file, which is the user's in a console, but a package's where that writes functions.
 _INSTALLED = ("stdlib", "platstdlib", "scripts")

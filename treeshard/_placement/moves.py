@@ -1,17 +1,19 @@
 """Strategies for moving arrays to their target shardings.
 
-`jax.device_put` moves any array to any sharding. But where shards differ it copies through the host
-and keeps that copy on the source, it compiles a program for each shape that leaves a single device,
-on CPUs its result may share memory with a numpy array, and it does not move between processes.
+`jax.device_put` moves any array to any sharding, with four drawbacks. If the shards differ, it
+copies through the host and caches the copy on the source. It compiles a program for each shape that
+leaves a single device. On CPUs, its result may share memory with a numpy array. It does not move
+arrays between processes.
 
-`choose_move` looks at where the values are, and where they go:
+`choose_move` compares the current and the target sharding:
 
-1. Each process has all values, on the host or on its own devices: it cuts its shards out of them.
-2. They are sharded as they should be: nothing moves. On another mesh, they get its name.
-3. On one device: `shard` copies them through the host, `reshard` to all devices, to split there.
-4. On the devices of the target, in its order: one compiled program for all such leaves.
-5. On other devices of this process: shard by shard, without a full copy.
-6. On other devices of several processes: in packets, see `transport`.
+1. If each process has all values, on the host or on its own devices, it cuts out its shards.
+2. If the sharding is already right, the array stays. On an equal mesh, it gets the new mesh.
+3. If the array is on one device, `shard` copies it through the host, and `reshard` copies it to all
+   devices and splits it there.
+4. If the devices and their order are the same, one compiled program moves all such leaves.
+5. Between other devices of this process, arrays move shard by shard, without a full copy.
+6. Between other devices of several processes, they move in packets: see `transport`.
 """
 
 import weakref
@@ -40,6 +42,7 @@ from treeshard._core.arrays import (
     to_numpy,
     to_read,
 )
+from treeshard._core.facts import SMALL_BYTES
 from treeshard._core.mesh import AnyMesh
 from treeshard.errors import MismatchError
 
@@ -144,27 +147,33 @@ class _TrackedView(np.ndarray):
 def through_host(arrays: list[Any], targets: list[NamedSharding]) -> list[jax.Array]:
     """Copies arrays from host memory in one batch, without compiling; never aliases them."""
     sources = [_source(x) for x in arrays]
-    tracked = [x.view(_TrackedView) for x in sources]
-    in_use = [weakref.ref(x) for x in tracked]
-    placed = jax.device_put([np.asarray(x[...]) for x in tracked], targets)
-    del tracked
-    jax.block_until_ready(placed)  # until then JAX still reads the sources
-    for i, array in enumerate(arrays):
+    # Copying a small array in advance takes less time than waiting until JAX has read it.
+    small = [x.nbytes <= SMALL_BYTES for x in sources]
+    tracked = {i: x.view(_TrackedView) for i, x in enumerate(sources) if not small[i]}
+    in_use = {i: weakref.ref(x) for i, x in tracked.items()}
+    given = [
+        np.array(x) if small[i] else np.asarray(tracked[i][...]) for i, x in enumerate(sources)
+    ]
+    placed = jax.device_put(given, targets)
+    del tracked, given
+    if in_use:
+        jax.block_until_ready([placed[i] for i in in_use])  # until then JAX reads the sources
+    for i, source_in_use in in_use.items():
         # The CPU platform adopts memory that happens to be aligned, whatever `may_alias` says,
         # and keeps it alive. Detecting that afterwards is cheaper than copying in advance.
-        if in_use[i]() is not None:
+        if source_in_use() is not None:
             placed[i] = jax.device_put(np.array(sources[i]), targets[i])
-        if is_key(array):
-            placed[i] = jax.random.wrap_key_data(placed[i], impl=jax.random.key_impl(array))
-    return placed
+    return [as_keys(x, array) for x, array in zip(placed, arrays, strict=True)]
 
 
 def _source(x: Any) -> np.ndarray:
     """The values of an array on the host or on one device, in a dtype that JAX supports."""
     if isinstance(x, jax.Array):
         return to_numpy(x)
+    if (dtype := device_dtype(x.dtype)) == x.dtype:
+        return np.asarray(x)
     with np.errstate(all="ignore"):  # values beyond float32 become inf, as in jnp.asarray
-        return np.asarray(x, device_dtype(x.dtype))
+        return np.asarray(x, dtype)
 
 
 def host_copy(x: Any) -> np.ndarray:

@@ -238,12 +238,18 @@ def place(tree: PyTree, specs: SpecTree, mesh: MeshLike | None, call: Call) -> P
     check_specs(specs, f"{call.name}(tree, {{}})", tree)
     specs = call_functions(specs, tree)
     mesh = as_mesh(mesh, make_mesh)
+    if call.check not in _COMPARED_BYTES:
+        words = ", ".join(map(repr, _COMPARED_BYTES))
+        raise ValueError(f"{call.name}(check={call.check!r}): one of {words}.")
     leaves, treedef = tree_flatten(tree)
     group = _ALONE
     if jax.process_count() > 1:
         group = _group_of(leaves, meshes_of(specs, mesh), call)
-    # Only messages between processes and `read` need them, and they take longer than small moves.
-    paths = leaf_paths(tree) if group.processes or call.read else []
+    if not (group.processes or call.read):  # the moves alone: all else takes longer than small ones
+        shardings = targets(tree, specs, mesh, call.name, call.prefix)
+        move_leaves(leaves, shardings, call.name, call.from_single_device, progress=call.progress)
+        return treedef.unflatten(leaves)
+    paths = leaf_paths(tree)
     # From the first meeting to the last byte: what leaves it in the middle leaves others waiting.
     with breaking_if_left(), exclusive(group.processes if group.moves else ()):
         sent = _sent_by_one(leaves, group, call) if group.has_local else set[int]()
@@ -253,9 +259,6 @@ def place(tree: PyTree, specs: SpecTree, mesh: MeshLike | None, call: Call) -> P
         # Alone there is nobody to agree with, and to say so takes as long as the rest of the call.
         with agreement if group.processes else nullcontext(Facts()) as facts:
             # 1 and 2. An error of one process is an error on all.
-            if call.check not in _COMPARED_BYTES:
-                words = ", ".join(map(repr, _COMPARED_BYTES))
-                raise ValueError(f"{call.name}(check={call.check!r}): one of {words}.")
             reads = call.read is not None
             shardings = targets(tree, specs, mesh, call.name, call.prefix, accept_structs=reads)
             if reads:

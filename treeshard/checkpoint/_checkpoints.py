@@ -104,9 +104,9 @@ class Checkpoints:
             removed once a new one is complete, so the disk must hold `keep + 1`. The checkpoint
             that was just saved, and files that treeshard did not write, are never removed.
         every: Only steps that are multiples of it are saved.
-        background: Whether to write in the background. If a write fails, the next `save`, `wait` or
-            `close` raises the error. Otherwise the process prints it at exit, and ends with status
-            1.
+        background: Whether to write in the background, from a copy of the state in host memory. If
+            a write fails, the next `save`, `wait` or `close` raises the error. Otherwise the
+            process prints it at exit, and ends with status 1.
         read_only: Whether to read only. Then the directory is not locked, and another run may be
             writing.
         on_divergence: As in `save`.

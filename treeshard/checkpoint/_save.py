@@ -6,7 +6,8 @@ process 0 merges the indexes and renames the directory. In a file system, a rena
 or not at all, and readers ignore the temporary name.
 
 A thread writes. For a save in the background, `begin` first copies the arrays to the host, so that
-the next step can donate its state. Other saves copy only the parts in flight, and none on the host.
+the next step can donate its state. Other saves copy only the parts in flight, and none of the
+arrays on CPU devices.
 """
 
 import json
@@ -156,8 +157,8 @@ def begin(
                     if in_background:
                         parts = copies(parts)
                 with interrupts_deferred():  # the thread takes over the locks
-                    given = table, parts, mark.answer, timeout
-                    end = start_thread(running, _finish, path, *given, replace, held.pop_all())
+                    given = path, table, parts, mark.answer, timeout, replace, held.pop_all()
+                    end = start_thread(running, _finish, *given, copied=in_background)
             return Writing(path, sum(row.bytes for row in table.leaves if row.stored), end)
         except BaseException:
             for outcome in running:  # hold the locks until the last byte is written
@@ -232,6 +233,8 @@ def _finish(
     timeout: float,
     replace: bool,
     held: ExitStack,
+    *,
+    copied: bool,
 ) -> None:
     """Writes the arrays durably, and gives the checkpoint its name."""
     me, partial = jax.process_index(), partial_path(path)
@@ -240,7 +243,7 @@ def _finish(
         with _stage(path, "written", AS_LONG_AS_IT_TAKES, to_first) as reports:
             if me != 0:  # before a byte is written where process 0 would not find it
                 check_mark(partial / MARK, mark, timeout)
-            has_written = write_arrays(partial, table.leaves, parts)
+            has_written = write_arrays(partial, table.leaves, parts, copied=copied)
             files: FileFacts = {}  # the files that process 0 must see in a file system
             if me != 0 and has_written and is_local(path):
                 # On a network file system, `fsync` covers only the writes of its own machine.
