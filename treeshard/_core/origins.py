@@ -2,8 +2,8 @@
 
 A type does not say which dims of a shard are split, nor whether a gradient belongs to a shard. A
 traced array has no place for notes, so they stand here, by identity, for as long as the array
-lives. Code that JAX traces separately, such as the body of a scan, gets other arrays, of which
-nothing is known.
+lives. Code that JAX traces separately, such as the body of a scan, gets other arrays, without
+notes.
 """
 
 import weakref
