@@ -67,8 +67,9 @@ def gather(
     Across processes, one process that holds a part sends it to those that receive it, leaf by
     leaf: receivers need memory for the tree, other processes for a few MiB. All processes that
     hold parts of the tree must make the call, and so must the receiver. If a process dies during
-    the call, the others end within JAX's heartbeat timeout. Trees on devices of this process
-    alone are copied without communication, and nothing is compiled.
+    the call, the others raise a `ProcessError` on CPUs; on other devices JAX ends them after its
+    heartbeat timeout. Trees on devices of this process alone are copied without communication,
+    and nothing is compiled.
 
     Args:
         tree: Any pytree. Leaves that are not arrays pass through untouched.
