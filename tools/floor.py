@@ -23,7 +23,7 @@ def floor(pyproject: Path = PYPROJECT) -> list[str]:
 
 
 def pin(requirement: str) -> str:
-    """`"jax>=0.10.0"` as `"jax==0.10.0"`."""
+    """`"jax>=0.10.2"` as `"jax==0.10.2"`."""
     found = re.fullmatch(r"([\w.-]+)(?:\[[\w,-]+\])?\s*>=\s*([\w.]+)\s*(?:;.*)?", requirement)
     if found is None:
         raise ValueError(f"{requirement!r} in pyproject.toml is not of the form 'name>=version'.")

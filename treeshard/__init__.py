@@ -14,8 +14,8 @@ from treeshard._core import contexts as _contexts  # noqa: F401  (loading it mak
 __version__ = "0.5.0"
 
 _load, _, _NAMES = _lazy_loader.attach_stub(__name__, __file__)
-# Whose names work here too, without being listed: people look for those of the libraries that
-# treeshard grew from at the top.
+# Submodules whose names also work as `treeshard.name`, because users of other libraries look for
+# them at the top.
 _SEARCHED = ("errors", "compat", "communication", "testing", "training", "manual")
 
 

@@ -4,7 +4,6 @@ Each error is also one of Python's own, so that code which catches `ValueError` 
 a call keeps working, and `except TreeShardError` has all of them.
 """
 
-import contextlib
 import os
 import re
 import sys
@@ -214,17 +213,17 @@ def printable(text: str) -> str:
 
 def short(text: str, most: int = _LONGEST_NAME) -> str:
     """A name on one line, escaped as in `printable`, without its middle if it is long."""
-    return printable(_without_middle(text, most).replace("\n", "\\n"))
+    return printable(_cut_middle(text, most).replace("\n", "\\n"))
 
 
 def readable(message: str) -> str:
     """A message as in `printable`, without the middle of lines that are too long to read."""
-    message = _without_middle(message, _LONGEST_MESSAGE)
+    message = _cut_middle(message, _LONGEST_MESSAGE)
     lines = message.split("\n") if len(message) > _LONGEST_LINE else [message]
-    return printable("\n".join(_without_middle(line, _LONGEST_LINE) for line in lines))
+    return printable("\n".join(_cut_middle(line, _LONGEST_LINE) for line in lines))
 
 
-def _without_middle(text: str, most: int) -> str:
+def _cut_middle(text: str, most: int) -> str:
     if len(text) <= most:
         return text
     left_out = f" ... {len(text) - most:,} characters ... "
@@ -255,11 +254,8 @@ def listed(headline: str, facts: Sequence[str], shown: int = 10, headed: bool = 
 # Messages name the line to look at: the innermost one that the user wrote. Stacks come from Python,
 # from a traceback, and from the text of a compiled program, so a line is text: `file:line`.
 #
-# 1. Never: treeshard, JAX, and the file through which calls go that JAX 0.10.0 puts in a scope.
-_HIDDEN = (
-    *(os.path.join(path, "") for path in (os.path.dirname(__file__), *jax.__path__)),
-    contextlib.__file__,
-)
+# 1. Never: treeshard and JAX.
+_HIDDEN = tuple(os.path.join(path, "") for path in (os.path.dirname(__file__), *jax.__path__))
 # 2. Only if there is no other: Python's own library, commands such as `ipython`, packages, and code
 #    without a file, which is the user's in a console, but a package's where that writes functions.
 _INSTALLED = ("stdlib", "platstdlib", "scripts")
@@ -267,7 +263,7 @@ _STANDARD = tuple(os.path.join(sysconfig.get_path(x), "") for x in _INSTALLED)
 _PACKAGES = re.compile(r"/(site|dist)-packages/|^<")
 
 
-def own_lines(lines: Iterable[str]) -> list[str]:
+def select_own_lines(lines: Iterable[str]) -> list[str]:
     """Those of some lines, as `file:line`, that are in the user's code."""
     not_own = _HIDDEN + _STANDARD
     return [x for x in lines if not x.startswith(not_own) and not _PACKAGES.search(x)]
@@ -278,7 +274,7 @@ def user_line(stack: Iterable[str]) -> str:
     others remain, a package's."""
     lines = list(stack)
     outside = [line for line in lines if not line.startswith(_HIDDEN)]
-    return next(iter(own_lines(outside) or outside or lines), "")
+    return next(iter(select_own_lines(outside) or outside or lines), "")
 
 
 def calling_line(stack: Iterable[str]) -> str:

@@ -438,7 +438,7 @@ def test_check_step_finds_what_these_errors_find(monkeypatch) -> None:
         return step
 
     monkeypatch.setattr(_program.Program, "_check_gathered", lambda *_: None)
-    monkeypatch.setattr(_accumulation, "_why_not_own", lambda *_: "")
+    monkeypatch.setattr(_accumulation, "_explain_not_own", lambda *_: "")
     summed = lambda p, x: (  # noqa: E731
         lax.pmean(loss(p, x), AXES),
         accumulate_gradients(lambda b, _: (jax.grad(loss)(p, b), ()), x, 2, axis_names=AXES)[0],

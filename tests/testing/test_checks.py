@@ -208,6 +208,18 @@ def test_a_narrow_sum_does_not_hide_behind_the_size_of_the_parameter() -> None:
     assert re.search(r"step \{1..2\}: float32 +ok +\de-06%", report), report
 
 
+def test_what_is_not_a_step_or_a_plan_is_named() -> None:
+    def train_step(state: Any, batch: Any) -> Any:
+        return state, batch
+
+    says = "check_step: the step is the function train_step. Pass what `jit_step` or"
+    with pytest.raises(ts.errors.ArgumentError, match=re.escape(says)):
+        testing.check_step(train_step, {}, {})
+    says = "check_gradients: the plan is a mesh. Plan the parameters first:"
+    with pytest.raises(ts.errors.ArgumentError, match=re.escape(says)):
+        testing.check_gradients(train_step, {}, {}, ts.make_mesh("fsdp=8"))
+
+
 def test_a_step_whose_state_was_not_compared_is_not_ok() -> None:
     state = {"skipped": normal(8, 4), "frozen": normal(8, 4, seed=2), "count": np.int32(0)}
 

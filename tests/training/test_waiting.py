@@ -122,8 +122,6 @@ RAISE = {
     *((name, P("fsdp")) for name in ("stack", "cumsum", "norm")),
     *product(("the same for all rows", "its own square", "a whole batch"), (P(), P("fsdp"))),
 }
-if jax.__version_info__ < (0, 10, 2):
-    RAISE = (RAISE - {("scatter", P("fsdp"))}) | {*product(["one layer"], (P(), P("fsdp")))}
 
 
 @pytest.mark.usefixtures("quick_compiles")

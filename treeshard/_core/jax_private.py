@@ -2,18 +2,18 @@
 
 Each function says why it is needed, what happens without it, which JAX versions it is for, and
 when it can go. No other module imports from `jax._src` or asks which attributes JAX has. "All"
-are 0.10.0 to 0.12.0, where the tests ran.
+are 0.10.2 to 0.12.0, where the tests ran.
 """
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
 import jax
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -126,7 +126,7 @@ def primal_of(x: Any) -> Any:
 # ------------------------------------------------------------------ the runtime
 
 
-def backends_started() -> bool:
+def has_started_backends() -> bool:
     """Whether JAX has started a backend, and so knows its devices.
 
     Why: every public function that would tell starts one.
@@ -149,30 +149,7 @@ def coordination_client() -> Any:
 # ------------------------------------------------------------------ attributes by version
 
 
-def spec_entries(spec: PartitionSpec) -> tuple[Any, ...]:
-    """The entries of a spec, one per dim.
-
-    Why: JAX versions that have `partitions` cannot iterate over specs with `unreduced` axes.
-    Without it: the spec is iterated over.
-    Versions: 0.10.0 has no `partitions`. It can go when 0.10.0 is dropped.
-    """
-    return spec.partitions if _HAS_PARTITIONS else tuple(spec)
-
-
-_HAS_PARTITIONS = hasattr(PartitionSpec, "partitions")
-
-
-def shard_map_axes(params: Mapping[str, Any]) -> Iterable[str]:
-    """The axes over which a `shard_map` in a jaxpr runs its code once per device.
-
-    Why: its parameters are not documented, and this one was renamed.
-    Without it: it raises. The operations inside would be counted once, not once per device.
-    Versions: `manual_axes` in 0.10.0, `newly_manual_axes` later. It can go with that in 0.10.0.
-    """
-    return params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]
-
-
-def without_unused(jaxpr: Any) -> Any:
+def drop_unused(jaxpr: Any) -> Any:
     """A program without the equations whose results nothing reads. It has all arguments.
 
     Why: a trace has gradients that the update drops, and no public function removes them.

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from treeshard._core.jax_private import backends_started
+from treeshard._core.jax_private import has_started_backends
 from treeshard._core.mesh import (
     MeshLike,
     check_axes,
@@ -281,7 +281,7 @@ def simulate_devices(n: int) -> None:
     """
     if isinstance(n, bool) or n < 1:
         raise MeshError(f"simulate_devices({n!r}): the number of devices must be at least 1.")
-    if backends_started():
+    if has_started_backends():
         if len(jax.devices("cpu")) == n:
             return
         raise MeshError(

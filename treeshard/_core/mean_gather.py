@@ -89,13 +89,13 @@ def mean_scatter(g: Any, how: Gathering) -> Any:
         return (lax.psum(g, how.replicated) if how.replicated else g) / how.size()
 
 
-def _scattered(how: Gathering, _: None, g: Any) -> tuple[Any]:
+def _scatter_gradient(how: Gathering, _: None, g: Any) -> tuple[Any]:
     # What sums gradients later must not average this one over the same axes again.
     scattered = tuple(axis for _, axes in how.dims for axis in axes)
     return (note_origin(mean_scatter(g, how), Reduced(scattered, how.replicated)),)
 
 
-mean_gather.defvjp(lambda x, how: (mean_gather(x, how), None), _scattered)
+mean_gather.defvjp(lambda x, how: (mean_gather(x, how), None), _scatter_gradient)
 mean_scatter.defvjp(
     lambda g, how: (mean_scatter(g, how), None), lambda how, _, c: (mean_gather(c, how),)
 )
@@ -135,7 +135,7 @@ def gather_shard(
     return note_origin(full, GatheredFrom(without_axes(spec, axes)))
 
 
-def why_not_innermost(spec: PartitionSpec, axes: Sequence[str]) -> str:
+def explain_not_innermost(spec: PartitionSpec, axes: Sequence[str]) -> str:
     """Why a dim that several axes shard cannot be split, or gathered, over some of them."""
     for dim, over in dims_over(spec, axes):
         sharded_by = axes_of(entries(spec)[dim])

@@ -438,7 +438,7 @@ def resolve_specs(
     Args:
         tree: Any pytree.
         specs: As in `specs_of_leaves`, with `name` and `resolve`.
-        mesh: The mesh. Without one, that of the `Plan` or of each `NamedSharding`.
+        mesh: The mesh. By default, the mesh of the `Plan` or of each `NamedSharding`.
         choose_mesh: Takes that mesh, or `None`, and the leaf; returns the mesh to project on.
             Returning `None` checks only ranks. By default it is that mesh, or the one in force.
         manual: As in `project`.

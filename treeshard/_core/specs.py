@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
-from treeshard._core.jax_private import spec_entries
 from treeshard._core.mesh import (
     AnyMesh,
     MeshLike,
@@ -84,7 +83,7 @@ def is_logical(x: Any) -> bool:
 
 def entries(spec: PartitionSpec | NamedSharding) -> tuple[Entry, ...]:
     """The entries of a spec, one per dim. (JAX cannot iterate over an `unreduced` spec.)"""
-    return spec_entries(spec.spec if isinstance(spec, NamedSharding) else spec)
+    return (spec.spec if isinstance(spec, NamedSharding) else spec).partitions
 
 
 def dim_entries(spec: PartitionSpec, rank: int) -> list[Entry]:
@@ -169,7 +168,7 @@ def without_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
 
 
 def fill_unconstrained(spec: PartitionSpec, now: PartitionSpec) -> PartitionSpec:
-    """`spec` with `UNCONSTRAINED` entries replaced by those of `now`, less axes used elsewhere."""
+    """`spec` with `UNCONSTRAINED` entries replaced from `now`, less axes used elsewhere."""
     requested = entries(spec)
     if UNCONSTRAINED not in requested:
         return spec
@@ -206,7 +205,8 @@ def project(
         shape: The shape of the array; without one, neither the rank nor divisibility is checked.
         manual: Axes along which the code already runs once per device, so that specs must not
             name them.
-        keep_uneven: Whether Auto axes need not divide their dim: the partitioner pads it.
+        keep_uneven: Whether to keep Auto axes that do not divide their dim, which the partitioner
+            pads.
         typed: Whether the spec is of a value that is traced, which may be `unreduced` or `reduced`
             over Explicit axes. Arrays are placed by specs that name no such axes.
         for_any_rank: Whether the spec is for arrays of several ranks, so that entries beyond the

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from treeshard._core.jax_private import backends_started
+from treeshard._core.jax_private import has_started_backends
 from treeshard.errors import FormatError, MeshError, did_you_mean
 
 GIB = 2**30
@@ -211,7 +211,11 @@ def _prepare_environment() -> None:
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5e-4")  # these two silence warnings
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     attached = [path for name in _DEVICE_FILES for path in glob(name)]
-    if not attached and not backends_started() and not getattr(jax.config, "jax_platforms", None):
+    if (
+        not attached
+        and not has_started_backends()
+        and not getattr(jax.config, "jax_platforms", None)
+    ):
         jax.config.update("jax_platforms", "cpu")
 
 

@@ -79,14 +79,14 @@ def gather_along(x: Any, axes: Sequence[str], dim: int, mesh: AnyMesh | None) ->
     """All-gathers one dim over axes of `mesh`; inside `shard_map`."""
     sizes = _dims_along(axes, mesh)
     steps: list[Groups | None] = [None]
-    if len(sizes) == 2 and _would_be_all_reduced(x, math.prod(sizes)):
+    if len(sizes) == 2 and _becomes_all_reduce(x, math.prod(sizes)):
         steps = [*reversed(_groups(sizes))]
     for groups in steps:
         x = jax.lax.all_gather(x, tuple(axes), axis=dim, tiled=True, axis_index_groups=groups)
     return x
 
 
-def _would_be_all_reduced(x: Any, devices: int) -> bool:
+def _becomes_all_reduce(x: Any, devices: int) -> bool:
     """Whether the TPU compiler makes an all-reduce of a gather over all dims at once.
 
     It does so with small ones, from 8x8 chips on. Others stay gathers, and hide behind other work

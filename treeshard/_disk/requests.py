@@ -292,7 +292,7 @@ def read_request(
     leaves, treedef = tree_flatten(tree, is_leaf=is_none)
     name_of = names(tree)
     if of_subtrees and isinstance(like, Plan) and like.path:
-        name_of, stored = _in_subtree(like.path, tree, stored, names)
+        name_of, stored = _select_subtree(like.path, tree, stored, names)
     if partial:
         # A `None` has no values, so either side may have it in place of any leaf.
         name_of = {i: name for i, name in name_of.items() if leaves[i] is not None}
@@ -311,7 +311,7 @@ def _structs(x: Any) -> Any:
     return x.structs
 
 
-def _in_subtree(
+def _select_subtree(
     path: str,
     tree: PyTree,
     stored: Mapping[str, SavedLeaf],
@@ -360,7 +360,7 @@ def _like_leaf(x: SavedLeaf, cast: str | None) -> Any:
 def _shardings(tree: PyTree, placing: Placing, where: str) -> list[Any]:
     """The sharding of each leaf, by the rules or by its own array. `None` is a leaf too."""
     if placing.rules is None:
-        return _own_shardings(tree, where)
+        return _read_shardings(tree, where)
     decided = plan(
         tree, placing.rules, with_devices(placing.mesh, where), min_size=placing.min_size
     )
@@ -372,7 +372,7 @@ def _shardings(tree: PyTree, placing: Placing, where: str) -> list[Any]:
     return [None if leaf is None else next(of_leaves) for leaf in leaves]
 
 
-def _own_shardings(tree: PyTree, where: str) -> list[Sharding | None]:
+def _read_shardings(tree: PyTree, where: str) -> list[Sharding | None]:
     """The shardings of the arrays in the like-tree. `None` is a leaf too.
 
     Raises `SpecError` for types that only traced values have, and `NoMeshError` for meshes without

@@ -34,9 +34,9 @@ def to_devices(
     """
     shards: dict[Key, list[jax.Array]] = {key: [] for key in targets}
     for waiting in _batches(parts):
-        for key, shard in _moved(targets, waiting):
+        for key, shard in _move_regions(targets, waiting):
             shards[key].append(shard)
-    arrays = {key: _assembled(target, shards.pop(key)) for key, target in targets.items()}
+    arrays = {key: _assemble(target, shards.pop(key)) for key, target in targets.items()}
     return {key: x for key, x in arrays.items() if x is not None}
 
 
@@ -74,7 +74,7 @@ def _batches(parts: Iterable[Part[Key]]) -> Iterator[list[Part[Key]]]:
     yield waiting
 
 
-def _moved(
+def _move_regions(
     targets: Mapping[Key, RequestedLeaf], waiting: list[Part[Key]]
 ) -> Iterator[tuple[Key, jax.Array]]:
     """Moves regions to their devices, and takes them out of `waiting`."""
@@ -108,7 +108,7 @@ def _destinations(target: RequestedLeaf, region: Region) -> list[Sharding | None
     ]
 
 
-def _assembled(target: RequestedLeaf, shards: list[jax.Array]) -> jax.Array | None:
+def _assemble(target: RequestedLeaf, shards: list[jax.Array]) -> jax.Array | None:
     if target.is_here and len(shards) == 1 and shards[0].shape == target.shape:
         return shards[0]
     if target.sharding is None or len(shards) < len(target.sharding.addressable_devices):

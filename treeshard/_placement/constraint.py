@@ -18,7 +18,7 @@ from treeshard._core.arrays import is_array
 from treeshard._core.contexts import deferred_axes, full_over, plan_in_force
 from treeshard._core.jax_private import is_in_jit, is_tracing, vmapped_axes
 from treeshard._core.make_mesh import make_mesh
-from treeshard._core.mean_gather import gather_shard, why_not_innermost
+from treeshard._core.mean_gather import explain_not_innermost, gather_shard
 from treeshard._core.mesh import (
     AnyMesh,
     MeshLike,
@@ -361,7 +361,7 @@ def _gather_manual_axes(
 
 def _why_not_gathered(x: Any, spec: PartitionSpec, axes: Sequence[str]) -> SpecError | None:
     _, notes = project(spec, None, x.shape)
-    why = " ".join(note.why for note in notes) or why_not_innermost(spec, axes)
+    why = " ".join(note.why for note in notes) or explain_not_innermost(spec, axes)
     return SpecError(why) if why else None
 
 

@@ -1,17 +1,19 @@
 """Strategies for moving arrays to their target shardings.
 
-`jax.device_put` moves any array to any sharding. But where shards differ it copies through the host
-and keeps that copy on the source, it compiles a program for each shape that leaves a single device,
-on CPUs its result may share memory with a numpy array, and it does not move between processes.
+`jax.device_put` moves any array to any sharding, with four drawbacks. If the shards differ, it
+copies through the host and caches the copy on the source. It compiles a program for each shape that
+leaves a single device. On CPUs, its result may share memory with a numpy array. It does not move
+arrays between processes.
 
-`choose_move` looks at where the values are, and where they go:
+`choose_move` compares the current and the target sharding:
 
-1. Each process has all values, on the host or on its own devices: it cuts its shards out of them.
-2. They are sharded as they should be: nothing moves. On another mesh, they get its name.
-3. On one device: `shard` copies them through the host, `reshard` to all devices, to split there.
-4. On the devices of the target, in its order: one compiled program for all such leaves.
-5. On other devices of this process: shard by shard, without a full copy.
-6. On other devices of several processes: in packets, see `transport`.
+1. If each process has all values, on the host or on its own devices, it cuts out its shards.
+2. If the sharding is already right, the array stays. On an equal mesh, it gets the new mesh.
+3. If the array is on one device, `shard` copies it through the host, and `reshard` copies it to all
+   devices and splits it there.
+4. If the devices and their order are the same, one compiled program moves all such leaves.
+5. Between other devices of this process, arrays move shard by shard, without a full copy.
+6. Between other devices of several processes, they move in packets: see `transport`.
 """
 
 import weakref

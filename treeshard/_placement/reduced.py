@@ -1,10 +1,10 @@
-"""Weights that are gathered so that their gradients are scattered, on meshes with Explicit axes.
+"""Gathers weights so that their gradients are reduce-scattered, on meshes with Explicit axes.
 
-There the type of a value says what its gradient is. Of a weight that is replicated, the gradient
-is replicated too: each product that uses it ends in an all-reduce of the whole gradient. Of a
-weight that is `reduced` over some axes, as `float32[512,64]{R:fsdp}`, it is a sum that waits,
-`{U:fsdp}`, until it is scattered. A `jax.sharding.reshard` of it would still be an all-reduce in
-the compilers of JAX 0.10 to 0.12, and only a gather by hand, in `shard_map`, is scattered back.
+On Explicit axes, the type of a value determines the type of its gradient. The gradient of a
+replicated weight is replicated too, so each product with the weight ends in an all-reduce of the
+full gradient. If the weight is `reduced` over some axes, as `float32[512,64]{R:fsdp}`, its gradient
+is an unreduced sum, `{U:fsdp}`, until it is scattered. The compilers of JAX 0.10 to 0.12 still
+all-reduce it after a `jax.sharding.reshard`. Only a gather inside `shard_map` is reduce-scattered.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -18,15 +18,15 @@ from treeshard._core.mesh import AnyMesh, axes_of_type, context_mesh
 from treeshard._core.specs import all_axes, axes_of, dims_over, entries, with_types, without_axes
 from treeshard._core.torus import covers_torus, gather_along, scatter_along
 
-# The ranks of weights that are used in products: matrices, and one for each expert. JAX does not
-# type convolutions of such weights, nor sums with them.
+# The ranks of weights that are used in products: matrices, and stacks with a matrix per expert. JAX
+# has no types for convolutions or sums with such weights.
 PRODUCTS = (2, 3)
 
 
 def waiting_over(x: Any, axes: Collection[str]) -> Any:
-    """`x`, typed so that its gradient is not summed yet over some axes that do not split it.
+    """Types `x` so that its gradient is summed later over axes that do not shard it.
 
-    Its gradient is summed where this was called, and not where `x` is used.
+    The gradient is summed at this call, and not at each use of `x`.
     """
     spec = jax.typeof(x).sharding.spec
     over = spec.reduced | set(axes)

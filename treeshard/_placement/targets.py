@@ -1,9 +1,9 @@
 """Resolves the target sharding of each leaf, and checks that every leaf can be placed there.
 
-JAX finds out leaf by leaf, as it places them, and its errors name neither the leaf nor a way out.
+JAX checks leaf by leaf while it places them, and its errors name neither the leaf nor the fix.
 
-Specs come from four places: a plan; shardings with a mesh of their own; plain specs, for the mesh
-of the call or the one in force; and logical names, for which the rules in force have specs.
+Specs come from four sources: a plan, shardings with their own mesh, plain specs for the mesh of the
+call or the current mesh, and logical names, which the current rules resolve.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,7 +45,7 @@ def targets(
     *,
     accept_structs: bool = False,
 ) -> dict[int, NamedSharding]:
-    """Returns the target sharding of each leaf that is to be placed, by index; raises as `shard`.
+    """Returns the target sharding of each leaf to place, by index. Raises as `shard`.
 
     With `accept_structs`, leaves may be `ShapeDtypeStruct`s, whose values are read later, and the
     devices may be absent.
@@ -56,7 +56,7 @@ def targets(
     misfits: dict[int, TreeShardError | None] = {}
     for i, spec in resolved.items():
         is_read_later = accept_structs and isinstance(leaves[i], jax.ShapeDtypeStruct)
-        # Why the values of a leaf cannot be had says more than why its spec does not fit.
+        # A missing value explains more than a spec that does not fit.
         missing = None if is_read_later else unmovable(leaves[i])
         misfits[i] = missing or spec.misfit(UNPLACEABLE)
     raise_unmovable(tree, misfits, where, prefix)

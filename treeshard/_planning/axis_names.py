@@ -1,9 +1,9 @@
-"""What a mesh axis is for, by its name.
+"""Finds the use of a mesh axis by its name.
 
-`P("x")` may be for FSDP, where the weight is gathered for use and the axis splits the batch, or for
-tensor parallelism, where it must not. A spec does not say which; by convention the axis's name
-does. The names are those of `PartitionAxis` (dp, fsdp, tp, sp, ep), EasyLM, T5X, MaxText, AXLearn,
-Levanter and torchtitan. Nothing is assumed of an axis with another name.
+`P("x")` may mean FSDP, where the weight is gathered for use and the axis splits the batch, or
+tensor parallelism, where the axis must not split the batch. A spec does not say which, but the
+axis's name does by convention. The names here come from `PartitionAxis` (dp, fsdp, tp, sp, ep),
+EasyLM, T5X, MaxText, AXLearn, Levanter and torchtitan. Other names have no known use.
 """
 
 import re
@@ -36,7 +36,7 @@ _ROWS = ("data", "fsdp")
 
 
 def use_of(axis: str) -> AxisUse | None:
-    """What an axis is for, by the first word of its name that is known; `None` if none is.
+    """The use of an axis, by the first known word of its name; `None` if no word is known.
 
     `dcn_data` is for data, `fsdp_transpose` for FSDP, `tensor_sequence` for tensor parallelism.
     """
@@ -45,7 +45,7 @@ def use_of(axis: str) -> AxisUse | None:
 
 
 def name_on_mesh(axis: str, mesh_axes: Collection[str]) -> str | None:
-    """What a mesh calls a default axis of `PartitionAxis` that it lacks: `"tensor"` for `"tp"`."""
+    """A mesh's own name for a default axis of `PartitionAxis`, such as `"tensor"` for `"tp"`."""
     for default, *others in USUAL_NAMES.values():
         if axis == default and axis not in mesh_axes:
             return next((name for name in others if name in mesh_axes), None)
@@ -58,5 +58,5 @@ def splits_rows(axis: str) -> bool:
 
 
 def idle_axes(mesh: MeshLike, used: Collection[str]) -> list[str]:
-    """The axes of several devices that are not among those used: devices along them do the same."""
+    """The axes of several devices that are not used: devices along them do the same work."""
     return [axis for axis, size in axis_sizes(mesh).items() if size > 1 and axis not in used]

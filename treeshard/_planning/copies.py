@@ -1,11 +1,10 @@
-"""Decides the leaves of a tree that holds copies of a planned one: optimizer state, averages.
+"""Plans trees that contain copies of a planned tree: optimizer state, averages.
 
-Rules cannot decide them: a pattern that begins with `^` misses a copy, and the path of a factored
-moment ends in that of its parameter, which has another shape. So each leaf takes the decision of
-the leaf that it was made from, dim by dim; `mirrors` says which leaf and which dims.
+Rules cannot plan copies. A pattern that begins with `^` misses a copy, and the path of a factored
+moment ends in the path of its parameter, which has another shape. Each copy therefore follows the
+leaf that it was made from, dim by dim; `mirrors` finds the leaf and the dims.
 
-Of a state that rules decide together with its parameters, this holds for one kind of leaf:
-`histories`.
+If rules plan a state together with its parameters, only `histories` are planned here.
 """
 
 import math
@@ -69,8 +68,7 @@ def plan_copies(
 
 
 def _originals(plan: PlannedTree) -> list[PlannedLeaf | None]:
-    """The leaves that copies follow: those of the plan, but as its nnx variables say of optimizer
-    state."""
+    """The leaves that copies follow: the plan's leaves, changed by `optimizer_sharding` of nnx."""
     originals = plan.leaf_at_each_index()
     if not has_variables(plan._split.treedef):
         return originals
@@ -90,8 +88,7 @@ def _originals(plan: PlannedTree) -> list[PlannedLeaf | None]:
 
 
 def _reader_of_names(leaf: PlannedLeaf, plan: PlannedTree) -> Tactic | None:
-    """The tactic that decided a leaf by names of its dims, or a tree of specs did, such as that of
-    `nnx.get_partition_spec`."""
+    """The tactic that reads the names of a leaf's dims, if names or a tree of specs decided it."""
     if leaf.decision.by_spec:
         return logical_partitioning()
     action = None if leaf.rule is None else plan.rules[leaf.rule][1]
@@ -137,7 +134,8 @@ def histories(leaves: Sequence[PlannedLeaf]) -> dict[int, ResolvedSpec]:
     L-BFGS keeps the last updates of each parameter, `(memory_size, *shape)`. Its rule was written
     for the parameter: by `P("fsdp")` it would split the memory.
     """
-    # By name: a shape says little. The `q/weight` of a layer has that of a stack of `norm/weight`.
+    # By name, because shapes are ambiguous: `q/weight` of one layer may have the shape of stacked
+    # `norm/weight`s.
     stacks = {i: x for i, x in enumerate(leaves) if _MEMORY.search(x.path)}
     if not stacks:
         return {}

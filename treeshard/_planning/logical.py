@@ -93,7 +93,7 @@ def logical_axis_rules(rules: LogicalRules) -> Iterator[None]:
 
 
 def current_logical_rules() -> ReadLogicalRules | None:
-    """The rules in force: treeshard's, else those of Flax or of haliax, else `None`."""
+    """The rules in force: treeshard's, else Flax's or haliax's, else `None`."""
     if logical_rules.value is not None:
         return logical_rules.value
     # Linen and nnx both keep the rules of their contexts in this module.
@@ -281,7 +281,7 @@ def _entries_by_priority(
 
 
 def resolve_by_dims(names: Sequence[Entry], axes_by_name: Mapping[str, Entry]) -> PartitionSpec:
-    # An axis goes to the first dim that has it, and a dim gets those of its axes that are left.
+    # The first dim with an axis gets it; later dims keep their other axes.
     used: set[str] = set()
     dims: list[Entry] = []
     for dim in names:

@@ -353,7 +353,7 @@ def parameters(leaves: Sequence[PlannedLeaf]) -> list[PlannedLeaf]:
     In a state of `params/mlp/w` and `opt_state/0/mu/mlp/w`, the branch `opt_state` mirrors
     `params`, since all its paths end in paths of `params`.
     """
-    # bfloat16 and float8 are not among numpy's inexact dtypes, but among those of jax.numpy.
+    # jax.numpy counts bfloat16 and float8 as inexact, and numpy does not.
     floats = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     by_tail: dict[str, dict[str, Shape]] = defaultdict(dict)  # tail -> branch -> shape
     for leaf in floats:
@@ -371,8 +371,8 @@ def parameters(leaves: Sequence[PlannedLeaf]) -> list[PlannedLeaf]:
 
 def _possible_sources(leaf: PlannedLeaf, by_tail: dict[str, dict[str, Shape]]) -> set[str]:
     """The branches with a leaf that this one may be made from."""
-    # A moment has the shape of its parameter, or fewer dims if it is factored. The `q/weight` of a
-    # layer, whose path ends in that of `norm/weight`, has more.
+    # A moment has the shape of its parameter, or fewer dims if it is factored. A leaf with more
+    # dims is another parameter whose path has the same end, as `q/weight` and `norm/weight` do.
     return {
         branch
         for tail in _tails(leaf.path)

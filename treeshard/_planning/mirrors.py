@@ -278,7 +278,7 @@ def _owners(path: str, names: Mapping[str, Mapping[Any, int]]) -> list[_Owner]:
 
 @lru_cache(4096)
 def kept_dims(shape: Shape, full: Shape, field: str) -> Dims | None:
-    """Matches the dims of an array to those of the array that it was computed from.
+    """Matches the dims of an array to the dims of the array that it was computed from.
 
     Dims may be dropped, as in factored moments; added in front, as in histories; replaced,
     as in projections and reductions that keep a dim of 1; or reordered. `field`, the optimizer's

@@ -1,8 +1,8 @@
-"""The names of dims that leaves carry: in Flax boxes, and as haliax has them.
+"""Reads the names of dims from Flax boxes and from haliax.
 
-Flax has two kinds of boxes, Linen's and the variables of nnx. haliax has arrays with an `Axis` for
-each dim, and module fields that name the dims of a plain array. None of them is imported: a tree
-that has them shows how they look.
+Flax has two kinds of boxes: Linen's boxes and nnx's variables. haliax has arrays with an `Axis` for
+each dim, and module fields that name the dims of a plain array. This module imports neither
+library, and recognises their classes by attributes.
 """
 
 from dataclasses import fields, is_dataclass
@@ -103,9 +103,9 @@ def has_variables(treedef: TreeDef) -> bool:
 
 
 def _names_of_axes(array: Any) -> tuple[str, ...]:
-    """The names of a `NamedArray`'s axes; none if its array has other dims.
+    """The names of a `NamedArray`'s axes; empty if its array has other dims.
 
-    A tree map keeps the axes: a factored moment has those of its parameter.
+    A tree map keeps the axes: a factored moment has the axes of its parameter.
     """
     shape = tuple(value_of(array).shape)
     is_for_array = tuple(axis.size for axis in array.axes) == shape

@@ -313,13 +313,13 @@ class Plan(PlannedTree):
 
     @property
     def _decided_by_rules(self) -> "Plan":
-        """The plan of the whole tree whose leaves the rules decided."""
+        """The plan that rules decided: this plan, or the plan that it follows or is a part of."""
         source = self._recipe.source
         return self if source is None else source._decided_by_rules
 
     @property
     def whole(self) -> "Plan":
-        """The plan of the whole tree of which this is the plan of a part: see `plan[path]`."""
+        """The plan of the full tree, if this plan was made by `plan[path]`; otherwise this plan."""
         return self._recipe.source.whole if isinstance(self._recipe, _PartOf) else self
 
     def _adjusted_rows(self) -> list[Row]:

@@ -1,8 +1,8 @@
-"""The plan of the step that is being traced: it tells functions inside how values are sharded.
+"""The plan of the step that is being traced, for functions inside that need specs.
 
-On Auto axes a tracer does not know its sharding: the compiler chooses it after the trace. Specs
-would have to be passed down through every layer; with the plan in force, a function finds them by
-the structure and the shapes of what it is called with.
+On Auto axes, a tracer does not have a sharding, because the compiler chooses it after the trace.
+Without a plan in force, users would pass specs through every layer. With it, a function finds the
+specs by the structure and the shapes of its argument.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -89,7 +89,7 @@ UNKNOWN = object()
 
 @dataclass(frozen=True, eq=False)
 class PlanInForce:
-    """What code inside a step may ask.
+    """Answers questions of code inside a step about its plan.
 
     Attributes:
         plan: The plan of the state.
@@ -151,25 +151,25 @@ class PlanInForce:
 
     # 1. Arrays that a step has received, or that were gathered, are known by identity.
     # 2. Inside `shard_map`, an array that is equal on all devices by its type is not a shard.
-    # 3. All others are those of the plan's part that has the structure and the shapes of the tree,
-    #    or whose layers, stacked on dim 0, have them. If several parts with different specs have
-    #    them, nothing tells which it is. Under `jit`, a wrong one would change no value, so
-    #    parameters come before optimizer state there; inside `shard_map` it would.
+    # 3. All other arrays belong to the part of the plan that has the structure and the shapes of
+    #    the tree, or whose layers, stacked on dim 0, have them. Several such parts with different
+    #    specs are ambiguous. Under `jit`, a wrong choice changes no value, so parameters come
+    #    before optimizer state. Inside `shard_map` it would change values, and is an error.
 
     def specs_of(
         self, tree: PyTree, call: str = "", specs: str = "specs", *, are_gradients: bool = False
     ) -> SpecTree:
         """The specs of a tree that is a part of the plan: a prefix, with one spec for a box.
 
-        Inside `shard_map`, the shapes are those of shards. The spec is `None` for arrays that have
-        their full shapes there, and for what is not an array.
+        Inside `shard_map`, shapes are shapes of shards. The spec is `None` for arrays that have
+        their full shapes inside `shard_map`, and for leaves that are not arrays.
 
         Args:
             tree: Any pytree.
             call: How to pass a plan, for messages: `"unshard(tree, {})"`.
             specs: What to pass in its place if the plan does not have the tree.
-            are_gradients: Whether these are gradients: those of parameters, with `None` for leaves
-                that have none. What cannot be a shard may then be no part of the plan.
+            are_gradients: Whether the tree has gradients of parameters, with `None` for leaves
+                without one. Arrays that cannot be shards may then be absent from the plan.
 
         Raises:
             SpecError: If the plan has no such part, or several with different specs.

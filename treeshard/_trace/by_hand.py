@@ -7,7 +7,7 @@ trace shows the mistake: the weight is used while it is split, and is never gath
 from collections.abc import Mapping
 from typing import Any
 
-from treeshard._core.jax_private import without_unused
+from treeshard._core.jax_private import drop_unused
 from treeshard._planning.plan import Plan
 from treeshard._trace.roles import TRAINED, roles_of, run_walk
 
@@ -33,5 +33,5 @@ def find_ungathered(jaxpr: Any, plan: Plan, axes: Mapping[str, set[str]]) -> dic
     if not any(split.values()):
         return {}
     # As experts do, activations may go to the devices that have the weights.
-    sent = run_walk(without_unused(jaxpr), plan.leaves, along).sent
+    sent = run_walk(drop_unused(jaxpr), plan.leaves, along).sent
     return {path: sorted(left - sent) for path, left in split.items() if left - sent}

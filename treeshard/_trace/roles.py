@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from treeshard._core.jax_private import without_unused
+from treeshard._core.jax_private import drop_unused
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
 from treeshard._trace.uses import Gather, Place, Walk
@@ -88,7 +88,7 @@ def roles_of(jaxpr: Any, plan: Plan, batch_axes: Collection[str]) -> Roles:
     """
     leaves = plan.leaves
     # Gradients that nobody uses, as of leaves that an optimizer masks, are not computed.
-    program = without_unused(jaxpr)
+    program = drop_unused(jaxpr)
     uses = run_walk(program, leaves, batch_axes)
     # What is prepared for the loss is used; an old statistic, whose new value gradients make, not.
     uses.used |= {x for x in uses.prepared if not _has_gradient(x, uses, set())}

@@ -17,7 +17,6 @@ from jax.extend.core import Literal
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from treeshard._core.jax_private import shard_map_axes
 from treeshard._core.jaxprs import inner_jaxprs, interpret
 from treeshard._core.mesh import axes_of_type
 from treeshard._trace.values import (
@@ -373,7 +372,7 @@ class Walk:
         return self.run(inner, operands, _inner_finals(eqn, inner, finals), at)
 
     def _shard_map(self, eqn: Any, operands: list[Value], finals: Finals, at: Place) -> list[Value]:
-        manual = frozenset(shard_map_axes(eqn.params))
+        manual = frozenset(eqn.params["newly_manual_axes"])
         inner = inner_jaxprs(eqn)[0]
         given: list[Value] = []
         for variable, inside, value, spec in zip(

@@ -85,6 +85,10 @@ def _database(path: epath.Path, folder: str = "") -> dict[str, Any]:
     return {"driver": "ocdbt", "base": _files(path, folder), "cache_pool": _NODES}
 
 
+def _open_database(database: Mapping[str, Any], context: Any) -> Any:
+    return tensorstore.KvStore.open(database, context=context).result()
+
+
 def _folder_of(process: int) -> str:
     return f"ocdbt.process_{process}"  # as Orbax names it
 
@@ -137,12 +141,11 @@ def full_region(shape: Shape) -> Region:
     return tuple((0, length) for length in shape)
 
 
-def _zarr(kvstore: Any, shape: Shape, dtype: str, chunk: Shape) -> dict[str, Any]:
-    """TensorStore's specification of an array."""
+def _zarr(shape: Shape, dtype: str, chunk: Shape) -> dict[str, Any]:
+    """TensorStore's specification of an array, wherever it is."""
     bytes_in_order = {"name": "bytes", "configuration": {"endian": "little"}}
     return {
         "driver": "zarr3",
-        "kvstore": kvstore,
         "metadata": {
             "shape": shape,
             "data_type": dtype,
@@ -153,24 +156,29 @@ def _zarr(kvstore: Any, shape: Shape, dtype: str, chunk: Shape) -> dict[str, Any
         # not be told apart.
         "store_data_equal_to_fill_value": True,
         "fill_missing_data_reads": False,
+        # By default each read asks the file system, or the object store, whether the index in
+        # memory is still the newest.
+        "recheck_cached_data": False,
     }
+
+
+# Many arrays have the same one, and TensorStore takes longer to read it than to open an array.
+_specification = lru_cache(maxsize=1024)(lambda *args: tensorstore.Spec(_zarr(*args)))
 
 
 @lru_cache(maxsize=1024)
 def _description(shape: Shape, dtype: str, chunk: Shape) -> bytes:
     """The description that TensorStore writes for an array."""
-    spec = _zarr("memory://", shape, dtype, chunk)
+    spec = _zarr(shape, dtype, chunk) | {"kvstore": "memory://"}
     array: Any = tensorstore.open(spec, create=True, context=tensorstore.Context()).result()
     return array.kvstore["zarr.json"]
 
 
-def _open(database: Mapping[str, Any], row: SavedLeaf, context: Any) -> Any:
-    """The array of a leaf, opened from the table of leaves without a read."""
-    kvstore = {**database, "path": f"{store_key(row.path)}/"}
-    spec = _zarr(kvstore, row.stored_shape, row.stored or "", row.chunk or ())
-    # By default, each read asks the file system or object store whether the index has changed.
-    spec["recheck_cached_data"] = False
-    return tensorstore.open(spec, context=context, open=True, assume_metadata=True).result()
+def _open(values: Any, row: SavedLeaf) -> Any:
+    """The array of a leaf in a database, opened from the table of leaves without a read."""
+    spec = _specification(row.stored_shape, row.stored, row.chunk)
+    where = values / f"{store_key(row.path)}/"
+    return tensorstore.open(spec, kvstore=where, open=True, assume_metadata=True).result()
 
 
 def _index(region: Region) -> tuple[slice, ...]:
@@ -200,16 +208,24 @@ def memory_to_save(parts: Mapping[str, Parts], *, copied: bool) -> int:
     total = small = largest = read = 0
     for _, part in chain.from_iterable(parts.values()):
         size = part.nbytes
-        is_away = isinstance(part, jax.Array) and not is_on_host(part)
         small += size if size < SMALL else 0
-        read = max(read, size) if is_away else read
-        # TensorStore copies what is not contiguous.
-        if copied or is_away or (isinstance(part, np.ndarray) and not part.flags.carray):
+        if isinstance(part, jax.Array) and not is_on_host(part):
+            read = max(read, size)
+        if copied or not _is_view(part):
             total, largest = total + size, max(largest, size)
     held = total if copied else min(total, max(IN_FLIGHT, largest))
     # TensorStore copies what is small, too, and refers to the rest. To compare replicas on
     # accelerators, each thread copies a shard.
     return held + min(small, IN_FLIGHT + 2**24) + min(8, _CORES) * read
+
+
+def _is_view(part: Any) -> bool:
+    """Whether a part is written from its own memory.
+
+    Other threads may change arrays of numpy, but not what JAX has: it donates nothing that a view
+    refers to.
+    """
+    return isinstance(part, jax.Array) and is_on_host(part)
 
 
 def copies(parts: dict[str, Parts]) -> dict[str, Parts]:
@@ -232,25 +248,26 @@ def _start_transfer(part: Any) -> None:
 
 
 def _values(part: Any) -> np.ndarray:
-    """The values of a part: on the host a view, and JAX does not donate what has one."""
-    if isinstance(part, jax.Array) and is_on_host(part) and len(part.sharding.device_set) > 1:
-        return to_host(part)  # or JAX would keep a copy on the array
+    if _is_view(part) and len(part.sharding.device_set) > 1:
+        return to_host(part)  # it is small; JAX would keep a copy on the array
     return np.asarray(part)
 
 
-def write_arrays(path: epath.Path, rows: Iterable[SavedLeaf], parts: dict[str, Parts]) -> bool:
+def write_arrays(
+    path: epath.Path, rows: Iterable[SavedLeaf], parts: dict[str, Parts], *, copied: bool
+) -> bool:
     """Writes and frees the parts that this process stores. `merge` makes them visible.
 
-    Returns whether anything was written. Process 0 writes the descriptions of all arrays.
+    `copied` says whether the parts are `copies`. Returns whether anything was written. Process 0
+    writes the descriptions of all arrays.
     """
     rows = [row for row in rows if row.path in parts]
     describes = jax.process_index() == 0
     if not any(parts.values()) and not (describes and rows):
         return False
-    context = _context()
-    database = {**_database(path, f"{_folder_of(jax.process_index())}/"), "config": _NEW_DATABASE}
+    own = _database(path, f"{_folder_of(jax.process_index())}/")
+    values = _open_database(own | {"config": _NEW_DATABASE}, _context())
     if describes:
-        values = tensorstore.KvStore.open(database, context=context).result()
         transaction = tensorstore.Transaction()
         in_transaction = values.with_transaction(transaction)
         described = [
@@ -263,14 +280,12 @@ def write_arrays(path: epath.Path, rows: Iterable[SavedLeaf], parts: dict[str, P
         _commit(transaction, described)
     # Each transaction rewrites the index, and holds its writes in memory.
     for batch in in_batches(_take_parts(rows, parts), lambda part: part[2].nbytes):
-        _write_batch(database, context, batch)
+        _write_batch(values, batch, copied=copied)
         batch.clear()
     return True
 
 
-def _write_batch(
-    database: Mapping[str, Any], context: Any, batch: list[tuple[SavedLeaf, Region, Any]]
-) -> None:
+def _write_batch(values: Any, batch: list[tuple[SavedLeaf, Region, Any]], *, copied: bool) -> None:
     for row, _, part in batch:
         if isinstance(part, jax.Array) and part.is_deleted():
             raise DeletedLeafError(
@@ -279,14 +294,14 @@ def _write_batch(
             )
         _start_transfer(part)
     transaction = tensorstore.Transaction()
-    arrays = {row.path: _open(database, row, context) for row, _, _ in batch}
+    in_transaction = values.with_transaction(transaction)
+    rows = {row.path: row for row, _, _ in batch}
+    arrays = {path: _open(in_transaction, row) for path, row in rows.items()}
     writes = [
-        arrays[row.path]
-        .with_transaction(transaction)[_index(region)]
-        # By default TensorStore copies what it is given.
-        .write(
+        arrays[row.path][_index(region)].write(
             _values(part).view(parse_dtype(row.stored or "")),
-            can_reference_source_data_indefinitely=True,
+            # By default TensorStore copies what it is given.
+            can_reference_source_data_indefinitely=copied or not isinstance(part, np.ndarray),
         )
         for row, region, part in batch
     ]
@@ -313,13 +328,13 @@ def merge(path: epath.Path, writers: Iterable[int], leaves: Iterable[str]) -> No
     """Merges the databases of the processes `writers`, and describes the result for Orbax."""
     context, transaction = _context(), tensorstore.Transaction(atomic=True)
     database = {**_database(path), "config": _NEW_DATABASE}
-    merged = tensorstore.KvStore.open(database, context=context).result()
+    merged = _open_database(database, context)
     for process in writers:
         folder = written_by(path, process)
         if not folder.exists():  # TensorStore would create it
             raise CheckpointError(f"what process {process} has written is not in {folder}.")
         of_process = _database(path, f"{_folder_of(process)}/")
-        part = tensorstore.KvStore.open(of_process, context=context).result()
+        part = _open_database(of_process, context)
         # This copies entries of the index, which refer to the files of the process.
         part.experimental_copy_range_to(merged.with_transaction(transaction)).result()
     transaction.commit_async().result()
@@ -403,7 +418,7 @@ class ArrayStore:
     """Reads the arrays of a checkpoint, by the rows of its table."""
 
     def __init__(self, path: epath.Path) -> None:
-        self._path, self._database, self._context = path, _database(path), _context()
+        self._path, self._context = path, _context()
         self._opened: tuple[SavedLeaf, Any] | None = None
 
     def read(
@@ -423,10 +438,14 @@ class ArrayStore:
             del future  # no variable keeps the array in memory
             yield row, region, values.pop()
 
+    @cached_property
+    def _values(self) -> Any:
+        return _open_database(_database(self._path), self._context)
+
     def _start(self, read: Read) -> Any:
         row, region = read
         if self._opened is None or self._opened[0] is not row:  # the regions of a leaf follow
-            self._opened = row, _open(self._database, row, self._context)
+            self._opened = row, _open(self._values, row)
         return self._opened[1][_index(region)].read()
 
     def _why(self, error: Exception) -> str:

@@ -172,6 +172,7 @@ def assert_collectives(
     Raises:
         CommunicationError: If a budget is exceeded, or a number in it is unknown. It is also an
             `AssertionError`. The message lists all collectives as a table.
+        FormatError, MeshError, TypeError: As `collectives`.
 
     Examples:
         >>> mesh = make_mesh("fsdp=8")

@@ -68,7 +68,7 @@ class PartitionManager:
                 raise SpecError(f"PartitionManager: {why}. Pass the `shape=` of the array.")
             mode = "generation" if shape[mode] == 1 else "train"
         names = [_read_name(name, dict(self.paxis.custom)) for name in axes]
-        paxis = _decoding_as_training(self.paxis)
+        paxis = _set_decoding_axes(self.paxis)
         return paxis.resolve(*names, mode=_MODES.get(mode, mode))
 
     def shard(
@@ -142,7 +142,7 @@ def _read_name(name: Any, custom: Collection[str]) -> Any:
     return _FIELDS.get(word, word)
 
 
-def _decoding_as_training(paxis: PartitionAxis) -> PartitionAxis:
+def _set_decoding_axes(paxis: PartitionAxis) -> PartitionAxis:
     """The axes; decoding has the axes of training where it has none of its own."""
     default = PartitionAxis(**{name: getattr(paxis, name) for name in USUAL_NAMES})
     changes: dict[str, Any] = {}

@@ -27,7 +27,7 @@ from typing import BinaryIO, NamedTuple
 
 import jax
 
-from treeshard._core.processes import AS_LONG_AS_IT_TAKES, all_or_none
+from treeshard._core.processes import all_or_none
 from treeshard._disk.files import (
     Lock,
     check_mark,
@@ -172,7 +172,7 @@ def _write_files(
         if not first:
             check_mark(mark, marks.answer, timeout)
         opened = [_open(hidden / file.path.name, held) for file in files]
-    with all_or_none(where, phase="write", timeout=AS_LONG_AS_IT_TAKES):
+    with all_or_none(where, phase="write", timeout=timeout, works=True):
         places = {
             x.name: (to, x) for file, to in zip(files, opened, strict=True) for x in file.tensors
         }
@@ -184,7 +184,7 @@ def _write_files(
             if first:
                 write_bytes(to, 0, file.head)
             os.fsync(to)  # the rename must not be durable before these writes
-    with all_or_none(where, phase="rename", timeout=AS_LONG_AS_IT_TAKES):
+    with all_or_none(where, phase="rename", timeout=timeout, works=True):
         if first:
             _put_in_place(where, path, files, hidden)
 
@@ -276,7 +276,7 @@ def open_tensors(path: Path, shapes_only: bool = False) -> Iterator[dict[str, St
     Yields the tensors by name, ordered by file and then by offset. With `shapes_only`, the data may
     be missing. Raises as `load_safetensors`, and `OSError` if a file cannot be read.
     """
-    path = _in_directory(path) if path.is_dir() else path
+    path = _find_in_directory(path) if path.is_dir() else path
     if _index_of(path).exists() and not path.exists():  # `path` was saved as several files
         path = _index_of(path)
     open_path = _open_several if path.name.endswith(".json") else _open_one
@@ -284,7 +284,7 @@ def open_tensors(path: Path, shapes_only: bool = False) -> Iterator[dict[str, St
         yield open_path(path, open_files, shapes_only)
 
 
-def _in_directory(path: Path) -> Path:
+def _find_in_directory(path: Path) -> Path:
     """The file in a directory, or the file that its index is named after.
 
     The choice is `model.safetensors`, or else the only index, or else the only file.

@@ -115,7 +115,7 @@ def read_header(file: BinaryIO, shapes_only: bool = False) -> list[Tensor]:
         raise FormatError(f"{file.name} is not a safetensors file: {problem}.")
     entries = json.loads(text)
     entries.pop(METADATA, None)
-    facts = [f"{name}: {why}" for name, x in entries.items() if (why := _why_unreadable(x))]
+    facts = [f"{name}: {why}" for name, x in entries.items() if (why := _explain_unreadable(x))]
     if facts:
         raise FormatError(f"{file.name}: {listed(f'{len(facts)} tensors cannot be read:', facts)}")
     size, full = os.fstat(file.fileno()).st_size, 8 + len(text)
@@ -169,7 +169,7 @@ def _problem_by_package(path: str) -> str:
     return ""
 
 
-def _why_unreadable(entry: Any) -> str:
+def _explain_unreadable(entry: Any) -> str:
     # The package also reads `["U8", [8], [0, 8]]` and `{"dtype": {"U8": null}, ...}`.
     if not (isinstance(entry, dict) and isinstance(entry["dtype"], str)):
         return "its entry is not of the form that the format describes."

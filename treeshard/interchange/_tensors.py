@@ -73,8 +73,8 @@ def tensor_names(tree: PyTree, rename: Names | None, where: str) -> dict[int, st
             facts.append(f"{path}: `rename` has it, but the tree has no such array.{hint}")
     names: dict[int, str] = {}
     for i, path in path_of.items():
-        name = _renamed(path, rename)
-        if why := _why_invalid(name):
+        name = _rename(path, rename)
+        if why := _explain_invalid(name):
             facts.append(f"{path}: its name would be {name!a}, {why}")
         else:
             names[i] = name
@@ -87,13 +87,13 @@ def tensor_names(tree: PyTree, rename: Names | None, where: str) -> dict[int, st
     return names
 
 
-def _renamed(path: str, rename: Names | None) -> Any:
+def _rename(path: str, rename: Names | None) -> Any:
     if rename is None:
         return path
     return rename.get(path, path) if isinstance(rename, Mapping) else rename(path)
 
 
-def _why_invalid(name: Any) -> str:
+def _explain_invalid(name: Any) -> str:
     if not isinstance(name, str):
         return f"which is a {type(name).__name__}, not a str."
     if name == METADATA:

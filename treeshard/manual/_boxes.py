@@ -180,7 +180,7 @@ class Leaf(NamedTuple):
             return self.node.replace(value)
         return self.node.replace_boxed(value)
 
-    def resharded(self, value: Any, spec: PartitionSpec) -> Any:
+    def rebox(self, value: Any, spec: PartitionSpec) -> Any:
         """The leaf of the resulting tree for another value, sharded by `spec`.
 
         It has the same kind of box. A value that no axis shards gets no box, except that nnx needs
@@ -262,17 +262,17 @@ def find_specs(
     try:
         specs = step.specs_of(tree, call, are_gradients=are_gradients)
     except SpecError:
-        if _only_boxes_are_sharded(places, named, step):
+        if _shards_only_boxes(places, named, step):
             return own
         raise
     outline = treedef.unflatten(range(len(places)))
     planned = [spec or PartitionSpec() for spec in specs_of_leaves(specs, outline)]
     if facts := _differences(places, named, planned, step):
-        raise _specs_needed(call, "boxes and the plan of the step differ:", facts, "the specs")
+        raise _ask_for_specs(call, "boxes and the plan of the step differ:", facts, "the specs")
     return FoundSpecs(treedef.unflatten(planned))
 
 
-def _only_boxes_are_sharded(
+def _shards_only_boxes(
     places: Sequence[_Place], named: Sequence[PartitionSpec | None], step: PlanInForce
 ) -> bool:
     """Whether boxes name axes, and no array without names can be a shard: it is replicated then."""
@@ -317,11 +317,11 @@ def _check_no_shards(tree: PyTree, axes: Sequence[str], call: str) -> None:
             facts.append(f"{path or 'the array'}: {array_text(x)} differs along {sorted(over)}.")
     if facts:
         headline = "no specs say how these leaves are sharded, and they differ between devices:"
-        error = _specs_needed(call, headline, facts, "the specs of the `shard_map`")
+        error = _ask_for_specs(call, headline, facts, "the specs of the `shard_map`")
         raise SpecError(f"{error} If each device has a full array of its own, they are P().")
 
 
-def _specs_needed(call: str, headline: str, facts: Sequence[str], which: str) -> SpecError:
+def _ask_for_specs(call: str, headline: str, facts: Sequence[str], which: str) -> SpecError:
     """The error where specs must be passed, with the call to write."""
     where = call.partition("(")[0]
     told = listed(headline, facts, headed=True)
@@ -390,7 +390,7 @@ def _leaves_beside(tree: PyTree, specs: SpecTree) -> tuple[list[Leaf], Any]:
     if isinstance(specs, Plan):
         specs.check_before_use()
         # JAX would take the spec of the stacked leaf for one layer too, and gather the wrong dim.
-        specs = layer_specs(specs) if _are_slices(values, specs.leaf_at_each_index()) else specs
+        specs = layer_specs(specs) if _is_layer(values, specs.leaf_at_each_index()) else specs
     leaves = []
     # Shards are as the `in_specs` of a `shard_map` have cut them, and JAX cuts by no spec that is
     # too long. Often it is the spec of a stack, for one layer.
@@ -403,7 +403,7 @@ def _leaves_beside(tree: PyTree, specs: SpecTree) -> tuple[list[Leaf], Any]:
     return leaves, treedef
 
 
-def _are_slices(values: Sequence[Any], planned: Sequence[PlannedLeaf | None]) -> bool:
+def _is_layer(values: Sequence[Any], planned: Sequence[PlannedLeaf | None]) -> bool:
     """Whether each array has one dim less than the plan has: one layer of a stack."""
     if len(planned) != len(values):  # the plan is a prefix, or does not fit at all
         return False

@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from treeshard._core.arguments import check_function
 from treeshard._core.arrays import StaticSplit, has_gradient, is_array
 from treeshard._core.jax_private import varying_axes
-from treeshard._core.mean_gather import Reduced, gather_shard, why_not_innermost
+from treeshard._core.mean_gather import Reduced, explain_not_innermost, gather_shard
 from treeshard._core.mesh import (
     abstract_mesh,
     axis_sizes,
@@ -234,7 +234,7 @@ def _decide_by_spec(leaf: Leaf, axes: tuple[str, ...], mesh: AbstractMesh) -> De
     # The other axes must shard the leaf already, so its shape here is a shard's shape.
     new = without_axes(leaf.spec, [axis for axis in leaf.axes if axis not in axes])
     _, losses = project(new, mesh, leaf.value.shape)
-    reasons = [why_not_innermost(leaf.spec, axes), *(loss.why for loss in losses)]
+    reasons = [explain_not_innermost(leaf.spec, axes), *(loss.why for loss in losses)]
     return Decision(leaf.spec, error=" ".join(filter(None, reasons)))
 
 
@@ -247,7 +247,7 @@ def _shard_leaf(leaf: Leaf, decision: Decision, axes: tuple[str, ...], in_boxes:
     # Without specs, nobody but the box knows which dim was chosen.
     if in_boxes and not leaf.is_boxed:
         return make_box(shard, spec)
-    return leaf.resharded(shard, spec)
+    return leaf.rebox(shard, spec)
 
 
 def _slice_own_shard(x: Any, dims: Sequence[tuple[int, tuple[str, ...]]]) -> Any:
@@ -331,7 +331,7 @@ def gather_params(
     if specs is None:
         specs = find_specs(params, axes, "gather_params(params, axis_name, {})")
     leaves, treedef = leaves_with_specs(params, specs, "gather_params")
-    if facts := _facts(leaves, [why_not_innermost(leaf.spec, axes) for leaf in leaves]):
+    if facts := _facts(leaves, [explain_not_innermost(leaf.spec, axes) for leaf in leaves]):
         raise SpecError(f"gather_params: {listed('these leaves cannot be gathered:', facts)}")
     return treedef.unflatten([_gather_leaf(leaf, axes, dtype) for leaf in leaves])
 
@@ -357,7 +357,7 @@ def _gather_leaf(leaf: Leaf, axes: tuple[str, ...], dtype: DTypeLike | None) -> 
     converts = dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
     full = gather_shard(x, leaf.spec, axes, mesh_in_force(), dtype if converts else None)
     rest = without_axes(leaf.spec, axes)
-    return leaf.resharded(full, rest)
+    return leaf.rebox(full, rest)
 
 
 # ------------------------------------------------------------------ average

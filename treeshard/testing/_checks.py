@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from treeshard._core.arguments import check_no_refs
+from treeshard._core.arguments import check_no_refs, describe_argument
 from treeshard._core.mesh import MeshLike
 from treeshard._core.paths import PyTree
 from treeshard._core.processes import all_or_none, participating_processes, show_progress, wants_bar
 from treeshard._core.spec_trees import SpecTree
 from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import IN_MINIBATCHES
-from treeshard.errors import MeshError, WrongResultError
+from treeshard.errors import ArgumentError, MeshError, WrongResultError
 from treeshard.testing._comparison import Comparison
 from treeshard.testing._computations import Computation, Gradients, Steps
 from treeshard.testing._layouts import Layout, make_restored_layout, select_layouts
@@ -83,9 +83,15 @@ def check_gradients(
         SpecError: If the plan is not of `params`; if `by_hand` is given, and neither `batch_specs`
             nor the plan says how the batch is split; if there is no layout of a name.
         StateError: If `by_hand` does not return `(loss, grads)`.
+        ArgumentError: If `plan` is not a plan.
         MeshError: If the plan's mesh has one device, or none.
         LeafError: If `params` or `batch` has a mutable reference (`jax.Ref`).
     """
+    if not isinstance(plan, Plan):
+        raise ArgumentError(
+            f"check_gradients: the plan is {describe_argument(plan)}. Plan the parameters first:"
+            " `check_gradients(loss, params, batch, plan(params, rules, mesh))`."
+        )
     check_no_refs(params, "check_gradients")
     check_no_refs(batch, "check_gradients", "batch")
     available = default_layouts(plan, batch, batch_specs, by_hand=by_hand is not None)
@@ -145,9 +151,15 @@ def check_step(
             steps skip their update; it is an `AssertionError`.
         SpecError: If the state does not match the plan of the step, or there is no layout of a
             name.
+        ArgumentError: If `step` was not made by `jit_step` or `shard_map_step`.
         MeshError: If the plan's mesh has one device.
         LeafError: As `check_gradients`.
     """
+    if not isinstance(step, Step):
+        raise ArgumentError(
+            f"check_step: the step is {describe_argument(step)}. Pass what `jit_step` or"
+            " `shard_map_step` returned: `check_step(jit_step(fn, plan), state, batch)`."
+        )
     check_no_refs(state, "check_step")
     check_no_refs(batch, "check_step", "batch")
     names = ["plan", "mesh", "axes"] if step.is_by_hand else ["plan", "mesh", "axes", "batch"]

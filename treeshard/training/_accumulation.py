@@ -158,17 +158,17 @@ def accumulate_gradients(
         here = context_mesh()
         has_explicit = here is not None and axes_of_type(here, AxisType.Explicit)
         if parts > 1 and not has_explicit:
-            grads, metrics = _in_parts(grads_of_minibatch, rows, count, keys, mapped)
+            grads, metrics = _accumulate_parts(grads_of_minibatch, rows, count, keys, mapped)
         else:
             step = current_plan()
             rows_of_step = () if step is None else step.rows
             # JAX lets no axis of a product wait alone.
             deferred = tuple(dict.fromkeys([*mapped, *rows_of_step])) if parts > 1 else ()
-            grads, metrics = _in_passes(grads_of_minibatch, rows, count, keys, deferred)
+            grads, metrics = _accumulate_passes(grads_of_minibatch, rows, count, keys, deferred)
         return _mean_of_devices(grads, metrics, by_hand) if by_hand else (grads, metrics)
 
 
-def _in_passes(
+def _accumulate_passes(
     grad_fn: GradFn, batch: Rows, count: int, keys: Any, deferred: tuple[str, ...]
 ) -> tuple[PyTree, PyTree]:
     """The means of the gradients, and the means or sums of the metrics, of minibatches."""
@@ -255,10 +255,10 @@ def _checking_gradients(grad_fn: GradFn, axes: tuple[str, ...]) -> GradFn:
     def run(rows: Rows, key: Any) -> tuple[PyTree, PyTree]:
         grads, metrics = grad_fn(rows, key)
         split = frozenset().union(*map(varying_axes, rows)) if axes else ()
-        whys = [_why_not_own(x, axes, split) for x in tree_leaves(grads)]
+        whys = [_explain_not_own(x, axes, split) for x in tree_leaves(grads)]
         if any(whys):
             # A gradient that is made of no rows, such as zeros, is its own mean.
-            of_rows = _are_made_of_rows(grad_fn, rows, key)
+            of_rows = _depend_on_rows(grad_fn, rows, key)
             facts = [
                 f"{path or 'the gradient'}: {why}"
                 for path, why, is_of_rows in zip(leaf_paths(grads), whys, of_rows, strict=True)
@@ -272,7 +272,7 @@ def _checking_gradients(grad_fn: GradFn, axes: tuple[str, ...]) -> GradFn:
     return show_as(run, grad_fn)
 
 
-def _why_not_own(grad: Any, axes: Sequence[str], split: Container[str]) -> str:
+def _explain_not_own(grad: Any, axes: Sequence[str], split: Container[str]) -> str:
     """Why the mean of a gradient over `axes` would be wrong; `split` are those that split rows."""
     origin = origin_of(grad)
     scattered, averaged = origin if isinstance(origin, Reduced) else ((), ())
@@ -294,7 +294,7 @@ def _why_not_own(grad: Any, axes: Sequence[str], split: Container[str]) -> str:
     return ""
 
 
-def _are_made_of_rows(grad_fn: GradFn, rows: Rows, key: Any) -> list[bool]:
+def _depend_on_rows(grad_fn: GradFn, rows: Rows, key: Any) -> list[bool]:
     """Whether gradients depend on the rows of a batch, leaf by leaf."""
     jaxpr = jax.make_jaxpr(lambda rows: grad_fn(rows, key)[0])(rows).jaxpr
     made = {*jaxpr.invars}
@@ -307,7 +307,7 @@ def _are_made_of_rows(grad_fn: GradFn, rows: Rows, key: Any) -> list[bool]:
 # ------------------------------------------------------------------ parts of the batch
 
 
-def _in_parts(
+def _accumulate_parts(
     grad_fn: GradFn, batch: Rows, count: int, keys: Any, names: tuple[str, ...]
 ) -> tuple[PyTree, PyTree]:
     """Accumulates for each part of the batch along some axes, then reduces once over the parts.

@@ -162,7 +162,7 @@ def mark_as_from_step(arrays: Sequence[Any], mesh: Mesh) -> None:
         setattr(x, _MARK, mesh)
 
 
-def are_from_steps(arrays: Sequence[Any], batch: Sequence[Any], mesh: Mesh) -> bool:
+def come_from_steps(arrays: Sequence[Any], batch: Sequence[Any], mesh: Mesh) -> bool:
     """Whether steps on this mesh returned the arrays of a state, and none of the batch's."""
     are_marked = [getattr(x, _MARK, None) for x in arrays].count(mesh) == len(arrays)
     is_batch_free = not any([hasattr(x, _MARK) for x in batch])
@@ -185,7 +185,7 @@ def copy_shared_buffers(
     Warns:
         ShardingWarning: If there are any; it names the paths of both arrays.
     """
-    shared = _shared(arrays, batch, leaves)
+    shared = _find_shared(arrays, batch, leaves)
     if not shared:
         return arrays
     warn(f"{where}: {_describe_shared(shared, leaves, ', so it was copied')}")
@@ -200,7 +200,7 @@ def check_separate(
     arrays: Sequence[Any], batch: Sequence[Any], leaves: Sequence[PlannedLeaf], cause: Exception
 ) -> None:
     """Raises `StateError` if a call failed for arrays that share memory."""
-    if shared := _shared(arrays, batch, leaves):
+    if shared := _find_shared(arrays, batch, leaves):
         raise StateError(_describe_shared(shared, leaves)) from cause
 
 
@@ -214,7 +214,7 @@ def _describe_shared(shared: Mapping[int, str], leaves: Sequence[PlannedLeaf], s
     return listed(f"{len(facts)} arrays of the state share memory:", facts)
 
 
-def _shared(
+def _find_shared(
     arrays: Sequence[Any], batch: Sequence[Any], leaves: Sequence[PlannedLeaf]
 ) -> dict[int, str]:
     """The arrays that share memory, and what with: the batch, or the path of an earlier one."""

@@ -190,14 +190,14 @@ class Program:
             more = varying_axes(x) - set(get_names_from_partition_spec(leaf.given))
             if more:
                 facts.append(
-                    f"{leaf.path}: the result differs along {_quoted(more)}, but the plan shards it"
+                    f"{leaf.path}: the result differs along {_quote(more)}, but the plan shards it"
                     f" as {leaf.given}. Average its gradients: `manual.sync_gradients`, or"
                     " `manual.value_and_grad`."
                 )
         for path, x in zip(leaf_paths(aux), tree_leaves(aux), strict=True):
             if is_array(x) and varying_axes(x):
                 facts.append(
-                    f"{path_under('aux', path)}: it differs along {_quoted(varying_axes(x))}."
+                    f"{path_under('aux', path)}: it differs along {_quote(varying_axes(x))}."
                     " Reduce it: `Metrics.reduce`, or `jax.lax.pmean`."
                 )
         if facts:
@@ -215,7 +215,7 @@ class Program:
         """Raises `StateError` if the step changed the structure, or a static leaf."""
         if treedef != self.state.treedef:
             paths = leaf_paths(treedef.unflatten(new))
-            facts = _unpaired(
+            facts = _list_unpaired(
                 self._paths, paths, "the returned state lacks it.", "the step adds it to the state."
             ) or ["the step changes a container of the state, or a static field in it."]
             headline = "The step changes the structure of its state:"
@@ -224,7 +224,7 @@ class Program:
         for i in self.state.changed(new):
             old = self.state.static[i]
             facts.append(
-                f"{self._paths[i]}: the step turns {_described(old)} into {_described(new[i])}. A"
+                f"{self._paths[i]}: the step turns {_describe(old)} into {_describe(new[i])}. A"
                 f" leaf that is not an array is a constant of the compiled program. {_advice(old)}"
             )
         if facts:
@@ -232,7 +232,7 @@ class Program:
 
     def _check_arrays(self, arrays: list[Any], like: Sequence[Any], how: str) -> None:
         facts = [
-            f"{leaf.path}: {how} {_described(x)}, but the plan has {array_text(leaf)}. A state must"
+            f"{leaf.path}: {how} {_describe(x)}, but the plan has {array_text(leaf)}. A state must"
             " keep its shapes and dtypes: convert this leaf, or plan again."
             for x, old, leaf in zip(arrays, like, self.leaves, strict=True)
             if not is_array(x) or x.shape != old.shape or x.dtype != old.dtype
@@ -241,7 +241,7 @@ class Program:
             raise StateError(listed(f"{len(facts)} leaves differ from the plan:", facts))
 
 
-def _described(x: Any) -> str:
+def _describe(x: Any) -> str:
     return array_text(x) if has_shape(x) else f"the {type(x).__name__} {x!r}"
 
 
@@ -256,7 +256,7 @@ def _spec_of(spec: Any) -> PartitionSpec:
     return PartitionSpec() if spec is None else getattr(spec, "spec", spec)
 
 
-def _quoted(axes: Iterable[str]) -> str:
+def _quote(axes: Iterable[str]) -> str:
     return ", ".join(repr(axis) for axis in sorted(axes))
 
 
@@ -264,13 +264,13 @@ def _check_fits_plan(paths: list[str], plan: Plan) -> None:
     planned = [leaf.path for leaf in plan.leaves]
     if paths == planned:
         return
-    facts = _unpaired(
+    facts = _list_unpaired(
         paths, planned, "the plan has no such array.", "the state has no such array."
     ) or ["it has the same arrays in a different order."]
     raise SpecError(listed("The state does not match the plan:", facts, headed=True))
 
 
-def _unpaired(a: list[str], b: list[str], only_a: str, only_b: str) -> list[str]:
+def _list_unpaired(a: list[str], b: list[str], only_a: str, only_b: str) -> list[str]:
     """A fact about each path that only one of two trees has."""
     pairs = pair(((path, True) for path in a), ((path, True) for path in b))
     return [f"{path}: {only_a if x else only_b}" for path, x, y in pairs if not (x and y)]

@@ -15,6 +15,7 @@ from treeshard._core.jax_private import is_tracing
 from treeshard._core.make_mesh import is_attached, with_devices
 from treeshard._core.meetings import (
     check_not_broken,
+    check_ran,
     count_program,
     count_step,
     exclusive,
@@ -31,12 +32,12 @@ from treeshard.errors import ArgumentError, TreeShardError
 from treeshard.training._batch import BatchPlacement, structs_of
 from treeshard.training._pitfalls import (
     are_distinct,
-    are_from_steps,
     check_are_arrays,
     check_arguments,
     check_not_deleted,
     check_separate,
     check_sharded,
+    come_from_steps,
     copy_shared_buffers,
     mark_as_from_step,
     reshard_to_planned_types,
@@ -128,7 +129,7 @@ class Step:
         if program.is_traced and self._mesh.size == 1 and are_distinct([*arrays, *data]):
             return arrays, data, entry
         check_not_deleted(arrays, program.leaves)
-        if not are_from_steps(arrays, data, self._mesh):
+        if not come_from_steps(arrays, data, self._mesh):
             arrays = reshard_to_planned_types(arrays, program.shardings)
             if self._donate:
                 arrays = copy_shared_buffers(arrays, data, program.leaves, self._name)
@@ -150,6 +151,7 @@ class Step:
         except (ValueError, RuntimeError) as error:
             # Looking at the shardings of all arrays before each call would take longer than JAX
             # takes to refuse them. A program that failed while it ran has deleted its arguments.
+            check_ran(self._name, self._processes, error)
             if not isinstance(error, jax.errors.JaxRuntimeError):
                 check_not_deleted(arrays, program.leaves)
                 check_sharded(arrays, program.leaves, program.shardings, error)
@@ -163,11 +165,11 @@ class Step:
             call = count_step(self._processes)
             set_origin(new, self._processes, call, [leaf.path for leaf in program.leaves])
             set_origin(tree_leaves(aux), self._processes, f"{call}, aux,")
-            record_step(self._processes, f"{self._called(program)}, {entry}")
+            record_step(self._processes, f"{self._name_program(program)}, {entry}")
         if self._donate and self._mesh.size > 1:
             mark_as_from_step(new, self._mesh)
 
-    def _called(self, program: Program) -> str:
+    def _name_program(self, program: Program) -> str:
         """Names a program to other processes, which have called theirs in the same order."""
         if program.number is None:
             program.number = count_program(self._processes)
@@ -207,7 +209,7 @@ class Step:
         Returns:
             What `jax.jit(step).trace` returns: it has the `jaxpr`.
         """
-        return self._traced(state, batch)[1]
+        return self._trace_step(state, batch)[1]
 
     def lower(self, state: PyTree, batch: PyTree) -> jax.stages.Lowered:
         """Traces and lowers the step for these arguments, without donating them.
@@ -240,7 +242,7 @@ class Step:
                 compiler or the data sheet of absent devices tells.
             SpecError, StateError: As when the step is called.
         """
-        program, traced, data = self._traced(state, batch)
+        program, traced, data = self._trace_step(state, batch)
         step = report("programs._compiled_step").compile_step(
             traced.lower(), traced.jaxpr, self.plan, self.batch_specs, data, compiler_options
         )
@@ -260,7 +262,7 @@ class Step:
         Returns:
             A `Comparison`, as `treeshard.compare_communication` returns it.
         """
-        _, traced, _ = self._traced(state, batch)
+        _, traced, _ = self._trace_step(state, batch)
         roles = self._roles_in(traced.jaxpr)
         with _context_of(self._mesh):
             compiled = traced.lower().compile()
@@ -320,7 +322,7 @@ class Step:
         Raises:
             SpecError, StateError: As when the step is called.
         """
-        _, traced, _ = self._traced(state, batch)
+        _, traced, _ = self._trace_step(state, batch)
         return self._roles_in(traced.jaxpr)
 
     def _roles_in(self, jaxpr: ClosedJaxpr) -> "Roles":
@@ -329,7 +331,9 @@ class Step:
     def _batch_axes(self) -> tuple[str, ...]:
         return report("communication._forecast").batch_axes(self.plan, self.batch_specs)
 
-    def _traced(self, state: PyTree, batch: PyTree) -> tuple[Program, jax.stages.Traced, list[Any]]:
+    def _trace_step(
+        self, state: PyTree, batch: PyTree
+    ) -> tuple[Program, jax.stages.Traced, list[Any]]:
         """The step, traced for arguments of this form, and structs of the batch's arrays."""
         leaves, treedef = tree_flatten(structs_of(state))
         data, data_def = tree_flatten(structs_of(batch))

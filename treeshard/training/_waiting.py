@@ -43,7 +43,7 @@ def grads_with_deferred_sum(
         return value, structure[-1].dynamic(leaves), grads
 
     with deferred_axes(axes):
-        typed = _typed_as_waiting(run, arrays, axes)
+        typed = _type_as_waiting(run, arrays, axes)
         result = _call_unless_wrong(run, typed)
     if result is None:
         with deferred_axes(()):
@@ -89,26 +89,26 @@ _KEEPS = (
 )
 
 
-def _typed_as_waiting(
+def _type_as_waiting(
     run: Callable[..., Any], arrays: list[Any], axes: tuple[str, ...]
 ) -> list[Any]:
     """The arrays, as `reduced` if they have two dims or more and are used in products alone."""
-    over = [_not_splitting(axes, x) if x.ndim > 1 else [] for x in arrays]
+    over = [_select_unsplit(axes, x) if x.ndim > 1 else [] for x in arrays]
     if not any(over):
         return arrays
-    in_sums = _in_sums(run, arrays)
+    in_sums = _find_in_sums(run, arrays)
     return [
         waiting_over(x, names) if names and i not in in_sums else x
         for i, (x, names) in enumerate(zip(arrays, over, strict=True))
     ]
 
 
-def _not_splitting(axes: Sequence[str], x: Any) -> list[str]:
+def _select_unsplit(axes: Sequence[str], x: Any) -> list[str]:
     split = get_names_from_partition_spec(jax.typeof(x).sharding.spec)
     return [axis for axis in axes if axis not in split]
 
 
-def _in_sums(run: Callable[..., Any], arrays: list[Any]) -> set[int]:
+def _find_in_sums(run: Callable[..., Any], arrays: list[Any]) -> set[int]:
     """The arrays that are used elsewhere than in products, by a trace."""
     jaxpr = jax.jit(run).trace(arrays).jaxpr.jaxpr
     # What the loss closes over comes first.
