@@ -295,7 +295,7 @@ def shard_map_step(
         donate: Whether the new state reuses the memory of the old state, which is deleted.
 
     Returns:
-        A callable like that of `jit_step`.
+        A callable like the result of `jit_step`.
 
     Raises:
         StateError: When called, if leaves of the new state, or `aux`, may differ between

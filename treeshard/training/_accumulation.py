@@ -410,7 +410,7 @@ def _mean_of_parts(grads: PyTree, names: tuple[str, ...]) -> PyTree:
 
 
 def _scattered_mean(x: Any, spec: PartitionSpec, names: tuple[str, ...], mesh: AnyMesh) -> Any:
-    """The mean over `names`, of which this device keeps the shard that `spec` says."""
+    """The mean over `names`. This device keeps the shard that `spec` gives it."""
     from treeshard._core.torus import scatter_along
 
     total = x.astype(_wire_dtype(x, mesh))
