@@ -15,12 +15,14 @@ test: .venv/installed
 
 # What takes many minutes: every way of training on every mesh, planned against compiled; ten times
 # as many killed processes and damaged checkpoints; runs of four processes that are preempted, and
-# every call left in every way; every file call that fails once; power cuts (as root, on Linux); an object store.
+# every call left in every way; 32 processes that lose one; every file call that fails once; power cuts (as root,
+# on Linux); an object store.
 soak: .venv/installed
 	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/communication/test_comparison.py -k moves_what_is_planned
 	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/checkpoint/test_killed_saves.py tests/checkpoint/test_damages.py tests/checkpoint/test_power_loss.py
 	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/checkpoint/test_failing_calls.py
 	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/checkpoint/test_preemption.py tests/core/test_processes.py tests/core/test_schedules.py
+	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/core/test_lost_processes.py
 	$(BIN)/pip install --quiet -e ".[stores]"
 	$(BIN)/python -m pytest tests/checkpoint/test_object_store.py
 	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/training/test_explicit_axes.py tests/training/test_waiting.py

@@ -343,7 +343,7 @@ def test_bad_custom_names(custom: Any, text: str) -> None:
 
 
 def test_an_axis_that_no_field_names_is_told() -> None:
-    message = "no field names 'data', 'tensor' of the mesh .data=2, fsdp=2, tensor=2., so nothing"
+    message = "no field names 'data', 'tensor' of the mesh .data=2, fsdp=2, tensor=2., so no array"
     with pytest.warns(ShardingWarning, match=message):
         assert PartitionAxis().resolve("batch", mesh="data=2,fsdp=2,tensor=2") == P("fsdp")
     by_data = pytest.warns(ShardingWarning, match="'data'")

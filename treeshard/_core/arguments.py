@@ -100,7 +100,7 @@ def check_no_refs(tree: Any, where: str, prefix: str = "") -> None:
     """
     leaves = tree_leaves(tree)
     # `isinstance(x, jax.Ref)` takes 3 us, since it looks into traced values. Types are few.
-    if not any(issubclass(type_, (jax.Ref, Tracer)) for type_ in {*map(type, leaves)}):
+    if not any(issubclass(type_, (Tracer, jax.Ref)) for type_ in {*map(type, leaves)}):
         return
     refs = [i for i, x in enumerate(leaves) if isinstance(x, jax.Ref)]
     if not refs:

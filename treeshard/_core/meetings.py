@@ -16,6 +16,9 @@ if one process does not start it, the others wait forever, and nobody says for w
    a Ctrl-C: as a broken `threading.Barrier`, every later call raises, and names the first failure.
    What goes on is a call on which all had agreed before, such as a save in the background.
 4. When such a process ends, it does not wait for the others, which may wait for it.
+5. Some calls wait as long as others read or write. These show from time to time that they are
+   alive, in a key each, so that a killed or stopped one is noticed within the timeout. JAX notices
+   it by its own heartbeats, later, and aborts all processes.
 
 A process that skips one of two calls that look the same, with neither a step nor a batch of
 treeshard between them, is not noticed here, but by its arrays: `set_origin` notes which call of
@@ -34,7 +37,7 @@ import time
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from itertools import count
 from typing import Any, NamedTuple, TypedDict, Unpack
 
@@ -48,9 +51,6 @@ from treeshard.errors import ProcessError, select_own_lines, walk_calls, warn
 
 # Seconds to wait for other processes, by default.
 TIMEOUT = 60.0
-# For waits while others do work of unknown length. If one of them dies, JAX itself ends the rest.
-AS_LONG_AS_IT_TAKES = 7 * 86400.0
-
 
 # Makes the answer from the messages of all participants, on the first of them.
 Combine = Callable[[list[bytes]], bytes]
@@ -62,6 +62,7 @@ class MeetingOptions(TypedDict, total=False):
     phase: str
     among: Sequence[int] | None
     timeout: float | None
+    works: bool
     moves: bool
     channel: str
 
@@ -88,6 +89,7 @@ def exchange(
     phase: str = "",
     among: Sequence[int] | None = None,
     timeout: float | None = None,
+    works: bool = False,
     moves: bool = True,
     channel: str = "",
 ) -> Answer:
@@ -108,6 +110,8 @@ def exchange(
             this one participates.
         timeout: Seconds to wait for the other processes. `None` waits as long as by default, for
             operations that have no argument of this name.
+        works: Whether processes come only after work of unknown length, during which they are
+            `showing_life`. Then `timeout` is how long they may be without a sign of life.
         moves: Whether data travels after this meeting. Then all threads and all started steps
             must be in one order. Other calls of threads in the background meet on their own.
         channel: Names a sequence of meetings of its own.
@@ -116,16 +120,27 @@ def exchange(
     if participants == [_process.index]:
         return Answer(combine([payload]), [payload])
     # Others wait for what goes on, and would never end.
-    if timeout is None or timeout < AS_LONG_AS_IT_TAKES:
+    if not works:
         check_not_broken(what, participants)
     if not (moves or is_main_thread()):
         channel = channel or "background"
-    return _channel(participants, channel).meet(what, phase, payload, combine, timeout, moves=moves)
+    return _channel(participants, channel).meet(
+        what, phase, payload, combine, timeout, works=works, moves=moves
+    )
 
 
-def exclusive(among: Sequence[int], channel: str = "") -> AbstractContextManager[Any]:
+@contextmanager
+def exclusive(among: Sequence[int], channel: str = "") -> Iterator[None]:
     """For the whole of a call that moves data: the calls of other threads wait until it ends."""
-    return _channel(among, channel).lock if among else nullcontext()
+    if not among:
+        yield
+        return
+    with _channel(among, channel).lock:
+        try:
+            yield
+        except (ValueError, RuntimeError) as error:
+            check_ran(_thread.call.what, among, error)
+            raise
 
 
 # ------------------------------------------------------------------ a call that failed
@@ -154,6 +169,22 @@ def mark_broken(what: str, among: Sequence[int] | None) -> None:
         _process.client().key_value_set(key, _process.broken)
     with suppress(jax.errors.JaxRuntimeError, ProcessError):
         _process.broken = _process.client().key_value_try_get(key)
+
+
+def check_ran(what: str, among: Sequence[int], error: Exception) -> None:
+    """Raises if an error is the end of a program in which processes wait for each other.
+
+    Its collectives fail if a process is killed, or ends. JAX raises the text of a status, as a
+    `JaxRuntimeError` or, on CPUs, as a `ValueError`, and cannot name the process.
+    """
+    if among and str(error).startswith(_OF_COLLECTIVES):
+        _thread.call = _Call(what, line=_user_lines())
+        mark_broken(what, among)
+        raise ProcessError(_PROGRAM_FAILED.format(what=what, error=_reason(error))) from error
+
+
+# What the text of a status begins with that a collective may end with.
+_OF_COLLECTIVES = ("ABORTED:", "CANCELLED:", "DEADLINE_EXCEEDED:", "UNAVAILABLE:", "UNKNOWN: Gloo")
 
 
 @contextmanager
@@ -194,7 +225,7 @@ def set_told(error: BaseException | None) -> None:
 
 # ------------------------------------------------------------------ the end of the process
 
-_SECONDS_TO_END = 5.0  # that process 0 gives the others
+_SECONDS_TO_END = 5.0  # that process 0 gives the others, once more whenever one ends
 
 
 @atexit.register
@@ -226,14 +257,20 @@ def _broken_of_others() -> str:
 
 def _let_others_end() -> None:
     """Waits on process 0, which has the service: without it JAX aborts the others, which could not
-    say why they end."""
-    client, ends = _process.client(), f"{_process.names}ends"
-    client.key_value_increment(ends, 1)
+    say why they end. Prints which of them do not end so."""
+    client, ends = _process.client(), f"{_process.names}ends/"
+    client.key_value_set(f"{ends}{_process.index}", "")
     if _process.index != 0:
         return
-    until = time.monotonic() + _SECONDS_TO_END
-    while int(client.key_value_try_get(ends)) < _process.count:
-        if time.monotonic() > until:
+    ended, until = 0, 0.0
+    while ended < _process.count:
+        rows = client.key_value_dir_get(ends)
+        if len(rows) > ended:
+            ended, until = len(rows), time.monotonic() + _SECONDS_TO_END
+        elif time.monotonic() > until:
+            others = {*range(_process.count)} - {int(key.rpartition("/")[2]) for key, _ in rows}
+            names = f"{named_processes(sorted(others))} of {_process.count}"
+            print(_NOT_ENDED.format(names=names), file=sys.stderr)
             return
         time.sleep(0.05)
     time.sleep(0.3)  # between saying so and the end
@@ -372,11 +409,15 @@ class _Call(NamedTuple):
 
     def hashes(self) -> bytes:
         """What others compare: a hash of the call, of its history, and of its line."""
-        call = json.dumps(self._replace(history="", line=""))
-        return b"".join(bytes.fromhex(_hash(x)) for x in (call, self.history, self.line))
+        call = self._replace(history="", line="")
+        if self.phase == _COMPARING_CALLS:
+            call = _Call("", self.phase)  # the calls are not the same
+        texts = json.dumps(call), self.history, self.line
+        return b"".join(bytes.fromhex(_hash(text)) for text in texts)
 
 
 _HASH_BYTES = 8
+_COMPARING_CALLS = "comparing calls"  # a phase
 
 
 class _History:
@@ -410,6 +451,7 @@ _AGREED_AT_OTHER_LINES = b"~"  # as before, and the call is at different lines o
 _OTHER_CALLS = b"?"
 _OTHER_HISTORIES = b"#"
 _ABSENT = b"-"  # the rest says who did not come in time, and to which call
+_SILENT = b"."  # the rest says who has shown no sign of life
 _LEFT = b"!"  # the rest is what a process has left, and why
 
 # What those that have come give each other to answer.
@@ -446,6 +488,7 @@ class _Channel:
         combine: Combine,
         timeout: float | None,
         *,
+        works: bool,
         moves: bool,
     ) -> Answer:
         thread = "" if self._name else threading.current_thread().name
@@ -461,7 +504,7 @@ class _Channel:
             try:
                 release_interrupts()
                 with _typed_errors(what):
-                    return self._attend(call, payload, combine, timeout)
+                    return self._attend(call, payload, combine, timeout, works=works)
             except ProcessError:  # of all processes that come to this meeting
                 self._is_over = True
                 mark_broken(what, self.participants)
@@ -484,15 +527,24 @@ class _Channel:
             with suppress(jax.errors.JaxRuntimeError):
                 self._meeting(number, call, seconds=0.0).end(_LEFT + json.dumps(left).encode())
 
-    def _meeting(self, number: int, call: _Call, seconds: float) -> "_Meeting":
-        return _Meeting(f"{self._key}/{number}", self.participants, call, seconds)
+    def _meeting(
+        self, number: int, call: _Call, seconds: float, *, works: bool = False
+    ) -> "_Meeting":
+        return _Meeting(f"{self._key}/{number}", self.participants, call, seconds, works)
 
     def _attend(
-        self, call: _Call, payload: bytes, combine: Combine, timeout: float | None
+        self,
+        call: _Call,
+        payload: bytes,
+        combine: Combine,
+        timeout: float | None,
+        *,
+        works: bool = False,
     ) -> Answer:
         """Comes to the next meeting, and raises unless all have come to it with the same call."""
         number, self._number = self._number, self._number + 1
-        meeting = self._meeting(number, call, TIMEOUT if timeout is None else timeout)
+        seconds = TIMEOUT if timeout is None else timeout
+        meeting = self._meeting(number, call, seconds, works=works)
         interrupts = _thread.interrupts
         meeting.send(payload)
 
@@ -508,12 +560,14 @@ class _Channel:
         kind, rest = answer[:1], answer[1:]
         if kind == _ABSENT:
             raise ProcessError(_absent(call, timeout, *json.loads(rest)))
+        if kind == _SILENT:
+            raise ProcessError(f"{call.what}: {rest.decode()}")
         if kind == _LEFT:
             raise ProcessError(f"{call.what}: {_left(*json.loads(rest))}")
         if kind == _OTHER_CALLS:
             raise ProcessError(f"{call.what}: {self._compare_calls(call)}")
         if kind == _OTHER_HISTORIES:
-            raise ProcessError(f"{call.what}: {self._compare_histories()}")
+            raise ProcessError(f"{call.what}: {self._compare_histories(call)}")
         meeting.forget()
         _thread.at_one_line = kind == _AGREED
         _thread.last_meeting = f"meeting {number}{self._name and f' ({self._name})'}"
@@ -526,10 +580,11 @@ class _Channel:
             rows = zip(self.participants, map(json.loads, messages), strict=True)
             return _different({i: _Call(*fields) for i, fields in rows}).encode()
 
-        own, asking = json.dumps(call).encode(), _Call("comparing calls")
+        own = json.dumps(call).encode()
+        asking = call._replace(phase=_COMPARING_CALLS, history="")
         return self._attend(asking, own, combine, _SECONDS_TO_ANSWER).combined.decode()
 
-    def _compare_histories(self) -> str:
+    def _compare_histories(self, call: _Call) -> str:
         """Names the first step, or the first batch, in which processes differ that make one call.
 
         They exchange what they have done in another meeting, to which all of them come.
@@ -541,7 +596,8 @@ class _Channel:
             return f"{_OTHER_HISTORY}{first} {_THE_SAME_CALLS}".encode()
 
         entries = json.dumps([self.steps.entries(), self.batches.entries()])
-        own, asking = zlib.compress(entries.encode()), _Call("comparing histories")
+        own = zlib.compress(entries.encode())
+        asking = call._replace(phase="comparing histories", history="")
         return self._attend(asking, own, combine, _SECONDS_TO_ANSWER).combined.decode()
 
 
@@ -561,7 +617,8 @@ class _Meeting(NamedTuple):
     key: str
     participants: tuple[int, ...]
     call: _Call
-    seconds: float  # to wait for the others
+    seconds: float  # to wait for the others, or if they work for a sign of life
+    works: bool = False  # see `exchange`
 
     def send(self, payload: bytes) -> None:
         message = self.call.hashes() + payload
@@ -576,7 +633,13 @@ class _Meeting(NamedTuple):
     def wait(self, combine: Combine) -> tuple[bytes, list[bytes]]:
         """The answer; and all messages, on the first participant, which gives it."""
         self.come()
-        if _process.index != self.participants[0]:
+        first, *others = self.participants
+        if self.works:
+            is_first = _process.index == first
+            silent = self._silent(*(("all", others) if is_first else ("answer", [first])))
+            if silent:
+                return self.end(self._silence(silent)), []
+        if _process.index != first:
             with _suppress_timeout():
                 return self.get("answer", self.seconds), []
             return self._give_up(), []
@@ -604,6 +667,32 @@ class _Meeting(NamedTuple):
         client = _process.client()
         if client.key_value_increment(f"{self.key}/read", 1) == len(self.participants):
             client.key_value_delete(self.key)
+
+    def _silent(self, name: str, whom: Sequence[int]) -> list[int]:
+        """Waits for a key as long as processes show that they are alive; returns who does not.
+
+        Looks are counted, and no seconds: if all processes stop for a while, and then go on, this
+        one may be the first to look.
+        """
+        signs, looks = dict.fromkeys(whom, b""), Counter[int]()
+        while True:
+            with _suppress_timeout():
+                self.get(name, _seconds_between_signs(self.seconds))
+                return []
+            rows = _process.client().key_value_dir_get_bytes(_process.names + _ALIVE)
+            now = {int(key.rpartition("/")[2]): sign for key, sign in rows}
+            said = self._said() if name == "all" else {}
+            for i in whom:
+                looks[i] = 0 if signs[i] != now.get(i, b"") or i in said else looks[i] + 1
+                signs[i] = now.get(i, b"")
+            if silent := [i for i in whom if looks[i] == _LOOKS]:
+                return silent
+
+    def _silence(self, silent: Sequence[int]) -> bytes:
+        names = f"{named_processes(silent)} of {_process.count}"
+        seconds = _LOOKS * _seconds_between_signs(self.seconds)
+        fact = f"{names} showed no sign of life for {seconds:g} s, while others waited for it."
+        return _SILENT + f"{fact} {_SEE_ITS_LOG}".encode()
 
     def _give_up(self) -> bytes:
         # All who wait give up at about the same time. One of them reads who has come.
@@ -635,6 +724,57 @@ class _Meeting(NamedTuple):
 
     def _wake_first(self) -> None:
         _process.client().key_value_set_bytes(f"{self.key}/all", b"", allow_overwrite=True)
+
+
+# ------------------------------------------------------------------ signs of life
+
+_ALIVE = "alive/"  # in the keys of the service by which processes show that they are
+_LOOKS = 3  # at the sign of a process, after which one that has not changed is the last
+
+
+def _seconds_between_signs(timeout: float) -> float:
+    """So that `_LOOKS` end within the timeout; a loaded machine may take seconds for a sign."""
+    return max(timeout / (_LOOKS + 1), 2.0)
+
+
+@contextmanager
+def showing_life(options: MeetingOptions) -> Iterator[None]:
+    """Shows the others that this process is alive while the block runs, before a meeting.
+
+    The options are those of the meeting, and only if it `works`, anything is shown. A block that
+    takes less than some seconds sends nothing.
+    """
+    if not options.get("works") or indices(options.get("among")) == [_process.index]:
+        yield
+        return
+    end, timeout = threading.Event(), options.get("timeout")
+    seconds = _seconds_between_signs(TIMEOUT if timeout is None else timeout)
+    thread = threading.Thread(
+        target=_show_life, args=(end, seconds), name="treeshard-alive", daemon=True
+    )
+    with suppress(RuntimeError):  # at the end of the process there are no new threads
+        thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        if thread.ident is not None:
+            thread.join(_SECONDS_TO_ANSWER)
+
+
+def _show_life(end: threading.Event, seconds: float) -> None:
+    key, shows = f"{_process.names}{_ALIVE}{_process.index}", False
+    while not end.wait(seconds):
+        with suppress(jax.errors.JaxRuntimeError, ProcessError):
+            sign = str(time.monotonic_ns())  # any other than before
+            _process.client().key_value_set(key, sign, allow_overwrite=True)
+            shows = True
+    if shows:
+        with suppress(jax.errors.JaxRuntimeError, ProcessError):
+            _process.client().key_value_delete(key)
+
+
+# ------------------------------------------------------------------ waits, and comparing
 
 
 @contextmanager
@@ -794,9 +934,22 @@ _UNREACHABLE = (
     "{what}: the coordination service of JAX, which is in process 0, cannot be reached ({error})."
     " Nothing was done. See the log of process 0."
 )
+_SEE_ITS_LOG = (
+    "A process that is killed, stopped or cut off shows none: see its log. Start the run again,"
+    " from its last checkpoint."
+)
+_PROGRAM_FAILED = (
+    "{what}: a program failed in which the processes wait for each other: {error}. Look for a"
+    " process that was killed or has ended: process 0 prints, as it ends, which are missing. Start"
+    " the run again, from its last checkpoint."
+)
 _AT_EXIT = (
     "treeshard: the processes are out of step since {since}. This one ends with status 1 now, and"
     " does not wait for the others. Start the run again, from its last checkpoint."
+)
+_NOT_ENDED = (
+    "treeshard: missing at the end: {names}. A process that was killed or stopped, or that still"
+    " waits for another one, does not say that it ends. See its log."
 )
 _THE_SAME_CALLS = "All of them must make the same calls in the same order."
 _AT_OTHER_LINES = (

@@ -26,7 +26,6 @@ from jax.sharding import Mesh
 
 from treeshard._core.arrays import is_spread, processes_of
 from treeshard._core.facts import UNKNOWN, Differences, Facts, differences
-from treeshard._core.meetings import AS_LONG_AS_IT_TAKES as AS_LONG_AS_IT_TAKES
 from treeshard._core.meetings import (
     TIMEOUT,
     Answer,
@@ -38,6 +37,7 @@ from treeshard._core.meetings import (
     mark_broken,
     release_interrupts,
     set_told,
+    showing_life,
 )
 from treeshard._core.mesh import AnyMesh
 from treeshard._core.replicas import shared_parts
@@ -75,17 +75,18 @@ def all_or_none(
     """
     messages = Messages()
     own_error: BaseException | None = None  # told to the others before it is raised here
-    try:
-        release_interrupts()
-        yield messages
-        release_interrupts()
-    except BaseException as error:  # a Ctrl-C too
-        own_error = error
-    try:
-        told, failures = exchange_outcomes(what, own_error, messages.own, combine, **options)
-    except ProcessError as absent:
-        # The user's own error says more than that the others did not hear of it.
-        raise (own_error or absent) from None
+    with showing_life(options):
+        try:
+            release_interrupts()
+            yield messages
+            release_interrupts()
+        except BaseException as error:  # a Ctrl-C too
+            own_error = error
+        try:
+            told, failures = exchange_outcomes(what, own_error, messages.own, combine, **options)
+        except ProcessError as absent:
+            # The user's own error says more than that the others did not hear of it.
+            raise (own_error or absent) from None
     if own_error is not None:
         raise own_error
     if len(failures) == 1:

@@ -42,7 +42,6 @@ from treeshard._core.memory import Meter, lacking_memory
 from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh
 from treeshard._core.paths import PyTree, leaf_paths, path_under
 from treeshard._core.processes import (
-    AS_LONG_AS_IT_TAKES,
     TIMEOUT,
     all_or_none,
     participating_processes,
@@ -353,7 +352,8 @@ def _fill_structs(
         call.name,
         phase="read",
         among=group.processes,
-        timeout=AS_LONG_AS_IT_TAKES,
+        timeout=call.timeout,
+        works=True,
         moves=group.moves,
     ) as facts:
         for i in show_progress(structs, call.name, show=call.progress):

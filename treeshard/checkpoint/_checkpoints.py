@@ -21,7 +21,6 @@ from etils import epath
 from treeshard._core.meetings import breaking_if_left
 from treeshard._core.paths import PyTree
 from treeshard._core.processes import (
-    AS_LONG_AS_IT_TAKES,
     TIMEOUT,
     all_or_none,
     name_failures,
@@ -284,7 +283,9 @@ class Checkpoints:
         self.wait()
         with require_agreement(REMOVE_AFTER, timeout=self._timeout) as facts:
             facts["the directory"], facts["the step"] = str(self._directory), str(number)
-        with all_or_none(REMOVE_AFTER, phase="remove", timeout=AS_LONG_AS_IT_TAKES) as removed:
+        with all_or_none(
+            REMOVE_AFTER, phase="remove", timeout=self._timeout, works=True
+        ) as removed:
             if jax.process_index() == 0:
                 later = [x for x in self.steps() if x > number]
                 self._remove_durably(reversed(later))
@@ -408,7 +409,9 @@ class Checkpoints:
         """
         state: PyTree = None
         error: TreeShardError | None = None
-        with all_or_none(LATEST, _unread, phase="read", timeout=AS_LONG_AS_IT_TAKES) as outcomes:
+        with all_or_none(
+            LATEST, _unread, phase="read", timeout=self._timeout, works=True
+        ) as outcomes:
             try:
                 state = self.restore(step, like, **options)
             except (CheckpointError, ProcessError) as raised:

@@ -28,7 +28,6 @@ from treeshard._core.memory import Meter, kept_by_allocator
 from treeshard._core.mesh import MeshLike
 from treeshard._core.paths import PyTree, nested
 from treeshard._core.processes import (
-    AS_LONG_AS_IT_TAKES,
     TIMEOUT,
     all_or_none,
     require_agreement,
@@ -247,7 +246,7 @@ def _read_together(
         timeout=timeout,
     )
     reading_together = all_or_none(
-        WHERE, _join_errors, phase="read", among=among, timeout=AS_LONG_AS_IT_TAKES
+        WHERE, _join_errors, phase="read", among=among, timeout=timeout, works=True
     )
     with reading_together as messages, explaining(check):
         store = ArrayStore(path)

@@ -23,10 +23,9 @@ import jax
 from etils import epath
 
 from treeshard._core.hosts import check_memory_of_hosts
-from treeshard._core.meetings import Combine
+from treeshard._core.meetings import Combine, MeetingOptions, showing_life
 from treeshard._core.paths import PyTree
 from treeshard._core.processes import (
-    AS_LONG_AS_IT_TAKES,
     Messages,
     compare_copies,
     exchange_outcomes,
@@ -240,7 +239,7 @@ def _finish(
     me, partial = jax.process_index(), partial_path(path)
     leaves = list(parts)
     with held:
-        with _stage(path, "written", AS_LONG_AS_IT_TAKES, to_first) as reports:
+        with _stage(path, "written", timeout, to_first, works=True) as reports:
             if me != 0:  # before a byte is written where process 0 would not find it
                 check_mark(partial / MARK, mark, timeout)
             has_written = write_arrays(partial, table.leaves, parts, copied=copied)
@@ -251,7 +250,7 @@ def _finish(
                 facts = flush_tree(folder)
                 files = {f"{folder.name}/{name}": x for name, x in facts.items()}
             reports.own = json.dumps([has_written, files]).encode()
-        with _stage(path, "committed", AS_LONG_AS_IT_TAKES) as unflushed:
+        with _stage(path, "committed", timeout, works=True) as unflushed:
             if me == 0:
                 of_process = [json.loads(report) for report in reports.received]
                 merge(partial, [i for i, (wrote, _) in enumerate(of_process) if wrote], leaves)
@@ -323,7 +322,12 @@ def _in_all(files: FileFacts) -> str:
 
 @contextmanager
 def _stage(
-    path: epath.Path, name: str, timeout: float, combine: Combine = b"".join
+    path: epath.Path,
+    name: str,
+    timeout: float,
+    combine: Combine = b"".join,
+    *,
+    works: bool = False,
 ) -> Iterator[Messages]:
     """A stage of a save on all processes. If one process raises, even by a Ctrl-C, all raise.
 
@@ -331,14 +335,15 @@ def _stage(
     """
     messages = Messages()
     raised: BaseException | None = None
-    try:
-        yield messages
-    except BaseException as error:
-        raised = error
     channel = f"save {path}"
-    told, failures = exchange_outcomes(
-        f"{channel}: {name}", raised, messages.own, combine, timeout=timeout, channel=channel
-    )
+    options: MeetingOptions = {"timeout": timeout, "works": works, "channel": channel}
+    with showing_life(options):
+        try:
+            yield messages
+        except BaseException as error:
+            raised = error
+        what = f"{channel}: {name}"
+        told, failures = exchange_outcomes(what, raised, messages.own, combine, **options)
     if raised is not None and not isinstance(raised, Exception):
         raise raised  # a Ctrl-C stays a KeyboardInterrupt
     if failures:

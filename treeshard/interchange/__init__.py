@@ -16,7 +16,6 @@ from treeshard._core.hosts import check_memory_of_hosts
 from treeshard._core.meetings import breaking_if_left
 from treeshard._core.mesh import MeshLike
 from treeshard._core.processes import (
-    AS_LONG_AS_IT_TAKES,
     TIMEOUT,
     all_or_none,
     require_agreement,
@@ -249,7 +248,7 @@ def load_safetensors(
             too_little = functools.partial(no_memory_to_read, source)
             needed = memory_to_load(readings)
             check_memory_of_hosts(where, needed, too_little, timeout=timeout)
-            with all_or_none(where, phase="read", timeout=AS_LONG_AS_IT_TAKES):
+            with all_or_none(where, phase="read", timeout=timeout, works=True):
                 return read_tensors(request, readings, progress=progress)
     except OSError as error:
         raise CheckpointError(f"{where}: {source} cannot be read: {error}.") from error

@@ -27,7 +27,7 @@ from typing import BinaryIO, NamedTuple
 
 import jax
 
-from treeshard._core.processes import AS_LONG_AS_IT_TAKES, all_or_none
+from treeshard._core.processes import all_or_none
 from treeshard._disk.files import (
     Lock,
     check_mark,
@@ -172,7 +172,7 @@ def _write_files(
         if not first:
             check_mark(mark, marks.answer, timeout)
         opened = [_open(hidden / file.path.name, held) for file in files]
-    with all_or_none(where, phase="write", timeout=AS_LONG_AS_IT_TAKES):
+    with all_or_none(where, phase="write", timeout=timeout, works=True):
         places = {
             x.name: (to, x) for file, to in zip(files, opened, strict=True) for x in file.tensors
         }
@@ -184,7 +184,7 @@ def _write_files(
             if first:
                 write_bytes(to, 0, file.head)
             os.fsync(to)  # the rename must not be durable before these writes
-    with all_or_none(where, phase="rename", timeout=AS_LONG_AS_IT_TAKES):
+    with all_or_none(where, phase="rename", timeout=timeout, works=True):
         if first:
             _put_in_place(where, path, files, hidden)
 

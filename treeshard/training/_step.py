@@ -15,6 +15,7 @@ from treeshard._core.jax_private import is_tracing
 from treeshard._core.make_mesh import is_attached, with_devices
 from treeshard._core.meetings import (
     check_not_broken,
+    check_ran,
     count_program,
     count_step,
     exclusive,
@@ -150,6 +151,7 @@ class Step:
         except (ValueError, RuntimeError) as error:
             # Looking at the shardings of all arrays before each call would take longer than JAX
             # takes to refuse them. A program that failed while it ran has deleted its arguments.
+            check_ran(self._name, self._processes, error)
             if not isinstance(error, jax.errors.JaxRuntimeError):
                 check_not_deleted(arrays, program.leaves)
                 check_sharded(arrays, program.leaves, program.shardings, error)
