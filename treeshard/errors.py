@@ -1,7 +1,7 @@
 """The errors and warnings of treeshard, and the helpers that build their messages.
 
-Each error is also one of Python's own, so that code which catches `ValueError` or `KeyError` around
-a call keeps working, and `except TreeShardError` has all of them.
+Each error also subclasses a built-in exception, so code that catches `ValueError` or `KeyError`
+around a call keeps working. `except TreeShardError` catches all of them.
 """
 
 import os
@@ -72,8 +72,7 @@ class TreeShardError(Exception):
 
 
 class ArgumentError(TreeShardError, TypeError):
-    """An argument is of another kind than the function takes, such as one of two in the wrong
-    order."""
+    """An argument has the wrong type, or two arguments are swapped."""
 
 
 class NoMeshError(TreeShardError, RuntimeError):
@@ -123,7 +122,7 @@ class DoesNotFitError(TreeShardError, MemoryError):
     """A program needs more memory than a device has, or a tree more than its host.
 
     Attributes:
-        need: The bytes that it needs per device, or of the host; `None` if that is unknown.
+        need: The bytes that it needs per device or of the host. `None` if they are unknown.
         capacity: The bytes that the device has, or that are free on the host.
     """
 
@@ -142,11 +141,11 @@ class StateError(TreeShardError, TypeError):
 
 
 class ShardingTypeError(TreeShardError, TypeError):
-    """JAX cannot tell how the result of an operation is split over Explicit axes."""
+    """JAX cannot derive how the result of an operation is sharded over Explicit axes."""
 
 
 class ProcessError(TreeShardError, RuntimeError):
-    """Processes of a collective call did not all arrive, disagree about what to do, or left it."""
+    """A process did not arrive at a collective call, left it, or disagrees with the others."""
 
 
 class CheckpointError(TreeShardError, RuntimeError):
@@ -154,7 +153,7 @@ class CheckpointError(TreeShardError, RuntimeError):
 
 
 class DamagedError(CheckpointError):
-    """The contents of the disk are not what was saved."""
+    """The bytes on the disk differ from the saved bytes."""
 
 
 class RemovedError(CheckpointError):
@@ -170,7 +169,7 @@ class UnstableStepError(TreeShardError, AssertionError):
 
 
 class CommunicationError(TreeShardError, AssertionError):
-    """A program moves data between devices in another way than a test expects."""
+    """A program communicates in another way than a test expects."""
 
 
 class UnexpectedShardingError(TreeShardError, AssertionError):
@@ -178,7 +177,7 @@ class UnexpectedShardingError(TreeShardError, AssertionError):
 
 
 class WrongResultError(TreeShardError, AssertionError):
-    """A computation gives other numbers in another layout, by more than rounding."""
+    """A computation gives different numbers in different layouts, by more than rounding."""
 
 
 class ShardingWarning(UserWarning):
@@ -264,7 +263,7 @@ _PACKAGES = re.compile(r"/(site|dist)-packages/|^<")
 
 
 def select_own_lines(lines: Iterable[str]) -> list[str]:
-    """Those of some lines, as `file:line`, that are in the user's code."""
+    """The lines, as `file:line`, that are in the user's code."""
     not_own = _HIDDEN + _STANDARD
     return [x for x in lines if not x.startswith(not_own) and not _PACKAGES.search(x)]
 

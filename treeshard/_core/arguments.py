@@ -116,7 +116,7 @@ def check_no_refs(tree: Any, where: str, prefix: str = "") -> None:
 
 
 def check_path(path: Any, where: str, call: str) -> None:
-    """Raises `ArgumentError` if a path is not one, as where it is passed after the tree."""
+    """Raises `ArgumentError` if a path is not a path, such as a tree that is passed first."""
     if not isinstance(path, str | os.PathLike):
         raise ArgumentError(
             f"{where}: the path is {describe_argument(path)}. The path comes first: `{call}`."

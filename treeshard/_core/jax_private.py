@@ -153,7 +153,7 @@ def drop_unused(jaxpr: Any) -> Any:
     """A program without the equations whose results nothing reads. It has all arguments.
 
     Why: a trace has gradients that the update drops, and no public function removes them.
-    Without it: the trace as it is, in which these gradients count.
+    Without it: the full trace, in which these gradients count.
     Versions: all. It can go when JAX has a public function for it.
     """
     remove = _private("interpreters.partial_eval", "dce_jaxpr")
@@ -203,7 +203,7 @@ def show_as(fn: F, shown: Any) -> F:
     Without it: the name and line of a function inside treeshard, which calls the user's.
     Versions: all. JAX looks for the function that another one wraps.
     """
-    # The arguments are still those of `fn`: programs have their names.
+    # The arguments keep the names of `fn`, which programs show.
     signature = inspect.signature(fn)
     while isinstance(shown, partial) or hasattr(shown, "__wrapped__"):
         shown = shown.func if isinstance(shown, partial) else shown.__wrapped__

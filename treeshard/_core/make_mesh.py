@@ -257,7 +257,7 @@ def with_devices(mesh: MeshLike | None, where: str, *, compile_only: bool = Fals
 
 
 def is_attached(device: Any) -> bool:
-    """Whether a device can hold arrays; those of a topology can only be compiled for."""
+    """Whether a device can hold arrays. For the devices of a topology, one can only compile."""
     return getattr(device.client, "runtime_type", "") != "compile_only_runtime"
 
 

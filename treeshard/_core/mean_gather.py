@@ -119,7 +119,7 @@ def _gather(x: Any, how: Gathering) -> Any:
 def gather_shard(
     x: Any, spec: PartitionSpec, axes: Sequence[str], mesh: AnyMesh | None, wire_dtype: Any = None
 ) -> Any:
-    """Gathers an array over those of `axes` that shard it by `spec`; `gather_by` has its gradient.
+    """Gathers an array over the axes that shard it by `spec`; `gather_by` has its gradient.
 
     The gradient is a mean over the other ones of `axes` too, where JAX would sum it.
     """

@@ -50,7 +50,7 @@ def lacking_memory(needed: int, threads: int = 0) -> tuple[str, int] | None:
     fact = f"{human_bytes(needed)} of host memory in this process, and {human_bytes(max(free, 0))}"
     reserved = ""
     if needed <= free:
-        reserved = f", of which its threads reserve {human_bytes(free - beside_threads)}"
+        reserved = f"; its threads reserve {human_bytes(free - beside_threads)} of them"
     return f"{fact} are available{reserved}.", free
 
 

@@ -1,9 +1,9 @@
 """What is known of traced arrays beyond their types, such as which leaf of a state one is.
 
-A type does not say which dims of a shard are split, nor whether a gradient is that of a shard. A
+A type does not say which dims of a shard are split, nor whether a gradient belongs to a shard. A
 traced array has no place for notes, so they stand here, by identity, for as long as the array
-lives. Code that JAX traces separately, such as the body of a scan, gets other arrays, of which
-nothing is known.
+lives. Code that JAX traces separately, such as the body of a scan, gets other arrays, without
+notes.
 """
 
 import weakref
@@ -19,7 +19,7 @@ _NOTES: dict[int, tuple[weakref.ref[Any], Any]] = {}
 
 
 def note_origin(x: A, origin: Any) -> A:
-    """Notes what an array is, or of which other array it has the values; returns it."""
+    """Notes what an array is, or which other array has its values. Returns the array."""
     if x is origin:
         return x
     key = id(x)

@@ -1,6 +1,6 @@
 """Parses specs, names, dtypes, amounts of memory and JSON; writes sizes, tables and folded paths.
 
-Parsing evaluates nothing but literals.
+Parsing evaluates literals only.
 """
 
 import ast

@@ -1,6 +1,6 @@
 """Threads that may begin at any time, Ctrl-C beside them, and the end of the process.
 
-Those of `concurrent.futures` do not begin once the main thread has ended. Its `Future`, and each
+Threads of `concurrent.futures` do not begin once the main thread has ended. Its `Future`, and each
 `threading.Condition`, also takes a lock in Python code: a Ctrl-C between taking it and entering the
 `with` block leaves it taken, and the thread that would end waits for it forever.
 """

@@ -2,8 +2,8 @@
 
 The compiler for TPUs all-reduces what should be scattered over all dims of a torus at once, which
 sends twice the bytes and keeps the full result. Scattered over one dim after the other, each over
-the groups of devices along it (`axis_index_groups`), it stays a reduce-scatter. The bytes are
-those of one scatter, and the shards come out in the order of the axis.
+the groups of devices along it (`axis_index_groups`), it stays a reduce-scatter. The bytes equal
+one scatter, and the shards come out in the order of the axis.
 """
 
 import math

@@ -84,7 +84,7 @@ def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
 def bytes_by_device(leaves: Iterable[PlacedLeaf]) -> dict[int, int]:
     """Returns the bytes by device id; on an abstract mesh, by position in it (row-major).
 
-    Devices that hold nothing are included. Pinned host memory does not count.
+    Empty devices are included. Pinned host memory does not count.
     """
     by_device: Counter[int] = Counter()
     by_mesh: dict[AnyMesh, np.ndarray] = {}  # added up at once: a mesh may have 65,536 devices

@@ -1,7 +1,7 @@
 """Compares trees in everything that makes a jitted function compile again.
 
 `jax_explain_cache_misses` says why JAX traces a function again. An argument that is sharded
-otherwise compiles again without a new trace, of which it says nothing. So each fact that is part of
+otherwise compiles again without a new trace, which it does not report. So each fact that is part of
 the key of either cache is compared on its own, with words for a message.
 """
 
@@ -66,7 +66,7 @@ def diff_shardings(a: PyTree, b: PyTree) -> ShardingDiff:
 
     Args:
         a: A live tree, `ShapeDtypeStruct`s, `NamedSharding`s, or a `Plan`.
-        b: Another; its leaves are matched with those of `a` by path.
+        b: Another; its leaves are matched with the leaves of `a` by path.
 
     Returns:
         A tuple of `LeafDifference`, in `a`'s order, followed by the leaves that only `b` has.

@@ -1,6 +1,6 @@
 """The findings of a plan: its errors and warnings, each with its fix.
 
-The checks read decisions and decide nothing. So a plan can be made of rules with mistakes, and
+The checks only read decisions. So a plan can be made of rules with mistakes, and
 tells all of them at once, with what each costs; JAX raises them one per attempt. What a check says
 follows from the rules, the shapes and the mesh. Nothing is concluded from the names of leaves, but
 for two conventions: what a mesh axis is for (`axis_names`), and which leaves are optimizer state.
@@ -235,7 +235,7 @@ def _unused_specs(plan: PlannedTree) -> Iterator[Finding]:
 
 
 def _only_small_leaves(plan: PlannedTree) -> Iterator[Finding]:
-    """One finding if `fsdp` splits nothing, as all leaves have fewer elements than `min_size`."""
+    """One finding if `fsdp` splits no leaf, because all have fewer elements than `min_size`."""
     leaves = plan.leaves
     if any(leaf.size >= plan.min_size for leaf in leaves):
         return
@@ -361,7 +361,7 @@ def _left_whole(plan: PlannedTree) -> list[Finding]:
 def _missed_axes(
     leaf: PlannedLeaf, usually_idle: Sequence[str], plan: PlannedTree
 ) -> tuple[str, ...]:
-    """The idle axes that do not split a leaf; none if it is small, or meant to be as it is."""
+    """The idle axes that do not split a leaf. Empty if it is small, or sharded as intended."""
     is_small = leaf.size < max(plan.min_size, 2)  # nothing splits a single element
     if is_small or _is_intended(leaf, plan):
         return ()
@@ -380,7 +380,7 @@ _NO_NAME = "\N{LATIN LETTER DENTAL CLICK}/\N{LATIN LETTER LATERAL CLICK}"
 
 
 def _is_intended(leaf: PlannedLeaf, plan: PlannedTree) -> bool:
-    """Whether a leaf is meant as it is: by its spec, or a rule that names and replicates it."""
+    """Whether a leaf is sharded as intended: by its spec, or by a rule that names it."""
     if leaf.decision.by_spec:
         return True
     if leaf.rule is None or leaf.asked is None or leaf.adjustments:

@@ -199,7 +199,7 @@ class Plan(PlannedTree):
         - `left-whole`: a leaf of at least `min_size` elements is not sharded over idle axes, and
           sharding it evenly would save at least 1% of the memory per device. The largest saving
           comes first. An axis is idle for a leaf if it shards neither the leaf nor, by its name,
-          the batch: see `jit_step`. Exempt are specs in place of rules, and leaves that a rule
+          the batch: see `jit_step`. Exempt are specs instead of rules, and leaves that a rule
           replicates (`None`, `P()` or `replicate()`), unless its pattern matches every path.
         - `state-unlike-weight`: a rule shards optimizer state unlike its parameter.
         - `explicit-spec-too-small`: a spec is ignored, because the leaf has fewer elements than

@@ -407,7 +407,7 @@ def _leaves_in_common(start: int, node: Any, tree: PyTree) -> list[int]:
     return list(there) if all_leaves(there.values()) else []
 
 
-# The value of `plan_in_force` while a state is initialised: nothing is sharded yet.
+# The value of `plan_in_force` while a state is initialised, before it is sharded.
 INITIALISING = "initialising"
 
 # The scope in which `accumulate_gradients` averages gradients over parts of the batch, by

@@ -193,7 +193,7 @@ def kind_of(action: Any) -> str:
 
 
 def check_action(action: Any) -> Any:
-    """Returns an action. Raises `ShardingRuleError` if it is none of those that rules have."""
+    """Returns an action. Raises `ShardingRuleError` if it is not an action of a rule."""
     is_spec = action is None or isinstance(action, PartitionSpec | Tactic)
     if is_spec or is_logical(action) or (callable(action) and takes(action, 2)):
         return action

@@ -197,7 +197,7 @@ class Walk:
         ]
 
     def _note_combined(self, eqn: Any, operands: list[Value], results: list[Value]) -> None:
-        # A norm of a weight in the loss is a scalar, and leaves the gradient as it is.
+        # A norm of a weight in the loss is a scalar, and leaves the gradient unchanged.
         if all(math.prod(variable.aval.shape) == 1 for variable in eqn.outvars):
             return
         before = frozenset[int]().union(*(operand.leaves for operand in operands))

@@ -120,7 +120,7 @@ ELEMENTWISE = frozenset(
 KEEP_ELEMENTS = ("convert_element_type", "copy", "reduce_precision", "stop_gradient")
 # Ops on each PRNG key by itself, whose results may have other dims at the end.
 OF_KEYS = ("random_fold_in", "random_split", "random_unwrap", "random_wrap")
-# Ops that return each of their operands as it is.
+# Ops that return each of their operands unchanged.
 PASS_ON = ("device_put", "optimization_barrier", "pvary", "copy_p")
 
 

@@ -72,7 +72,7 @@ def paths_by_number(arguments: Sequence[Argument]) -> dict[int, str]:
 
 
 def path_of_name(name: str) -> str:
-    """`state/layers/0/w` for JAX's name `state['layers'][0].w`; another name as it is."""
+    """`state/layers/0/w` for JAX's name `state['layers'][0].w`; another name stays unchanged."""
     keys = _NAME.fullmatch(name)
     if keys is None:
         return name

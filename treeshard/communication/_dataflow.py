@@ -380,9 +380,9 @@ _SOURCES: Mapping[str, Callable[[Dataflow, Value], list[Value]]] = {
         _follow_element,
     ),
 }
-# Those of them that pass on each element as it is: see `keeps`. A text may have the others between
-# their halves too, such as `%copy-done.28 = f32[256]{0:S(1)} copy-done(%copy-start.28)`, with which
-# TPUs bring an array to fast memory.
+# The ops among them that pass on each element unchanged: see `keeps`. A text may have the others
+# between their halves too, such as `%copy-done.28 = f32[256]{0:S(1)} copy-done(%copy-start.28)`,
+# with which TPUs bring an array to fast memory.
 _KEEPING = frozenset(
     {
         "Sharding",
@@ -457,7 +457,7 @@ _OPERANDS_AT = {
     "slice-start": (0,),
 }
 # output_to_operand_aliasing={{0}: (1, {}), {1}: (0, {2})}: element 0 of the result is operand 1,
-# and element 1 is element 2 of operand 0. `{}: (0, {})` is a result that is no tuple.
+# and element 1 is element 2 of operand 0. `{}: (0, {})` is a result that is not a tuple.
 _ALIASING = re.compile(r"\{(\d*)\}: \((\d+), \{(\d*)\}\)")
 
 
@@ -504,7 +504,7 @@ def _find_in_place_of_fusion(flow: Dataflow, at: Value) -> list[Value]:
 
 
 def _find_passed_operand(flow: Dataflow, at: Value) -> list[Value]:
-    """The operand that a call returns as it is."""
+    """The operand that a call returns unchanged."""
     # The CPU's compiler calls small loops, whose results are the memory of their operands:
     #   %while.24_computation (tuple.32: (s32[], f32[8])) -> (s32[], f32[8]) {
     #     %tuple.32 = (s32[], f32[8]{0}) parameter(0)

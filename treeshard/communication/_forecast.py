@@ -154,12 +154,12 @@ class _Forecast:
         }
 
     def _dims(self, leaf: PlannedLeaf, axes: Collection[str]) -> list[tuple[str, ...]]:
-        """Those of some axes that split each dim of a leaf."""
+        """The axes, among some, that split each dim of a leaf."""
         of_dims = [self._sort_axes({*axes_of(entry)} & {*axes}) for entry in entries(leaf.given)]
         return [of_dim for of_dim in of_dims if of_dim]
 
     def _sort_axes(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """Those of some axes that split the batch."""
+        """The axes, among some, that split the batch."""
         chosen = set(axes)
         return tuple(axis for axis in self.along if axis in chosen)
 

@@ -192,7 +192,7 @@ class Matcher:
     Attributes:
         activations: Collectives of computed values along axes that shard parameters but not the
             batch, or along which parameters stay split where they are used.
-        matrices: Those of `training.by_matrix`.
+        matrices: The exchanges of `training.by_matrix`.
         sums: Those over all rows of the batch.
         moments: Those of vectors that the update broadcasts.
         leaves: The leaf that each collective is of, or `None`.

@@ -19,14 +19,14 @@ def analyze_sharding_strategy(
 ) -> dict[str, Any]:
     """Computes the memory per device and the balance of a sharding.
 
-    No values are read, and nothing is moved; what a step moves, `step.communication` says. A dim
+    No values are read or moved. `step.communication` reports what a step communicates. A dim
     that its axes do not divide is counted as the compiler splits it: in parts of the rounded-up
     length, the last ones shorter or empty.
 
     Args:
         pytree: Arrays, or their `jax.ShapeDtypeStruct`s; other leaves are ignored.
         partition_specs: A `Plan`, specs or `NamedSharding`s for them, or a prefix of such a tree.
-            A leaf for which it is `None` is counted as it is sharded now.
+            A leaf without a spec is counted by its current sharding.
         mesh: The mesh; by default the plan's, the one of `NamedSharding`s, or the one in
             force. It may be an `AbstractMesh`.
 

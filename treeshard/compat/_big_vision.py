@@ -193,7 +193,7 @@ class Registry:
 
         Raises:
             ShardingRuleError: If the name does not start with `"shardings."`, cannot be called, or
-                is that of a tactic or an op of big_vision.
+                belongs to a tactic or an op of big_vision.
         """
         prefix, _, op = name.partition(".")
         if prefix != "shardings" or not op.isidentifier():

@@ -143,7 +143,7 @@ def _read_name(name: Any, custom: Collection[str]) -> Any:
 
 
 def _set_decoding_axes(paxis: PartitionAxis) -> PartitionAxis:
-    """The axes; decoding has the axes of training where it has none of its own."""
+    """The axes. Decoding uses the axes of training unless it has its own."""
     default = PartitionAxis(**{name: getattr(paxis, name) for name in USUAL_NAMES})
     changes: dict[str, Any] = {}
     for field in fields(PartitionAxis):

@@ -16,7 +16,7 @@ from treeshard._core.mesh import MeshLike, axis_sizes, unknown_axis
 from treeshard._core.specs import Entry, all_axes, entries, entry_of, trimmed
 from treeshard.errors import ShardingRuleError, UnknownAxisInRuleError, listed
 
-# EasyDeL passes each dim to `PartitionSpec` as it is written, and so reads "None" as an axis.
+# EasyDeL passes each dim to `PartitionSpec` as text, and so reads "None" as an axis.
 _NOT_SHARDED = ("None", "_")
 
 

@@ -38,7 +38,7 @@ class Array(NamedTuple):
 
 def read_type(text: str) -> dict[Path, Array]:
     """The arrays of a type by their places in it: `(f32[8]{0}, (u32[]))` has `(0,)` and `(1, 0)`;
-    an array that is no tuple has `()`."""
+    an array that is not a tuple has `()`."""
     arrays: dict[Path, Array] = {}
     place: list[int] = []
     for part in _TYPE_PARTS.finditer(text):

@@ -164,10 +164,10 @@ def host_bytes(plan: Plan) -> int:
 def temporaries_of(analysis: Any, platform: str) -> int:
     """The bytes of intermediate values at most, from what the compiler says of a program.
 
-    The compiler for TPUs says two numbers. That of temporaries counts some memory twice, which may
-    come to more than a device has in programs that it accepts. The peak is of all memory, also what
-    is on the host and in the chip's vector memory. The smaller is near the addresses that it
-    assigns. Of some programs it does not say the peak, which is 0 then.
+    The compiler for TPUs reports two numbers. The size of temporaries counts some memory twice, and
+    may exceed the device's memory in programs that the compiler accepts. The peak includes memory
+    on the host and in the chip's vector memory. The smaller number is near the addresses that the
+    compiler assigns. For some programs the compiler reports a peak of 0.
     """
     temporaries: int = analysis.temp_size_in_bytes
     if platform != "tpu":

@@ -81,7 +81,7 @@ def init_sharded(
         P('fsdp',)
 
     `fn` is traced once for the shapes, to which the rules are applied. Then it is compiled
-    once, and each device computes its own shards. The values are those of
+    once, and each device computes its own shards. The values equal
     `jax.jit(fn)(*args)` on one device: bit for bit from elementwise initialisers, and to rounding
     where `fn` sums over a sharded dim, as a normalisation does.
 
@@ -295,7 +295,7 @@ def shard_map_step(
         donate: Whether the new state reuses the memory of the old state, which is deleted.
 
     Returns:
-        A callable like that of `jit_step`.
+        A callable like the result of `jit_step`.
 
     Raises:
         StateError: When called, if leaves of the new state, or `aux`, may differ between

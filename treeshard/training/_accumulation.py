@@ -83,8 +83,9 @@ def accumulate_gradients(
         >>> float(total), int(count)
         (22.0, 4)
 
-    The first of the two counts rows more in parts where few are unmasked: divide by `len(losses)`.
-    The second, and batch norm, compares rows with those of one part. `testing.check_step` tells.
+    The masked mean over-weights rows of minibatches with few unmasked rows: divide by
+    `len(losses)`. A contrastive loss and batch norm see only their own minibatch.
+    `testing.check_step` reports all three.
 
     Floating-point metrics are averaged too. `Metrics`, and dicts of pairs (sum, count), are added
     up. No row is moved: each minibatch takes as many rows from each device.
@@ -410,7 +411,7 @@ def _mean_of_parts(grads: PyTree, names: tuple[str, ...]) -> PyTree:
 
 
 def _scattered_mean(x: Any, spec: PartitionSpec, names: tuple[str, ...], mesh: AnyMesh) -> Any:
-    """The mean over `names`, of which this device keeps the shard that `spec` says."""
+    """The mean over `names`. This device keeps the shard that `spec` gives it."""
     from treeshard._core.torus import scatter_along
 
     total = x.astype(_wire_dtype(x, mesh))

@@ -80,8 +80,8 @@ class BatchPlacement:
     def _agree_on_change(self, data: list[Any], treedef: Any, text: str) -> None:
         """Raises on all processes unless they change to batches of the same shapes together.
 
-        A process that changes alone waits here, before its program starts; so that of the others
-        cannot end, and gives no numbers.
+        A process that changes alone waits here, before its program starts, so the programs of
+        the others cannot end.
         """
         with require_agreement(self.where, among=self.processes) as facts:
             facts |= _forms(data, treedef)

@@ -54,8 +54,8 @@ def value_and_grad(
         >>> float(value)
         1.0
 
-    The value and the gradients are those of `jax.value_and_grad`, of any loss: a constraint says
-    how gradients are sharded, and changes no number.
+    The value and the gradients equal the results of `jax.value_and_grad` for any loss: a
+    constraint shards gradients, and changes no number.
 
     - On Auto axes, they are constrained to the specs of their parameters, or of the optimizer state
       if it alone is sharded (ZeRO-1), so that compilers can scatter them.
@@ -182,7 +182,7 @@ def _check_no_shards(leaves: list[Any], specs: list[Any], *, is_planned: bool) -
 
 
 def _specs_of_gradients(params: PyTree, specs: SpecTree, step: PlanInForce | None) -> SpecTree:
-    """Those of the parameters; or those of the optimizer state, if it alone is sharded (ZeRO-1):
+    """The specs of the parameters, or of the optimizer state if it alone is sharded (ZeRO-1):
     each device then needs its shards of gradients, and not all of them."""
     own = _specs_of(params, specs, step)
     is_given = not isinstance(specs, Plan | None)

@@ -84,7 +84,7 @@ def by_matrix(
     Args:
         optimizer: An `optax.GradientTransformation`. `update` is called with gradients, state
             and parameters.
-        plan: The plan of the parameters, whose paths are those of the gradients.
+        plan: The plan of the parameters. The gradients have the same paths.
         is_matrix: Whether a leaf of two dims or more is a matrix, or several stacked ones, by its
             path and its `jax.ShapeDtypeStruct`. By default all of them are; say which are not,
             such as an embedding, or the biases of stacked layers.
@@ -236,7 +236,7 @@ class _ByMatrix:
     ) -> _Stack:
         leaves = [planned[paths[i]] for i in members]
         # Two sets of matrices may have stacks of one shape: on another mesh, or after a change of a
-        # rule. With the checksum in its name, a state is never that of other matrices.
+        # rule. The checksum in the name keeps states of other matrices apart.
         checksum = crc32("\n".join(leaf.path for leaf in leaves).encode())
         first = leaves[0]
         rows, columns = first.shape[-2:]
@@ -245,7 +245,7 @@ class _ByMatrix:
         return _Stack(name, members, [leaf.given for leaf in leaves], layouts)
 
     def _stack(self, stack: _Stack, leaves: Sequence[Any]) -> Any:
-        """Full matrices, `(n, rows, columns)`, of which each device has some."""
+        """Full matrices, `(n, rows, columns)`. Each device has some of them."""
         with jax.named_scope(BY_MATRIX):  # by which reports know what moves
             matrices = self._concatenate(stack, leaves)
             for layout in stack.layouts:
@@ -283,7 +283,7 @@ class _ByMatrix:
         return axes_of_type(self.plan.mesh, AxisType.Explicit)
 
     def _constrain(self, x: Any, spec: PartitionSpec) -> Any:
-        # In `auto_axes` all axes are Auto, unlike those of the plan's mesh.
+        # In `auto_axes` all axes are Auto, unlike in the plan's mesh.
         sharding = spec if self._explicit else NamedSharding(self.plan.mesh, spec)
         return jax.lax.with_sharding_constraint(x, sharding)
 

@@ -34,12 +34,12 @@ class Program:
     Attributes:
         state: Splits a state of this structure into its arrays and its constants.
         batch: The same for a batch; Python numbers in it are arguments too.
-        leaves: Those of the plan, in the order of the arrays.
+        leaves: The leaves of the plan, in the order of the arrays.
         shardings: Theirs.
         run: The jitted function of the arrays of a state and of a batch.
         compiled: What `Step.compile` made of `run`, if it was called.
         is_traced: Whether `run` has been traced.
-        number: Of the first call, among those of all programs on several processes.
+        number: The number of its first call, among the calls of all programs on several processes.
     """
 
     run: Any

@@ -276,7 +276,7 @@ class Step:
         Nothing is compiled. The role of a leaf is read from the trace of the step:
 
         - `trained`: a gradient is taken of it, and its new value depends on that;
-        - `frozen`: it is used, and returned as it is;
+        - `frozen`: it is used, and returned unchanged;
         - `used, updated`: used, and changed without a gradient of its own, as target networks are;
         - `updated only`: changed and not used, as moments and averages are;
         - `passed through`: neither.

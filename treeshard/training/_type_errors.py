@@ -210,7 +210,7 @@ def _is_solved_by_gathering(
 
 
 def _operator(call: TracebackType) -> str:
-    """The operator of Python that failed, such as `@`; `[]` for an index that is no tuple."""
+    """The operator of Python that failed, such as `@`; `[]` for an index that is not a tuple."""
     frame = call.tb_frame
     # Python 3.11 may point behind an instruction, to its cache.
     code = [x for x in dis.get_instructions(frame.f_code) if x.offset <= call.tb_lasti]

@@ -82,7 +82,7 @@ def _call_unless_wrong(run: Callable[..., Any], *arguments: Any) -> Any:
 
 # ------------------------------------------------------------------ which weights can wait
 
-# What keeps the type of a weight: its gradient goes back through them as it is.
+# Ops that keep the type of a weight: its gradient passes back through them unchanged.
 _KEEPS = (
     *("all_gather", "all_gather_reduced", "convert_element_type", "copy", "dynamic_slice"),
     *("reshape", "reshard", "sharding_constraint", "slice", "squeeze", "transpose"),
