@@ -243,7 +243,7 @@ def setting() -> dict[str, str]:
 def section(results: dict[str, Any] | None) -> str:
     """The text of the page between its marks."""
     if results is None:
-        return "No accelerator has run treeshard yet, so there are no numbers.\n"
+        return "treeshard has not been run on a real GPU or TPU yet.\n"
     with_ = ", ".join(f"{name} {of}" for name, of in results["with"].items())
     lines = [f"Measured on {results['count']} x {results['device']} on {results['date']}"]
     lines[0] += f", with {with_}.\n"

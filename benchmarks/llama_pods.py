@@ -83,13 +83,7 @@ def compile_one(pod: Pod) -> dict[str, Any]:
 
 def table(results: list[dict[str, Any]]) -> str:
     """The rows, as Markdown."""
-    heads = [
-        "model",
-        "slice, mesh",
-        "memory of a chip",
-        "weight gathers, planned and found",
-        "a chip sends, planned and compiled",
-    ]
+    heads = ["model", "slice, mesh", "memory of a chip", "sent: planned, compiled"]
     lines = [heads, ["---"] * len(heads)]
     for one in results:
         lines.append(
@@ -97,7 +91,6 @@ def table(results: list[dict[str, Any]]) -> str:
                 one["size"].upper(),
                 f"{one['topology']}, `{one['mesh']}`",
                 f"{one['need'] / 2**30:.1f} of {one['capacity'] / 2**30:.1f} GiB",
-                f"{one['gathers_planned']:,}, {one['gathers_found']:,}",
                 f"{one['sends_planned'] / 2**30:.1f}, {one['sends'] / 2**30:.1f} GiB",
             ]
         )

@@ -1,4 +1,4 @@
-"""Writes docs/numbers.md, and the table of figures in README.md, from benchmarks/results/.
+"""Writes docs/numbers.md, and the figures in README.md, from benchmarks/results/.
 
     python -m benchmarks.page
 
@@ -7,7 +7,7 @@ No figure is written by hand: `make bench` measures, writes the results and call
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,46 +34,40 @@ class Claim(NamedTuple):
 
     Attributes:
         bench: The benchmark that measures it.
-        case: Which of its rows.
-        what: What the README calls it.
-        show: How the figure is written.
-        others: Rows of other ways, by name; by default those of its kind that the
-            row itself lists.
-        ratio_to: What the figure is a multiple of, if it is.
-        is_more_better: Whether larger figures are better.
+        cases: The rows that the sentence quotes, each with the name of another library if it is
+            that library's figure in the row.
+        sentence: The figures with their subject, unit and comparison. `{0}` is the first, `{link}`
+            where the page has the benchmark, and `{spread}` the quartiles if the first is unclear.
     """
 
     bench: str
-    case: str
-    what: str
-    show: Callable[[float], str] = shown
-    others: Mapping[str, str] = {}
-    ratio_to: str = ""
-    is_more_better: bool = False
+    cases: tuple[tuple[str, str], ...]
+    sentence: str
 
 
-def _percent(figure: float) -> str:
-    return f"{figure:.0%}"
-
-
+_BOTH = "make_shard_and_gather_fns, both, cold, s"
 CLAIMS = [
     Claim(
         "bench_optimizer_state",
-        "right, of 135 states: treeshard",
-        "optax states placed rightly, of 135",
-        _percent,
-        {
-            "`optax.tree_map_params`": "right, of 135 states: optax.tree_map_params",
-            "rules": "right, of 135 states: rules on the state",
-        },
-        is_more_better=True,
+        (
+            ("right, of 135 states: treeshard", ""),
+            ("right, of 135 states: optax.tree_map_params", ""),
+            ("right, of 135 states: rules on the state", ""),
+        ),
+        "treeshard shards {0:.0%} of [135 optax states]({link}) correctly, against {1:.0%} for"
+        " `optax.tree_map_params` and {2:.0%} for path rules.",
     ),
     Claim(
         "bench_transfer",
-        "make_shard_and_gather_fns, both, cold, s",
-        "1,000 leaves sharded and gathered, s",
+        ((_BOTH, ""), (_BOTH, "eformer"), (_BOTH, "scalax")),
+        "It [shards and gathers 1,000 leaves]({link}) in {0:.3g} s, against {1:.3g} s for eformer"
+        " and {2:.3g} s for scalax.",
     ),
-    Claim("bench_checkpoint", "save, x Orbax", "saving, x Orbax", ratio_to="Orbax"),
+    Claim(
+        "bench_checkpoint",
+        (("save, x Orbax", ""),),
+        "It needs {0:.3g} times Orbax's time to [save 512 MiB]({link}){spread}.",
+    ),
 ]
 
 
@@ -83,7 +77,7 @@ def load(folder: Path = RESULTS) -> dict[str, Any]:
 
 
 def write(folder: Path = RESULTS) -> None:
-    """Writes the page, and the README's table where all that it quotes was measured."""
+    """Writes the page, and the README's figures if all of them were measured."""
     found = load(folder)
     PAGE.write_text(text(found), encoding="utf-8")
     readme = README.read_text(encoding="utf-8")
@@ -91,46 +85,33 @@ def write(folder: Path = RESULTS) -> None:
         README.write_text(new, encoding="utf-8")
 
 
-# ------------------------------------------------------------------ the README's table
-
-
-HEAD = (
-    "| `python -m benchmarks.` | what | treeshard | others | better |\n"
-    "| --- | --- | --- | --- | --- |\n"
-)
+# ------------------------------------------------------------------ the README's figures
 
 
 def with_claims(readme: str, found: Results) -> str:
-    """The README's text with its table of figures as they were measured."""
+    """The README's text with its figures as they were measured."""
     if any(claim.bench not in found for claim in CLAIMS):
         return readme
-    table = re.compile(r"^\| `python -m benchmarks\.` \|.*\n(?:\|.*\n)+", re.MULTILINE)
-    return table.sub(lambda _: claims(found), readme)
+    lines = re.compile(r"^- .*numbers/#.*\n(?:- .*\n)+", re.MULTILINE)
+    return lines.sub(lambda _: claims(found), readme)
 
 
 def claims(found: Results) -> str:
-    """The table that the README quotes."""
+    """The list of the README: a sentence for each claim."""
     lines: list[str] = []
-    for i, claim in enumerate(CLAIMS):
-        row = row_of(found, claim.bench, claim.case)
-        others = {name: row_of(found, claim.bench, case) for name, case in claim.others.items()}
-        others = others or _ways(row["vs"])
-        # One is named once, above the others of its kind.
-        first = i == 0 or CLAIMS[i - 1].bench != claim.bench
-        command = f"[`{claim.bench}`]({SITE}numbers/#{claim.bench})" if first else ""
-        vs = ", ".join(f"{name} {claim.show(x['measured'])}" for name, x in others.items())
-        figure = claim.show(row["measured"]) + (f" ({mark})" if (mark := verdict(row)) else "")
-        measured = {name: x["measured"] for name, x in others.items()}
-        best = _best(claim, row["measured"], measured)
-        lines.append(f"| {command} | {claim.what} | {figure} | {vs} | {best} |\n")
-    return HEAD + "".join(lines)
+    for claim in CLAIMS:
+        rows = [(row_of(found, claim.bench, case), other) for case, other in claim.cases]
+        figures = [(row["vs"][other] if other else row)["measured"] for row, other in rows]
+        low, high = rows[0][0]["spread"] or (0, 0)
+        is_unclear = verdict(rows[0][0]) == "unclear"
+        spread = f" (quartiles {low:.3g} and {high:.3g}: inconclusive)" if is_unclear else ""
+        link = f"{SITE}numbers/#{_anchor(found[claim.bench]['title'])}"
+        lines.append(f"- {claim.sentence.format(*figures, link=link, spread=spread)}\n")
+    return "".join(lines)
 
 
-def _best(claim: Claim, ours: float, others: Mapping[str, float]) -> str:
-    """Whose figure is the best."""
-    figures = {claim.ratio_to: 1.0} if claim.ratio_to else others
-    figures = {**figures, "treeshard": ours}
-    return (max if claim.is_more_better else min)(figures, key=lambda name: figures[name])
+def _anchor(title: str) -> str:
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower())
 
 
 def _ways(vs: Mapping[str, Any] | str) -> Mapping[str, Any]:
@@ -154,11 +135,11 @@ def row_of(found: Results, bench: str, case: str) -> Mapping[str, Any]:
 INTRO = """\
 # Numbers
 
-How treeshard compares with other ways to do the same, and where it misses its own targets.
-`make bench` runs all of it, on eight simulated devices unless a title says otherwise, and writes
-all figures into `benchmarks/results/`. Each figure is the median over rounds; in brackets are the
-quartiles and the target where it is missed or unclear. A ratio, such as `x Orbax`, is taken in
-each round.
+How treeshard compares with other libraries, and which of its own targets it misses. `make bench`
+measures with eight simulated devices unless a title says otherwise, and writes all figures to
+`benchmarks/results/`. Each figure is the median of several rounds. A ratio, such as `x Orbax`, is
+computed in each round. Brackets show the target if a figure misses it, and also the quartiles if
+the target is between them.
 
 """
 
@@ -173,7 +154,7 @@ def text(found: Results) -> str:
         rows = _shown(name, result["rows"])
         if rows:
             measured = f"[`{result['command']}`]({SOURCE}{name}.py), {result['date']}"
-            parts.append(f"\n## {name}\n\n{result['title']}: {measured}.\n\n")
+            parts.append(f"\n## {result['title']}\n\n{measured}.\n\n")
             parts.append(_table(rows))
     return "".join(parts)
 
@@ -182,7 +163,7 @@ def _shown(bench: str, rows: list[Any]) -> list[Any]:
     """The rows that miss a target or are quoted by the README, and up to three with those that are
     compared with another way or slower than it."""
     claims = [claim for claim in CLAIMS if claim.bench == bench]
-    quoted = {case for claim in claims for case in (claim.case, *claim.others.values())}
+    quoted = {case for claim in claims for case, _ in claim.cases}
     first = [row for row in rows if verdict(row) or row["case"] in quoted]
     others = [row for row in rows if row not in first and _is_compared(row)]
     chosen = first + others[: max(0, 3 - len(first))]
@@ -205,12 +186,13 @@ def _table(rows: list[Mapping[str, Any]]) -> str:
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, str, str]:
     """A row as it stands in a table of the page: quartiles and targets only where they decide."""
-    case, measured, quartiles, reach, others = as_cells(row)
+    case, measured, quartiles, _, others = as_cells(row)
     if verdict(row):
-        spread = f"{quartiles}; " if verdict(row) == "unclear" else ""
-        measured = f"{measured} ({spread}{reach})"
+        spread = f"quartiles {quartiles}; " if verdict(row) == "unclear" else ""
+        measured = f"{measured} ({spread}target {row['reach']})"
     if isinstance(row["vs"], Mapping):
-        others = ", ".join(f"{name} {shown(x['measured'])}" for name, x in _ways(row["vs"]).items())
+        ways = _ways(row["vs"]).items()
+        others = "; ".join(f"{name}: {shown(x['measured'])}" for name, x in ways)
     return case, measured, others
 
 

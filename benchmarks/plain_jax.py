@@ -37,11 +37,12 @@ from treeshard.communication._collectives import bytes_on_the_wire, is_scalar, t
 from treeshard.errors import DoesNotFitError
 from treeshard.programs import CompiledStep
 from treeshard.programs._compiled_step import compile_step
-from treeshard.training import by_matrix, jit_step, value_and_grad
+from treeshard.training import jit_step, value_and_grad
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "plain_jax.json"
-PAGE = HERE.parent / "docs" / "guide" / "beside-plain-jax.md"
+PAGE = HERE.parent / "docs" / "guide" / "tpu-pods.md"
+MARK = "plain-jax"
 ALONE, PLAIN, OURS = WAYS = ("jit alone", "plain JAX", "treeshard")
 
 # ------------------------------------------------------------------ the cases
@@ -51,8 +52,8 @@ class Case(NamedTuple):
     """A training step on some devices.
 
     Attributes:
-        strategy: A key of `RULES`, and perhaps what differs through treeshard, by these words:
-            `Muon`, and `embedding and head as they are`, which are then not gathered.
+        strategy: `FSDP` or `HSDP`; with `embedding and head as they are`, treeshard does not gather
+            these two.
         size: A key of `SIZES`.
         topology: The devices.
         mesh: Its axes.
@@ -73,36 +74,19 @@ class Case(NamedTuple):
     def is_explicit(self) -> bool:
         """Whether treeshard has Explicit axes: with HSDP, and along all dims of a TPU's torus,
         compilers would reduce full gradients."""
-        is_torus = self.topology in ("v5e:4x4", "v5e:16x16")
-        return self.strategy.startswith("HSDP") or is_torus
+        return self.strategy.startswith("HSDP") or self.topology == "v5e:16x16"
 
 
 SIZES = {
-    "0.1B": llama.Size(8, 768, 2048, 12, 4, 32000),
     "1B": llama.SIZES["1b"],
     "8B": llama.SIZES["8b"],
-    "8B, 4 layers": llama.SIZES["8b"]._replace(layers=4),
 }
-ZERO_1 = [
-    ("params|norm", None),
-    ("layers", ts.fsdp("data", skip=(0,))),
-    (".*", ts.fsdp("data")),
-]
-RULES = {"FSDP": llama.FSDP, "HSDP": llama.FSDP, "ZeRO-1": ZERO_1}
 CASES = [
-    Case("FSDP", "0.1B", "v5e:2x4", "fsdp=8", 1024),
-    Case("FSDP", "8B, 4 layers", "v5e:4x4", "fsdp=16", 2048),
-    Case("FSDP", "1B", "h100:8", "fsdp=8", 8192),
     Case("FSDP", "8B", "v5e:16x16", "fsdp=256", 4096),
-    Case("HSDP", "0.1B", "v5e:2x4", "data=2,fsdp=4", 1024),
-    Case("HSDP", "0.1B", "v5e:4x4", "data=4,fsdp=4", 1024),
-    Case("HSDP", "1B", "h100:8", "data=2,fsdp=4", 8192),
     Case("HSDP", "8B", "v5e:16x16", "data=4,fsdp=64", 4096),
-    Case("ZeRO-1", "0.1B", "v5e:2x4", "data=8", 1024),
-    Case("ZeRO-1", "1B", "h100:8", "data=8", 8192),
+    Case("FSDP", "1B", "h100:8", "fsdp=8", 8192),
     Case("FSDP, embedding and head as they are", "1B", "h100:8", "fsdp=8", 8192),
-    Case("FSDP, Muon", "0.1B", "v5e:2x4", "fsdp=8", 1024),
-    Case("FSDP, Muon", "0.1B", "h100:8", "fsdp=8", 1024),
+    Case("HSDP", "1B", "h100:8", "data=2,fsdp=4", 8192),
 ]
 
 # ------------------------------------------------------------------ the two ways
@@ -157,17 +141,15 @@ def step_of(gradient: Callable[..., Any], optimizer: Any) -> Callable[..., Any]:
     return step
 
 
-def planned(
-    params: Any, optimizer: Any, rules: Any, mesh: Mesh, *, min_size: int | None = None
-) -> ts.Plan:
+def planned(params: Any, optimizer: Any, mesh: Mesh) -> ts.Plan:
     state = {"params": params, "opt": jax.eval_shape(optimizer.init, params)}
-    return ts.plan(state, rules, mesh, min_size=min_size)
+    return ts.plan(state, llama.FSDP, mesh)
 
 
 def by_plain_jax(case: Case, mesh: Mesh, *, constrained: bool = True) -> CompiledStep:
     size, rows = SIZES[case.size], P(mesh.axis_names)
-    optimizer = muon() if "Muon" in case.strategy else optax.adamw(3e-4)
-    plan = planned(llama.parameters(size), optimizer, rules_of(case), mesh)
+    optimizer = optax.adamw(3e-4)
+    plan = planned(llama.parameters(size), optimizer, mesh)
     of_rows = NamedSharding(mesh, rows)
     constrain: Constrain = lambda x: x  # noqa: E731
     if constrained:
@@ -188,16 +170,8 @@ def by_plain_jax(case: Case, mesh: Mesh, *, constrained: bool = True) -> Compile
 
 def by_treeshard(case: Case, mesh: Mesh) -> CompiledStep:
     size, rows = SIZES[case.size], P(mesh.axis_names)
-    params, rules = llama.parameters(size), rules_of(case)
-    optimizer, min_size = optax.adamw(3e-4), None
-    if "Muon" in case.strategy:
-        optimizer = by_matrix(
-            muon(), ts.plan(params, rules, mesh), is_matrix=lambda path, _: is_of_layer(path)
-        )
-        # Every array of a stack has its matrices on dim 0, also the counts of their steps, which
-        # are small: replicated, they would be gathered in each step.
-        rules, min_size = [("opt/matrices/", P("fsdp")), *rules], 0
-    plan = planned(params, optimizer, rules, mesh, min_size=min_size)
+    optimizer = optax.adamw(3e-4)
+    plan = planned(llama.parameters(size), optimizer, mesh)
     constrain = partial(ts.with_sharding_constraint, sharding=rows)
     use_ends = cast if "as they are" in case.strategy else gathered
     losses = optax.softmax_cross_entropy_with_integer_labels
@@ -209,30 +183,8 @@ def by_treeshard(case: Case, mesh: Mesh) -> CompiledStep:
     return step.compile(plan.structs, batch_of(case, mesh))
 
 
-def rules_of(case: Case) -> Any:
-    return RULES[case.strategy.partition(",")[0]]
-
-
 def batch_of(case: Case, mesh: Mesh) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((mesh.size, case.tokens + 1), "int32")
-
-
-def is_of_layer(path: str) -> bool:
-    return path.startswith("layers/") and "norm" not in path
-
-
-def muon() -> Any:
-    """Muon of the matrices of layers, stacked or one by one, and Adam of all else."""
-
-    def dims_of(path: Any, x: Any) -> Any:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        is_alone = not path  # as `by_matrix` passes it
-        if not is_alone and not is_of_layer(name):
-            return None
-        return optax.contrib.MuonDimensionNumbers(x.ndim - 2, x.ndim - 1)
-
-    dims = partial(jax.tree_util.tree_map_with_path, dims_of)
-    return optax.contrib.muon(1e-2, muon_weight_dimension_numbers=dims)
 
 
 COMPILERS = {
@@ -263,13 +215,12 @@ def kinds(found: Iterable[Any]) -> list[str]:
 
 
 def figures_of_plan(compiled: CompiledStep) -> dict[str, Any]:
-    """What the plan of a step predicts, and what `by_matrix` moves, which no plan predicts."""
+    """What the plan of a step predicts."""
     moved, sizes = compiled.communication(), compiled.plan.mesh.shape
     leaves = [x for x in moved.planned if x.path is not None]
     wire = [bytes_on_the_wire(x.kind, x.total_bytes, devices_along(x.axes, sizes)) for x in leaves]
-    wire += [x.wire_bytes * x.count for x in moved.matrices]
     return {
-        "collectives": sum(x.count for x in leaves) + sum(x.count for x in moved.matrices),
+        "collectives": sum(x.count for x in leaves),
         "sent": total(wire),
         "kinds": {kind: sum(x.count for x in leaves if x.kind == kind) for kind in kinds(leaves)},
     }
@@ -307,25 +258,21 @@ def measure_apart(case: Case, way: str) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """A line for each case, as Markdown: what is sent as planned, and what each way sends."""
+    """A line for each case, as Markdown: MiB that are sent as planned, and that each way sends."""
     lines = [["program", "planned", *WAYS], ["---", *["--:"] * (1 + len(WAYS))]]
     for case in CASES:
-        if case.name in results:
+        if case.name in results and "as they are" not in case.strategy:
             of_ways = results[case.name]["ways"]
-            title = f"{case.strategy}: {case.size}, {case.topology}, `{case.mesh}`"
-            planned = of_ways[OURS]["planned"]
-            lines.append([title, *map(cell, [planned, *(of_ways[way] for way in WAYS)])])
+            figures = [of_ways[OURS]["planned"], *(of_ways[way] for way in WAYS)]
+            lines.append([f"{case.name}, `{case.mesh}`", *map(cell, figures)])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def cell(figures: dict[str, Any]) -> str:
-    """MiB that a device sends, and in brackets MiB of temporaries."""
+    """MiB that a device sends."""
     if "does not fit" in figures:
         return "does not fit"
-    sent = f"{figures['sent'] / 2**20:,.0f}"
-    if "temporaries" not in figures:
-        return sent
-    return f"{sent} ({figures['temporaries'] / 2**20:,.0f})"
+    return f"{figures['sent'] / 2**20:,.0f}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -351,7 +298,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         results[name] = {**cases[name]._asdict(), "ways": ways, "with": used}
         results = {name: results[name] for name in cases if name in results}
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    PAGE.write_text(between_marks(PAGE.read_text(), table(results)))
+    PAGE.write_text(between_marks(PAGE.read_text(), table(results), MARK))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Reads the tables of docs/migrate.md: what stands under "here" in a row is what its test runs.
+"""Reads the tables of docs/migrate.md: the test of a row runs the code under "treeshard".
 
-A row is found by the first code of its first cell. Its test gets `ours`, which runs the code of
-the second cell, a line for each `<br>`, with what it is given by name, and returns the value of
-the last line. So a page and its test cannot come apart.
+A row is found by the first code of its first cell. Its test gets `ours`, which runs the code that
+the second cell starts with, a line for each `<br>`, with the names that it is given, and returns
+the value of the last line.
 
 What the old functions do was read in their sources or observed, and is written down here anew.
 """
@@ -235,11 +235,14 @@ def _rows(text: str) -> dict[str, str]:
         cells = line.split("|")[1:-1] if line.startswith("|") else []
         if not cells or "`" not in cells[0]:
             continue  # no table, or its head
-        theirs, here, _ = cells
+        theirs, here = cells
         key = re.findall("`(.+?)`", theirs)[0]
+        code = re.match("`[^`]+`(<br>`[^`]+`)*", here.strip())
+        if code is None:
+            raise ValueError(f"the row {key} does not start with code")
         if key in found:
             raise ValueError(f"two rows start with {key}")
-        found[key] = "\n".join(re.findall("`(.+?)`", here))
+        found[key] = "\n".join(re.findall("`(.+?)`", code[0]))
     return found
 
 

@@ -35,7 +35,7 @@ CUTS = 10
 LONGEST = 120  # seconds for one row of a library
 SHAPE = (256, 256)
 
-RIGHT, WRONG = "right values", "**wrong values without a word**"
+RIGHT, WRONG, ERROR = "correct", "**silently wrong**", "raised"
 
 
 class Row(NamedTuple):
@@ -138,14 +138,14 @@ def restore_step(library: str, directory: Path, step: int) -> str:
         run = run_of(library, directory)
         return RIGHT if is_right(run.restore(step, state(0)), step) else WRONG
     except Exception:
-        return "an error"
+        return ERROR
     finally:
         if run:
             run.close()
 
 
 def count_outcomes(outcomes: Counter[str]) -> str:
-    return "; ".join(f"{count} x {outcome}" for outcome, count in sorted(outcomes.items()))
+    return ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
 
 
 # ------------------------------------------------------------------ what is done
@@ -216,7 +216,7 @@ def _found(library: str, directory: Path, expected: int | None) -> str:
     step = run.latest()
     run.close()
     if step is None or (expected is not None and step != expected):
-        return "**a step whose save has returned is lost**"
+        return "**lost a saved step**"
     return restore_step(library, directory, step)
 
 
@@ -273,8 +273,8 @@ def save_a_stale_replica(library: str, directory: Path) -> str:
         run.save(1, {"x": x})
         run.close()
     except Exception:
-        return "an error"
-    return "**one replica is saved without a word**"
+        return ERROR
+    return "**silently saved one replica**"
 
 
 def save_over_stale_shards(library: str, directory: Path) -> str:
@@ -301,61 +301,59 @@ def save_to_own_disks(library: str, directory: Path) -> str:
         run.save(1, state(1))
         run.close()
     except Exception:
-        return "an error"
+        return ERROR
     again = restore_step(library, path, 1)
-    return f"**saved without a word**; a restore gives {again}"
+    return f"**silently saved**; a restore is {again}"
 
 
 # ------------------------------------------------------------------ the table
 
-NO_PROMISE = "none is documented"
+NO_PROMISE = "undocumented"
 ROWS = [
     Row(
-        f"{KILLS} runs are killed (`kill -9`) while they save",
-        "a save appears whole or not at all",
+        f"Kill a run during a save, {KILLS} times",
+        "a save is atomic",
         kill_saves,
     ),
     Row(
-        f"The power of a disk is cut while a step is saved, or after; {CUTS} cuts",
-        "a save appears whole or not at all",
+        f"Cut the power of the disk during or after a save, {CUTS} times",
+        "a save is atomic",
         power_cut,
     ),
     Row(
-        "A bit of a file changes; each file once",
+        "Flip a bit, in each file once",
         NO_PROMISE,
         lambda library, directory: each_file(library, directory, flip),
     ),
     Row(
-        "A file is cut in half; each file once",
+        "Cut a file in half, each once",
         NO_PROMISE,
         lambda library, directory: each_file(library, directory, cut),
     ),
     Row(
-        "A file is lost; each file once",
+        "Remove a file, each once",
         NO_PROMISE,
         lambda library, directory: each_file(library, directory, Path.unlink),
     ),
     Row(
-        "A numpy leaf changes as soon as a save in the background has returned; 10 saves",
-        "a save copies the arrays before it returns",
+        "Change a numpy leaf once `save` has returned, 10 times",
+        "a save copies the arrays first",
         change_a_leaf,
     ),
-    Row("A replica of an array is stale", NO_PROMISE, save_a_stale_replica),
+    Row("Save an array with a stale replica", NO_PROMISE, save_a_stale_replica),
     Row(
-        "A killed run has left shards of the step that is saved",
+        "Save a step of which a killed run left shards",
         "unfinished saves are ignored",
         save_over_stale_shards,
     ),
     Row(
-        "Two processes save to directories that they do not share",
+        "Save from two processes to unshared directories",
         "the directory must be shared",
         save_to_own_disks,
         processes=2,
     ),
 ]
-HEAD = """With Orbax {orbax}:
-
-| what is done | what Orbax promises | what happened with Orbax | what happened with treeshard |
+HEAD = """| test | Orbax documents | Orbax {orbax} | treeshard |
 |---|---|---|---|
 """
 MARKS = ("<!-- beside orbax -->\n", "<!-- end of beside orbax -->")
@@ -385,7 +383,7 @@ def outcome(index: int, library: str) -> str:
             end(started)
         said = {_outcome_in(log) for log in logs}
     if None in said:
-        return f"**hangs**, for {LONGEST} s at least" if hang else "the process ends"
+        return f"**hung** for at least {LONGEST} s" if hang else "the process ended"
     return " / ".join(sorted(filter(None, said)))
 
 

@@ -3,11 +3,10 @@
     python -m tools.draw_pictures           # as `make docs`
     python -m tools.draw_pictures --loss    # also the loss, after a short run
 
-Writes to docs/pictures: the plan as it prints, the sharding of the state (`ts.draw`), the
-communication of a step as planned and as compiled (`step.communication`), and the model of the
-quick start. These are the same files on every machine. The loss next to that
-of one device is not: processors round differently, and the text is the standard library's source.
-So it is drawn only on request.
+Writes to docs/pictures: the plan as it prints, the communication of a step as planned and as
+compiled (`step.communication`), and the model of the quick start (`ts.draw`). Every machine draws
+the same files. The curve of the loss differs between machines, because processors round differently
+and the text is the source of the installed standard library. It is therefore drawn on request.
 """
 
 import argparse
@@ -22,6 +21,8 @@ from matplotlib.figure import Figure
 
 import treeshard as ts
 from examples import train_fsdp
+from tools import draw_diagrams
+from tools.draw_diagrams import themes
 from tools.pages import ROOT, blocks
 from treeshard._inspection.draw import as_svg
 from treeshard.training import init_sharded, jit_step
@@ -37,6 +38,7 @@ def main(argv=None):
     args = train_fsdp.parse(rest)
     ts.simulate_devices(8)
     chosen.to.mkdir(parents=True, exist_ok=True)
+    draw_diagrams.main([f"--to={chosen.to}"])
 
     mesh = ts.make_mesh(args.mesh)
     optimizer = train_fsdp.make_optimizer(args)
@@ -63,7 +65,6 @@ def draw_sharding(state, step, batch, mesh, folder):
     # The optimizer's moments are sharded like the parameters, so drawing these is enough.
     plan = ts.plan(state.model, train_fsdp.RULES, mesh)
     (folder / "plan.svg").write_text(as_svg(str(plan), mesh.axis_names), encoding="utf-8")
-    ts.draw(state.model, to=folder / "bytes.svg")
     moved = step.communication(state, batch)
     draw_communication(moved, folder / "communication.svg")
 
@@ -89,7 +90,7 @@ def draw_communication(moved, path):
     """Bytes and counts per kind of collective, as planned and as compiled."""
     rows = moved.rows[::-1]
     figure = Figure(figsize=(8, 0.6 + 0.8 * len(rows)), layout="constrained")
-    axes = figure.add_subplot(xlabel="MiB per step", title="what a step moves")
+    axes = figure.add_subplot(xlabel="MiB per step", title="communication of a step")
     for name, shift, colour in [("planned", 0.2, PLANNED), ("compiled", -0.2, COMPILED)]:
         counts = [row.planned_count if name == "planned" else row.count for row in rows]
         sizes = [row.planned_bytes if name == "planned" else row.bytes for row in rows]
@@ -99,7 +100,7 @@ def draw_communication(moved, path):
     names = [f"{row.kind}\n{', '.join(row.axes or ['unknown axes'])}" for row in rows]
     axes.set_yticks(range(len(rows)), labels=names)
     axes.margins(x=0.1)
-    axes.legend()
+    axes.legend(frameon=False)
     save(figure, path)
 
 
@@ -108,14 +109,20 @@ def draw_losses(losses, path):
     axes = figure.add_subplot(xlabel="step", ylabel="bits per byte", title="training loss")
     for (name, found), style in zip(losses.items(), ["-", ":"], strict=True):
         axes.plot(np.arange(1, len(found) + 1), found, style, label=name, linewidth=2)
-    axes.legend()
+    axes.legend(frameon=False)
     save(figure, path)
 
 
 def save(figure, path):
-    """Saves text as text, and the same figure as the same file."""
+    """Saves text as text, and the same figure as the same file, in the colours of the theme."""
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "treeshard"}):
-        figure.savefig(path, metadata={"Date": None, "Creator": None})
+        figure.savefig(path, metadata={"Date": None, "Creator": None}, transparent=True)
+    path.write_text(themed(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def themed(svg):
+    style = f"text {{ fill: var(--ink) }} {themes()} </style>"
+    return svg.replace("</style>", style, 1).replace("#000000", "var(--ink)")
 
 
 if __name__ == "__main__":

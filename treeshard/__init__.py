@@ -1,4 +1,4 @@
-"""Decides, applies and checks how a PyTree is split over devices.
+"""Shards PyTrees across devices: rules, plans, placement, checks and checkpoints.
 
 `__init__.pyi` is the table of names, for type checkers and for `dir` alike. A name loads its module
 when it is first used, and Equinox and Chex are loaded only by what needs them.

@@ -40,7 +40,7 @@ def test_save_verify_and_restore(mesh: Mesh, cpu_mesh: Mesh, tmp_path: Path) -> 
         assert_same(ts.gather(one), ts.gather(placed))
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoints. removed what killed saves had left")
+@pytest.mark.filterwarnings("ignore:Checkpoints. removed files of interrupted saves")
 def test_a_killed_save_leaves_the_one_before(mesh: Mesh, on_cpus: bool, tmp_path: Path) -> None:
     mib = 16 if on_cpus else 512
     command = [sys.executable, "-m", "tests.accelerators.saving", str(tmp_path), str(mib)]

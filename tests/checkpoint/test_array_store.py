@@ -14,7 +14,7 @@ from etils import epath
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from treeshard.checkpoint import _array_store, inspect, restore, save, verify
+from treeshard.checkpoint import Checkpoints, _array_store, inspect, restore, save, verify
 
 LARGE = np.random.default_rng(0).normal(size=(512, 513)).astype(np.float32)
 SPECS = {"w": P("data", "fsdp"), "half": P("fsdp"), "whole": P(), "large": P("fsdp"), "one": P()}
@@ -107,6 +107,33 @@ def test_arrays_are_written_in_several_transactions(tmp_path: Path, monkeypatch)
     tree = {f"{i}": np.full(100, i) for i in range(10)}
     save(tmp_path / "x", tree)
     assert_same(restore(tmp_path / "x"), tree)
+
+
+def test_arrays_may_be_donated_once_they_are_read(mesh, tmp_path: Path, monkeypatch) -> None:
+    """By another thread. A save in the background has read them when it returns."""
+    step = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
+    commit = _array_store._commit
+
+    def saved(at: int, path: Path, *, background: bool) -> Any:
+        commits, states = [], [step({"w": ts.shard(np.zeros((1024, 2048)), P("fsdp"), mesh)})]
+
+        def step_and_commit(*args: Any) -> None:
+            if len(commits) == at:
+                states.append(jax.block_until_ready(step(states.pop())))
+            commits.append(at)
+            commit(*args)
+
+        with monkeypatch.context() as patch, Checkpoints(path, background=background) as run:
+            patch.setattr(_array_store, "_commit", step_and_commit)
+            run.save(1, states[0])
+            run.wait()
+        assert (states.pop()["w"] == 2).all()
+        return restore(path / "1")["w"]
+
+    for at, background in ((0, True), (1, True), (1, False)):
+        assert (saved(at, tmp_path / f"{at}{background}", background=background) == 1).all()
+    with pytest.raises(ts.CheckpointError, match="w: it was deleted or donated while it was saved"):
+        saved(0, tmp_path / "early", background=False)
 
 
 def test_damage_to_the_index_hides_no_other_damage(tmp_path: Path, monkeypatch) -> None:

@@ -207,7 +207,7 @@ def run_python(code: str, directory: Path) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("during", ["copies", "merge"])
+@pytest.mark.parametrize("during", ["_create", "merge"])
 def test_ctrl_c_during_a_save_leaves_no_half_checkpoint(during, tmp_path, monkeypatch) -> None:
     real = getattr(_save, during)
 
@@ -231,7 +231,7 @@ def test_ctrl_c_during_a_save_leaves_no_half_checkpoint(during, tmp_path, monkey
 
 def test_a_failure_while_the_arrays_are_written_leaves_no_files(tmp_path, monkeypatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(_save, "copies", Mock(side_effect=KeyboardInterrupt))
+        patch.setattr(_save, "write_arrays", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             save(tmp_path / "x", BIG)
     assert files_in(tmp_path) == []

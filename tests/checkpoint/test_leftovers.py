@@ -57,7 +57,7 @@ def test_what_a_writer_left_is_removed_once_it_is_dead(tmp_path: Path) -> None:
                 assert (now.st_ino, now.st_size) == (stat.st_ino, stat.st_size), file
         finally:
             writer.kill()
-    left = f"removed what killed saves had left in {tmp_path}"
+    left = f"removed files of interrupted saves from {tmp_path}"
     with pytest.warns(ts.ShardingWarning, match=rf"^Checkpoints: {left}/run: 7\.orbax\S+ \(51\d"):
         Checkpoints(run).close()
     assert files_in(run) == ["1"]

@@ -109,8 +109,8 @@ def test_a_run_that_is_killed_again_and_again(
         assert steps_in(log), log.read_text()
         saved = max(saved, *steps_in(log))
         text = log.read_text()
-        if "Checkpoints: removed what killed saves had left in gs://" in text:
-            assert ". A run that is still saving there has lost them, too." in text
+        if "Checkpoints: removed files of interrupted saves from gs://" in text:
+            assert ". A run that is still saving there loses them, too." in text
             removed += 1
     for name, value in env.items():
         monkeypatch.setenv(name, value)

@@ -93,7 +93,7 @@ ALONE_OR_NOT = pytest.mark.parametrize(
 
 @ALONE_OR_NOT
 @pytest.mark.parametrize("how", ["each is a step", "replaced", "replaced without an exchange"])
-@pytest.mark.filterwarnings("ignore:Checkpoints. removed what killed saves had left")
+@pytest.mark.filterwarnings("ignore:Checkpoints. removed files of interrupted saves")
 def test_checkpoints(is_on: bool, how: str, disk: Path, mesh, monkeypatch) -> None:
     """Each save is a step of its own, or the same step again."""
     replaces = how != "each is a step"

@@ -106,7 +106,7 @@ def test_a_kill_leaves_the_old_step_or_the_new_one(
                 checkpoints.wait()
     if exchange or killed_after != "set aside":  # a reader sees one of the two at any moment
         assert values(run)[6] == (106 if (killed_after != "nothing") else 6)
-    with pytest.warns(ts.ShardingWarning, match="removed what killed saves had left"):
+    with pytest.warns(ts.ShardingWarning, match="removed files of interrupted saves"):
         Checkpoints(run).close()
     is_new = killed_after == "in place" or (exchange and killed_after == "set aside")
     assert values(run) == {2: 2, 4: 4, 6: 106 if is_new else 6}

@@ -170,4 +170,4 @@ def test_usage_and_help(capsys) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["plan", "--help"])
     assert stopped.value.code == 0
-    assert "exit code: 0, or 1 if the plan has errors" in capsys.readouterr().out
+    assert "Exit code: 0 on success, 1 if the plan has errors" in capsys.readouterr().out

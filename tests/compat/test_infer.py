@@ -128,7 +128,7 @@ def test_unmatched_leaves_are_replicated_with_one_warning() -> None:
         assert specs(tree, [("c", "fsdp('data', 0)")]) == {"b": P(), "c": P("data"), "cc": P()}
     assert [str(each.message) for each in warned] == [
         "2 leaves match no pattern of the strategy:\n  b: shape (8, 8)\n  cc: shape (8,)\n"
-        'Replicated. To say that this is intended, end with (".*", "replicate").'
+        'They are replicated. If you intend it, end with (".*", "replicate").'
     ]
     with pytest.warns(ts.ShardingWarning, match=r"^No pattern of the strategy matches a: shape"):
         ts.infer_sharding({"a": struct(8)}, [("c", "replicate")], MESH)

@@ -49,7 +49,7 @@ CODE = {
 
 def test_what_jax_does_not_know_is_not_saved_and_not_restored(tmp_path: Path) -> None:
     tree = {"w": ONES, **OPAQUE}
-    says = f"JAX does not know what is in {len(OPAQUE)} leaves, so it is not saved:\n"
+    says = f"{len(OPAQUE)} leaves cannot be saved, because JAX does not know the class:\n"
     for call in (save, save_safetensors):
         with pytest.raises(ts.errors.LeafError, match=f"^{call.__name__}: {says}") as told:
             call(tmp_path / "x", tree)

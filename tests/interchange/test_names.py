@@ -39,13 +39,13 @@ def test_every_tensor_has_one_place() -> None:
         (
             ["h.0.q", "q"],
             [(r"h\.(?P<layer>\d+)\.q", "q"), ("q", "q")],
-            r"map_tensors: q: the name of h.0.q and q. Write the groups that tell them apart into"
+            r"map_tensors: q: h.0.q and q all get this name. Write the groups that differ into"
             r" the name (`\1`), or call the number of a layer `(?P<layer>\d+)`.",
         ),
         (
             ["h.0.q", "h.3.q"],
             [(r"h\.(?P<layer>\d+)\.q", "q")],
-            "map_tensors: q: of 4 layers, there is none with number 1, 2.",
+            "map_tensors: q: layers are missing: 1, 2 of 4.",
         ),
         (
             ["x", "y"],
@@ -53,7 +53,7 @@ def test_every_tensor_has_one_place() -> None:
             "map_tensors: 3 names do not fit:\n"
             "  x: no pattern matches it. `(pattern, None)` leaves it out.\n"
             "  y: no pattern matches it. `(pattern, None)` leaves it out.\n"
-            "  pattern 0 'z': no tensor matches it first.",
+            "  pattern 0 'z': it matches no tensor that earlier patterns leave over.",
         ),
     ],
 )

@@ -501,8 +501,8 @@ BAD: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
         lambda t: manual.gather_params(t, "data", P(BOTH)),
         X,
         "gather_params: the array: P(('data', 'fsdp'),) splits dim 0 by ('data',"
-        " 'fsdp'), the outermost first. Only the innermost axes can be split or gathered alone:"
-        " name all of them, or write ('data',) last.",
+        " 'fsdp'), the outermost axis first. Only the innermost axes can be split or gathered"
+        " alone. Name all axes, or write ('data',) last.",
     ),
     "integers": (
         lambda t: manual.sync_gradients(t, "fsdp"),

@@ -164,7 +164,7 @@ def check_an_error_on_one_process_is_an_error_on_all(context: Context) -> None:
     state = saved_state()
     with pytest.MonkeyPatch.context() as patch:
         if context.index == 1:
-            patch.setattr(_save, "copies", Mock(side_effect=MemoryError("mine")))
+            patch.setattr(_save, "write_arrays", Mock(side_effect=MemoryError("mine")))
         said = refused(context, state, ts.CheckpointError)
     assert "process 1 raised MemoryError: mine" in said
     if context.index == 1:

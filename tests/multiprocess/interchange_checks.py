@@ -169,7 +169,7 @@ def check_saves_that_fail_on_one_process_or_differ_raise_on_all(context: Context
     if fails:
         deleted["norm"].delete()
     told = refused(deleted, DeletedLeafError if fails else ProcessError)
-    assert "norm: float32[7]: its memory is gone" in told
+    assert "norm: float32[7]: the array was deleted" in told
     with files_of_at_most(10_000) if fails else nullcontext():
         told = refused(spread(), CheckpointError if fails else ProcessError)
     assert "File too large" in told

@@ -110,5 +110,5 @@ def check_a_wrong_factor_in_a_step_is_found_on_all(context: Context) -> None:
     both = "step 1: opt/0/trace/w P('fsdp',); step 1: params/w P('fsdp',): a multiple of"
     assert both in text, text
     assert "(x 2.000; x 4.000 in `mesh`)." in text, text
-    assert "step 2 is not measured where step 1 is wrong already" in text, text
+    assert "step 2 is not measured if step 1 is wrong" in text, text
     assert "\nstep 2: aux" in text, text

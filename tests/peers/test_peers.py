@@ -134,7 +134,7 @@ def test_rules_beside_eformer(record_property) -> None:
 
 def test_rules_beside_scalax(record_property) -> None:
     reasons = Reasons(
-        rank="A spec that is longer than a leaf's rank is cut; there it is returned.",
+        rank="Specs are cut to the rank.",
         one="A leaf of one element needs a rule, too.",
     )
     rng = random.Random(1)
@@ -154,10 +154,9 @@ def test_rules_beside_scalax(record_property) -> None:
 
 @pytest.mark.parametrize("knows_size", [True, False])
 def test_fsdp_beside_scalax(knows_size: bool, record_property) -> None:
-    tie = "Of dims of equal length the last here, the first there."
+    tie = "Of equal dims, scalax shards the first."
     power = (
-        "There the dim with the largest power of two, even if the axis does not divide it. Here the"
-        " longest dim that the axis divides."
+        "scalax shards the dim with the largest power of two, even if the axis does not divide it."
     )
     reasons = Reasons(tie=tie) if knows_size else Reasons(power=power)
     rng = random.Random(2)
@@ -252,7 +251,7 @@ def constrained_by_scalax(helper: Any, leaves: Any, given: P) -> Any:
 
 
 def test_constraints_beside_scalax(record_property) -> None:
-    beyond = "Unknown axes and `None`s beyond the rank are dropped; there they raise."
+    beyond = "Unknown axes and extra `None`s are dropped. scalax raises."
     reasons, rng = Reasons(beyond=beyond), random.Random(4)
     helper = sx.MeshShardingHelper([2, 2, 2], AXES)
     for _ in range(COUNT):
@@ -294,7 +293,12 @@ def test_fields_beside_eformer(record_property) -> None:
         "decode_head_axis": ("head_axis", "tensor_parallel_axis"),
         "decode_key_sequence_axis": ("key_sequence_axis", "sequence_parallel_axis"),
     }
-    reasons, rng = Reasons(decode="eformer shards decoding as training"), random.Random(5)
+    reasons, rng = (
+        Reasons(
+            decode="In decoding, eformer and `ts.compat.PartitionManager` use the axes of training."
+        ),
+        random.Random(5),
+    )
     for _ in range(COUNT):
         given = fields(rng)
         theirs, ours = es.PartitionAxis(**given), ts.PartitionAxis(**of_ours(given))

@@ -410,7 +410,7 @@ def test_uneven_dims_are_reported_in_one_warning_or_dropped_in_silence(mesh: Mes
     with pytest.warns(ts.ShardingWarning) as caught:
         ts.with_sharding_constraint(UNEVEN, P("fsdp", "data"), mesh)
     head, first, second = str(caught.pop().message).split("\n")
-    assert head == "with_sharding_constraint: 2 constraints were only applied in part:"
+    assert head == "with_sharding_constraint: 2 constraints were applied in part:"
     assert first.startswith("  v/0: P('fsdp', 'data') splits dim 1 of shape (8, 3) into 2 parts")
     assert second.startswith("  w: P('fsdp', 'data') splits dim 0 of shape (6, 8) into 4 parts")
 
@@ -480,7 +480,7 @@ def test_a_spec_beyond_the_rank(mesh: Mesh):
 
 @pytest.mark.usefixtures("unchecked")
 def test_an_unknown_value_of_uneven():
-    message = "uneven='eror' is none of 'warn', 'error', 'drop', 'keep'. Did you mean 'error'?"
+    message = "uneven='eror' is not one of 'warn', 'error', 'drop', 'keep'. Did you mean 'error'?"
     with pytest.raises(ValueError, match=re.escape(message)):
         ts.with_sharding_constraint(SQUARE, P(), uneven="eror")  # pyright: ignore
 
@@ -509,7 +509,7 @@ def test_unshard_over_several_axes_and_over_one_that_no_spec_names(mesh: Mesh):
         with pytest.warns(ts.ShardingWarning) as caught:
             ts.unshard(SQUARE, BOTH, "fdsp")
     assert [str(w.message) for w in caught] == [
-        "unshard: no spec names the axis 'fdsp', so nothing is gathered. Did you mean 'fsdp'?"
+        "unshard has no effect over 'fdsp': no spec names this axis. Did you mean 'fsdp'?"
     ]
 
 
@@ -548,11 +548,14 @@ def test_what_does_nothing_without_a_mesh_says_so_once_a_line() -> None:
     plan = ts.plan(TWO_LAYERS, [(".*", P("fsdp"))], "fsdp=8", min_size=0)
     params = ts.shard(TWO_LAYERS, plan)
     for call, message in (
-        (ts.unshard, "unshard: nothing is gathered: no plan is in force here. Pass it, as in"),
-        (lambda p: ts.unshard(p, plan.specs, "fsdp"), "unshard: there is no mesh here, so nothing"),
+        (ts.unshard, "unshard has no effect: no plan is in force here. Pass the plan, `unshard("),
+        (
+            lambda p: ts.unshard(p, plan.specs, "fsdp"),
+            "unshard has no effect: there is no mesh here.",
+        ),
         (
             lambda p: ts.with_sharding_constraint(p, P("fsdp")),
-            "with_sharding_constraint: there is no mesh here, so nothing is constrained. Pass the",
+            "with_sharding_constraint has no effect: there is no mesh here. Pass the",
         ),
     ):
         with pytest.warns(ts.ShardingWarning, match=re.escape(message)) as caught:

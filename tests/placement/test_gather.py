@@ -123,12 +123,11 @@ def test_one_error_names_all_leaves_that_cannot_be_read(mesh: Mesh, read: Any) -
     jax.jit(lambda x: x, donate_argnums=0)(placed["b"][1])
     with pytest.raises(ts.DeletedLeafError) as caught:
         read(placed)
-    lines = str(caught.value).splitlines()
-    assert lines[0] == f"{read.__name__}: 2 leaves cannot be moved, and none was:"
-    assert lines[1].startswith("  a: float32[8]: its memory is gone: it was deleted, or donated")
-    assert lines[2].startswith("  b/1: float32[4]: its memory is gone")
+    head, *lines = str(caught.value).splitlines()
+    assert head.startswith(f"{read.__name__}: 2 leaves cannot be moved: the array was deleted, or")
+    assert lines == ["  a: float32[8]", "  b/1: float32[4]"]
 
-    with pytest.raises(LeafError, match=re.escape("w: float32[8]: it is being traced")):
+    with pytest.raises(LeafError, match=re.escape("w: float32[8]: a tracer has no values")):
         jax.jit(lambda x: read({"w": x}))(arange(8))
-    with pytest.raises(LeafError, match=re.escape("w: int32[8]: it is a ShapeDtypeStruct")):
+    with pytest.raises(LeafError, match=re.escape("w: int32[8]: a ShapeDtypeStruct")):
         read({"w": jax.ShapeDtypeStruct((8,), "int32")})

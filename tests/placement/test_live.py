@@ -176,7 +176,7 @@ def test_tracers_have_a_sharding_on_explicit_axes_only(mesh: Mesh) -> None:
         if name == "explicit":
             assert get_partition_spec(x) == P("data", None)
         else:
-            with pytest.raises(ts.SpecError, match="the tree: it is traced, and on Auto axes"):
+            with pytest.raises(ts.SpecError, match="the tree: it is a tracer, and on Auto axes"):
                 get_partition_spec(x)
         return x
 

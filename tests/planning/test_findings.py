@@ -110,8 +110,8 @@ PLANTED = {
         PAIR,
         [("mu", COLUMNS), ("w", ROWS)],
         "warning state-unlike-weight: opt/mu/mlp/w: P(None, 'fsdp') by rule 0 'mu', while its"
-        " parameter, params/mlp/w, has P('fsdp',) by rule 1 'w': each step moves one of them to the"
-        " sharding of the other. Use one rule for both, or `Plan.follow`.",
+        " parameter, params/mlp/w, has P('fsdp',) by rule 1 'w'. Each step reshards one of them."
+        " Use one rule for both, or `Plan.follow`.",
     ),
 }
 
@@ -176,9 +176,9 @@ def test_one_array_at_two_paths_is_planned_as_two() -> None:
     plan = ts.plan(tree, [("w", ROWS)], "fsdp=4", min_size=0)
     (finding,) = plan.findings
     assert str(finding) == (
-        "warning same-array: params/{0..2}/w: the same array as ema/{0..2}/w now, and an array of"
-        " its own once it is placed or stepped: 3.0 KiB more on each device. To keep one array,"
-        " use `equinox.nn.Shared`."
+        "warning same-array: params/{0..2}/w: shares memory with ema/{0..2}/w. Sharding or stepping"
+        " makes a second copy, 3.0 KiB more on each device. To keep one array, use"
+        " `equinox.nn.Shared`."
     )
     assert plan.bytes_per_device() == 1024 * 6
     copies = plan.follow({"mu": tree})

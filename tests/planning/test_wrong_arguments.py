@@ -246,11 +246,11 @@ CALLS = {
         ),
         (
             lambda: ts.unshard(params, plan.specs),
-            "Pass it, `unshard(tree, specs, 'fsdp')`, or pass",
+            "Pass the plan, `unshard(tree, plan)`, or specs and the",
         ),
         (
             lambda: ts.unshard(params, specs),
-            "or pass the plan instead of the specs: `unshard(tree,",
+            "Pass the plan, `unshard(tree, plan)`, or specs and the axis",
         ),
         (
             lambda: ts.unshard(params, plan.shardings),
@@ -258,15 +258,15 @@ CALLS = {
         ),
         (
             lambda: ts.unshard(params, plan, "data"),
-            "over 'data': the plan shards no leaf over it, on",
+            "the plan shards no leaf over 'data', on the",
         ),
         (
             lambda: ts.unshard(params, plan, "fdsp"),
-            "Did you mean 'fsdp'? Leave the axis out, `unsha",
+            "Did you mean 'fsdp'? To gather over the plan's",
         ),
         (
             lambda: ts.unshard(params["w"], plan["w"], "data"),
-            "on the mesh (fsdp=8). Leave the axis",
+            "on the mesh (fsdp=8). To gather over",
         ),
         (lambda: ts.unshard(specs, params, "fsdp"), "The tree comes first: `shard(tree, specs)`,"),
         (lambda: ts.with_sharding_constraint(specs, params, mesh), SWAPPED_SPECS),

@@ -10,10 +10,10 @@ from migration import PAGE, Table
 SECTIONS = set(re.findall(r"^## (From .+)$", PAGE.read_text(), re.MULTILINE))
 
 TEXT = """
-| there | here | what changes |
-|---|---|---|
-| `old(x)`<br>`older(x)` | `y = x + 1`<br>`y * 2` | It is said in words. |
-| `gone(x)` | `x` | |
+| theirs | treeshard |
+|---|---|
+| `old(x)`<br>`older(x)` | `y = x + 1`<br>`y * 2`<br>A note may name `z`. |
+| `gone(x)` | `x` |
 """
 
 

@@ -1,6 +1,5 @@
 """docs/migrate.md: EasyLM's and eformer's lines, and ours. eformer is 0.0.101."""
 
-import re
 from types import SimpleNamespace
 
 import jax
@@ -11,7 +10,7 @@ import pytest
 from helpers import legacy, struct
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from migration import PAGE, first_match, table
+from migration import first_match, table
 
 import treeshard as ts
 
@@ -67,17 +66,6 @@ def test_rules_whose_specs_are_trimmed() -> None:
     assert len(told) == 1
 
 
-@row("match_partition_rules(rules, params, strict=True)")
-def test_rules_with_a_mesh(ours) -> None:
-    params = {"odd": struct(7, 8), "typo": struct(8, 8), "bias": struct(8)}
-    rules = [("typo", P("fdsp")), (".*", P("fsdp", "mp"))]  # theirs say nothing of these
-    with pytest.raises(ts.ShardingRuleError) as caught:
-        ours(rules=rules, params=params)
-    for fact in ("odd: shape (7, 8)", "no axis 'fdsp'", "Did you mean 'fsdp'"):
-        assert fact in str(caught.value)
-    assert "bias" not in str(caught.value)
-
-
 @row("match_partition_rules(rules, opt_state)")
 def test_optimizer_state(ours) -> None:
     params = {"w": struct(64, 16), "b": struct(16)}
@@ -126,12 +114,12 @@ def test_constraint(ours) -> None:
         assert ours(x=x).sharding.spec == P("dp", "mp")  # there dim 0 is whole
 
 
-@row("with_sharding_constraint(x, PS())")
-def test_replicating_constraint(ours) -> None:
+def test_replicating_constraint() -> None:
+    constrain = lambda x: ts.with_sharding_constraint(x, P())  # noqa: E731
     with jax.set_mesh(row.mesh):
         x = ts.shard(jnp.ones((8, 6)), P("fsdp", "mp"))
-        assert ours(x=x).sharding.is_fully_replicated
-        assert jax.jit(lambda x: ours(x=x))(x).sharding.is_fully_replicated
+        assert constrain(x).sharding.is_fully_replicated
+        assert jax.jit(constrain)(x).sharding.is_fully_replicated
 
 
 @row('with_sharding_constraint(batch, PS(("dp", "fsdp"), "mp"))')
@@ -157,37 +145,26 @@ def test_mesh_in_force(ours) -> None:
         assert not ts.names_in_current_mesh("dp", "tp")
 
 
-@row('get_axes_size_in_mesh("tp", mesh)')
-def test_axes_size(ours, unchecked) -> None:
-    with pytest.raises(KeyError, match="no axis 'tp'"):
-        ours()
-    assert ours(mesh="tp=8") == 8
-    with pytest.raises(TypeError, match="get_axes_size_in_mesh: 3 is int; axis names are"):
-        ts.get_axes_size_in_mesh(3, "tp=8")  # type: ignore[arg-type]
-
-
-@row("MIN_SHARDING_SIZE")
-def test_settings(ours, monkeypatch) -> None:
+def test_settings(monkeypatch) -> None:
     for size, words in {"7": "true yes 1 on", "16384": "false no 0 off"}.items():
         monkeypatch.setenv("MIN_SHARDING_SIZE", size)
         for word in words.split():
             monkeypatch.setenv("LOG_SHARDING_MOVE", word)
-            assert ours() == (int(size), word in ("true", "yes", "1", "on"))
+            assert int(size) == ts.MIN_SHARDING_SIZE
+            assert (word in ("true", "yes", "1", "on")) == ts.LOG_SHARDING_MOVE
 
 
-@row("get_names_from_partition_spec(specs)")
-def test_names(ours) -> None:
+def test_names() -> None:
     named = NamedSharding(row.mesh, P("dp"))
     specs = {"a": P(None, ("mp", "dp")), "b": P("fsdp", "mp"), "c": named}
-    assert ours(specs=specs) == ["mp", "dp", "fsdp"]
+    assert ts.get_names_from_partition_spec(specs) == ["mp", "dp", "fsdp"]
 
 
-@row('named_tree_map(f, params, sep="/")')
-def test_named_tree_map(ours) -> None:
+def test_named_tree_map() -> None:
     """EasyLM looks names up by object, and of two places the last one has it."""
     tied = struct(4)
     tree = {"embed": tied, "h": [struct(2), struct(3)], "head": tied}
-    found = ours(f=lambda path, x: path, params=tree)
+    found = ts.named_tree_map(lambda path, x: path, tree, sep="/")
     assert found == {"embed": "embed", "h": ["h/0", "h/1"], "head": "head"}
 
 
@@ -237,23 +214,24 @@ def test_names_of_your_own(ours) -> None:
         ts.PartitionAxis(custom={"cache": "head_axis"})
 
 
-def test_the_table_of_decoding() -> None:
-    """Each line of the page: the field of the training axes that eformer takes, and ours."""
+def test_the_axes_of_decoding() -> None:
+    """eformer takes the fields of training, and `PartitionAxis` those of EasyDeL's older class."""
     letters = {name: name.upper() for name in ("batch", "head", "query_sequence", "key_sequence")}
     given = {f"{name}_axis": letters[name] for name in letters}
     axes = ts.PartitionAxis(**given, attention_dim_axis="D", expert_axis="E")
     manager = ts.compat.PartitionManager(axes)
-    text = PAGE.read_text().partition("| in decoding |")[2].partition("\n\n")[0]
-    lines = [line.split("|")[1:-1] for line in text.splitlines()[2:]]
-    assert len(lines) == 6
-    for name, theirs, ours in lines:
-        name = name.strip().replace(" ", "_")
-        for cell, found in (
-            (theirs, manager.resolve([name], "__autoregressive__")),
-            (ours, axes.resolve(name, mode="generation")),
-        ):
-            (code,) = re.findall("`(.+?)`", cell)
-            assert found == P(None if code == "None" else getattr(axes, code)), (name, code)
+    ours = {
+        "batch": None,
+        "query_sequence": None,
+        "key_sequence": axes.sequence_parallel_axis,
+        "head": axes.tensor_parallel_axis,
+        "attention_dim": None,
+        "expert": axes.expert_axis,
+    }
+    for name, axis in ours.items():
+        as_training = getattr(axes, f"{name}_axis")
+        assert manager.resolve([name], "__autoregressive__") == P(as_training), name
+        assert axes.resolve(name, mode="generation") == P(axis), name
 
 
 @row('create_pattern_based_partition_spec("attn->fsdp.tp", mesh)')

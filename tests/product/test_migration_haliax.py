@@ -167,5 +167,5 @@ def test_specs_have_the_structure_of_the_model() -> None:
     assert jax.tree.structure(specs) == jax.tree.structure(model)
     assert specs["up"].array == P("data")
     assert ts.get_partition_spec(model)["up"] == P("data")
-    sentence = "`ts.get_partition_spec(model)` has specs instead of `NamedArray`s, as `pspec_for`."
+    sentence = "`ts.get_partition_spec(model)` has specs instead of `NamedArray`s"
     assert sentence in PAGE.read_text()

@@ -148,16 +148,6 @@ def test_step(ours) -> None:
     check_step(ours(train_step=train_step, plan=plan), plan, old, init(KEY), batch)
 
 
-@row("nnx.update(model, state)")
-def test_the_model_of_a_state(ours) -> None:
-    graph, state = nnx.split(Net(nnx.Rngs(1)))
-    model = ours(nnx=nnx, graph=graph, state=state)
-    other = Net(nnx.Rngs(2))
-    nnx.update(other, state)
-    x = jnp.ones((2, 64))
-    np.testing.assert_array_equal(model(x), other(x))
-
-
 @row("checkpointer.save(path, state)")
 def test_checkpoint(ours, tmp_path) -> None:
     plan = ts.plan(init(KEY), RULES, row.mesh)

@@ -48,15 +48,12 @@ STATE = {
 }
 
 
-@row(
-    "sharding.fsdp_sharding(train_state_shape, mesh, min_size_mbytes=4)",
-    "state_sharding = sharding.fsdp_sharding(train_state_shape, mesh)",
-)
-def test_fsdp(planned, shardings) -> None:
+@row("sharding.fsdp_sharding(train_state_shape, mesh, min_size_mbytes=4)")
+def test_fsdp(planned) -> None:
     old = jax.tree.map(old_fsdp, STATE)
     assert {P(), P("fsdp"), P(None, "fsdp"), P(None, None, "fsdp")} == set(jax.tree.leaves(old))
     assert planned(train_state_shape=STATE).specs == old
-    found = shardings(train_state_shape=STATE)
+    found = planned(train_state_shape=STATE).shardings
     assert found["count"] == P()
     assert short(found) == old
     assert found["deep"] == NamedSharding(row.mesh, P(None, None, "fsdp"))
@@ -64,12 +61,6 @@ def test_fsdp(planned, shardings) -> None:
     assert jax.tree.map(old_fsdp, others) == {"half": P(), "vector": P()}
     found = planned(train_state_shape=others).specs
     assert found == {"half": P(None, "fsdp"), "vector": P("fsdp")}
-
-
-@row("with sharding.set_mesh(mesh):")
-def test_context(ours) -> None:
-    with ours():
-        assert ts.get_incontext_mesh() == row.mesh
 
 
 @row("sharding.activation_sharding_constraint(x)")
@@ -91,9 +82,6 @@ test_init = row.makes_state(
 )
 test_batch = row.splits_rows(
     "jax.make_array_from_process_local_data(data_sharding, x)", P(("batch", "fsdp"))
-)
-test_checkpoints = row.keeps_checkpoints(
-    "checkpoint_manager.save(step, items)", {1: True, 2: True}, (2,)
 )
 
 

@@ -26,10 +26,9 @@ def shapes_of(f: Any, *args: Any) -> Any:
     return jax.eval_shape(mapped, *args)
 
 
-@row('fold_rng_over_axis(rng, "data")')
-def test_fold_rng(ours) -> None:
+def test_fold_rng() -> None:
     rng = jax.random.key(3)
-    draw = lambda key: jax.random.key_data(ours(rng=key))[None]  # noqa: E731
+    draw = lambda key: jax.random.key_data(manual.fold_rng_over_axis(key, "data"))[None]  # noqa: E731
     old = [jax.random.key_data(jax.random.fold_in(rng, index)) for index in range(8)]
     np.testing.assert_array_equal(on(row.mesh, draw, P(), P("data"))(rng), old)
 
@@ -56,28 +55,27 @@ def test_shard_params(ours) -> None:
     assert (type(found), found.names) == (nn.Partitioned, ("model", "data"))
 
 
-@row('gather_params(params, "data")')
-def test_gather_params(ours) -> None:
+def test_gather_params() -> None:
     parts = {
         "w": nn.Partitioned(struct(2, 8), ("data", None)),
         "model": nn.Partitioned(struct(2, 8), ("data", "model")),
         "whole": struct(4),
     }
-    found = shapes_of(lambda p: ours(params=p), parts)
+    found = shapes_of(lambda p: manual.gather_params(p, "data"), parts)
     assert (found["w"].shape, found["whole"].shape) == ((16, 8), (4,))
     assert (found["model"].value.shape, found["model"].names) == ((16, 8), (None, "model"))
     by_specs = lambda p: manual.gather_params(p, "data", P("data"))  # noqa: E731
     assert shapes_of(by_specs, {"w": struct(2, 8)})["w"].shape == (16, 8)
 
 
-@row('gather_array_with_mean_grads(x, 0, "data")')
-def test_gather_array(ours) -> None:
+def test_gather_array() -> None:
     x = jnp.arange(16.0).reshape(8, 2)
     weight = jnp.arange(8.0) + 1  # another for each device
 
     def step(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-        grad = jax.grad(lambda x: weight[0] * (ours(x=x) ** 2).sum())(x)
-        return ours(x=x)[None], grad
+        gather = lambda x: manual.gather_array_with_mean_grads(x, 0, "data")  # noqa: E731
+        grad = jax.grad(lambda x: weight[0] * (gather(x) ** 2).sum())(x)
+        return gather(x)[None], grad
 
     whole, grad = on(row.mesh, step, P("data"), P("data"))(x, weight)
     np.testing.assert_array_equal(whole, np.broadcast_to(x, (8, 8, 2)))
@@ -131,13 +129,12 @@ def old_step(params: Any, x: jax.Array) -> Any:
     return grads | {"b": lax.pmean(grads["b"], "data")}
 
 
-@row('sync_gradients(grads, ("data",))')
-def test_sync_gradients(ours) -> None:
+def test_sync_gradients() -> None:
     def step(params: Any, x: jax.Array) -> Any:
         specs = {"w": manual.Partitioned(params["w"], ("data", None)), "b": params["b"]}
         grads = jax.grad(lambda p: loss_fn(manual.gather_params(p, "data"), x))(specs)
-        grads = ours(grads=grads)
-        again = ours(grads=grads)
+        grads = manual.sync_gradients(grads, ("data",))
+        again = manual.sync_gradients(grads, ("data",))
         return {"w": again["w"].value, "b": again["b"]}
 
     expected = jax.grad(loss_fn)(PARAMS, X)

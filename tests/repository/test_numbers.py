@@ -40,9 +40,7 @@ def test_the_page_is_what_the_results_give() -> None:
 
 def test_the_readme_quotes_what_was_measured() -> None:
     readme = page.README.read_text()
-    quoted = re.findall(r"^\| \[?`(bench_\w+)`", readme, re.MULTILINE)
-    assert {*quoted} == {claim.bench for claim in page.CLAIMS}
-    assert {*quoted} <= {*BENCHMARKS}
+    assert readme.count("numbers/#") == len(page.CLAIMS)
     assert page.with_claims(readme, MEASURED) == readme, "python -m benchmarks.page"
 
 

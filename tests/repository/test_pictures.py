@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from examples import train_fsdp
-from tools import draw_pictures
+from tools import draw_diagrams, draw_pictures
 
 PICTURES = ROOT / "docs" / "pictures"
 
@@ -46,6 +46,12 @@ def test_the_kept_pictures_show_the_demo(tmp_path: Path) -> None:
     assert stale(tmp_path, PICTURES) == [], "make docs"
 
 
+def test_the_kept_diagrams_are_those_that_are_drawn(tmp_path: Path) -> None:
+    draw_diagrams.main([f"--to={tmp_path}"])
+    for drawn in tmp_path.iterdir():
+        assert drawn.read_text() == (PICTURES / drawn.name).read_text(), "make docs"
+
+
 def stale(drawn: Path, kept: Path) -> list[str]:
     """The pictures whose kept version says something else than the one that was drawn."""
     names = sorted(path.name for path in drawn.iterdir())
@@ -65,5 +71,5 @@ def test_pages_show_pictures_that_there_are() -> None:
 
 
 def test_every_picture_is_shown() -> None:
-    text = "".join(PAGES.values())
+    text = "".join(PAGES.values()) + (ROOT / "mkdocs.yml").read_text()
     assert [path.name for path in PICTURES.iterdir() if f"pictures/{path.name}" not in text] == []

@@ -91,4 +91,4 @@ def test_the_report_says_what_scatters() -> None:
         step = case.step.compile(case.plan.structs, case.batch)
     [difference] = step.communication().unplanned
     assert difference.code == "all-reduce"
-    assert "on Explicit axes" in difference.hint
+    assert "On Explicit axes" in difference.hint

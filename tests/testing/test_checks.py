@@ -140,7 +140,7 @@ def test_complex_parameters() -> None:
 
     options = {"layouts": ["unchecked"], "batch_specs": SPREAD}
     report = ""
-    for factor, said in {1: "Nothing is wrong.", 4: "1 result is wrong."}.items():
+    for factor, said in {1: "All results are right.", 4: "1 result is wrong."}.items():
         options["by_hand"] = partial(body, factor=factor)
         report = report_of(testing.check_gradients, wave, params, X, plan, **options)
         assert report.startswith(f"check_gradients: {said}\n"), report
@@ -172,7 +172,7 @@ def test_a_moment_shows_the_factor_that_adam_hides() -> None:
     of_aux = "step 1: aux/one per device P(): has the shape (8,), where one device gives (1,)."
     assert of_aux in report
     assert not found.keys() & {"step 1: params/w", "step 1: aux/loss", "step 2: opt/0/mu/w"}
-    assert "step 2 is not measured where step 1 is wrong already" in report
+    assert "step 2 is not measured if step 1 is wrong" in report
 
 
 def test_a_fault_of_the_second_step_is_found() -> None:
@@ -222,7 +222,7 @@ def test_a_step_whose_state_was_not_compared_is_not_ok() -> None:
         return state | {"skipped": skipped, "frozen": frozen, "count": count}, value
 
     text = report_of_step(step, state, X, planned(state, mesh="data=8"))
-    assert text.startswith("check_step: Nothing of the state was compared.\n"), text
+    assert text.startswith("check_step: No result of the state was compared.\n"), text
     for name in ("skipped", "frozen"):
         assert re.search(rf"not compared: .*step {{1..2}}: {name}.* .zero on one device", text)
     assert re.search(r"step \{1..2\}: aux +ok", text)
@@ -301,7 +301,7 @@ def test_an_array_that_is_cut_and_is_no_row_is_found() -> None:
     text = report_of(testing.check_step, *weighted_step(rows_only=False), layouts=["plan"])
     assert facts(text) == {"step 1: w": f"{OFF}: the table says how far.\n  In: one pass.\n"}
     assert re.search(r"\nstep 1: w +ok +off \d+% ", text), text
-    assert "it cuts an array that is not one of rows, or the loss is not a mean over rows" in text
+    assert "it cuts an array that does not have rows, or the loss is not a mean over rows" in text
 
 
 @pytest.mark.parametrize(
@@ -339,6 +339,6 @@ def test_a_mean_of_parts_is_named_where_the_loss_is_not_a_mean_over_rows(is_mean
 
     plan = planned(state, ("w", P("fsdp")), mesh="fsdp=8")
     report = report_of_step(step, state, x, plan, specs=P("fsdp"))
-    said = "by `accumulate_gradients(axis_names=)`: those of the batch, only if the loss is a mean"
+    said = "which are the gradients of the batch only if the loss is a mean over rows"
     assert (said in report) == (not is_mean), report
     assert bool(facts(report)) == (not is_mean), report

@@ -113,7 +113,7 @@ def test_numbers_that_one_device_cannot_repeat_are_not_checked() -> None:
         return averaged(dropout)(p, (x, jax.random.fold_in(key, 100 + lax.axis_index(BOTH))))
 
     report = checked(dropout, PARAMS, KEYED, body, specs=OF_KEYED)
-    head = "check_gradients: Nothing was compared, 3 results are not checked.\n"
+    head = "check_gradients: No result was compared, 3 results are not checked.\n"
     assert report.startswith(head), report
     assert "\nup    not checked" in report
     assert "unchecked: not checked, since each device draws random numbers in a way that" in report
@@ -156,14 +156,14 @@ def test_what_cannot_be_compared_is_said() -> None:
         "minibatches: minibatches change the result on one device too, since the loss is"
         " not a mean of rows of equal weight; compared with minibatches on one device",
     )
-    head = "check_gradients: Nothing is wrong in 2 of 3 results; the others were not compared.\n"
+    head = "check_gradients: No errors in 2 of 3 results; the others were not compared.\n"
     assert str(report).startswith(head)
 
 
 def test_a_check_that_compared_nothing_does_not_pass() -> None:
     report = checked(dropout, PARAMS, KEYED, layout="minibatches", specs=OF_KEYED)
-    assert report.startswith("check_gradients: Nothing was compared.\n")
-    why = "the loss draws random numbers, and minibatches draw others"
+    assert report.startswith("check_gradients: No result was compared.\n")
+    why = "the loss draws random numbers, and minibatches draw different ones"
     assert f"minibatches: not compared, since {why}" in report
 
 
@@ -185,7 +185,7 @@ def test_layouts_may_raise_if_the_caller_says_so_but_not_the_plans() -> None:
     assert repr(raised.value.__cause__) == "ValueError('too few rows')"
     allowed = str(check(mesh, "minibatches"))
     assert allowed.startswith(
-        "check_gradients: Nothing is wrong in 2 of 3 layouts; the others were not compared.\n"
+        "check_gradients: No errors in 2 of 3 layouts; the others were not compared.\n"
     )
     why = "minibatches: not compared, since it raised ValueError: too few rows, as expected"
     assert why in allowed
@@ -220,13 +220,13 @@ def test_zeros_hide_no_fault_of_the_layers_before_them() -> None:
 
 def test_a_batch_of_equal_rows_is_refused() -> None:
     report = checked(loss, PARAMS, np.tile(BATCH[:1], (16, 1)), averaged(loss, "up"))
-    assert report.startswith("check_gradients: Nothing was compared.\n")
+    assert report.startswith("check_gradients: No result was compared.\n")
     assert "All rows of the batch are equal" in report
     # Each device has the same rows.
     report = checked(loss, PARAMS, np.tile(BATCH[:2], (8, 1)), averaged(loss, "up"))
-    assert report.startswith("check_gradients: Nothing was compared.\n"), report
+    assert report.startswith("check_gradients: No result was compared.\n"), report
     assert "\nup    alike" in report
-    assert "all devices get the same from their own rows" in report
+    assert "all devices get the same result from their own rows" in report
 
 
 def test_leaves_without_a_gradient_are_not_said_to_be_right() -> None:
@@ -237,9 +237,9 @@ def test_leaves_without_a_gradient_are_not_said_to_be_right() -> None:
 
     report = checked(decaying, params, BATCH, averaged(decaying), layout="plan")
     assert report.startswith(
-        "check_gradients: Nothing is wrong in 3 of 5 results; the others were not compared.\n"
+        "check_gradients: No errors in 3 of 5 results; the others were not compared.\n"
     ), report
-    assert "not compared: decayed (all devices get the same from their own rows" in report
+    assert "not compared: decayed (all devices get the same result from their own rows" in report
     assert "not compared: unused (zero on one device" in report
 
 
@@ -263,7 +263,7 @@ def test_an_error_that_is_just_visible_is_seen() -> None:
     args = narrow, OTHER, BATCH, planned(OTHER)
     report = testing.check_gradients(*args, by_hand=right, **options)
     assert set(report.visible) == {"loss", *OTHER}
-    [finest] = re.findall("others are seen from (.*)%", "\n".join(report.notes))
+    [finest] = re.findall("other errors are seen from (.*)%", "\n".join(report.notes))
     assert float(finest) < 1e-2, report
     factor = 1 + 2 * float(finest) / 100
 
@@ -290,7 +290,7 @@ def test_what_cannot_be_widened_is_compared_in_its_own_dtype() -> None:
         return jnp.mean(called(jnp.tanh(x @ p["up"]) @ p["down"]).astype("float32") ** 2)
 
     report = checked(with_callback, PARAMS, BATCH, averaged(with_callback))
-    note = "pure_callback: runs in its own dtypes also where all else is compared in float32"
+    note = "pure_callback: runs in its own dtypes while all other code is compared in float32"
     assert note in report
     assert "warning: errors of up to" in report, report
 
@@ -359,7 +359,7 @@ def test_the_sign_of_rounding_is_not_compared(
     assert (f"{MULTIPLE} (x 8.000)" in moment) == (factor == 8), report
     assert not any("zero" in path for path in facts(report)), report
     [missing] = re.findall("not compared: .*params/zero.*", report)
-    assert "the sign of a gradient that is zero but for rounding" in missing
+    assert "the sign of a gradient near zero" in missing
     assert re.search(r"params/down +ok", report), report
 
 
@@ -429,11 +429,11 @@ def test_a_key_that_a_step_does_not_change_is_noted() -> None:
     state = {**PARAMS, "key": jax.random.key(1)}
     report = report_of_step(step, state, BATCH, planned(state), specs=SPREAD)
     note = (
-        "key: the step returns this key as it was, so each step draws the same random numbers"
-        " unless it is folded with a number that changes"
+        "key: the step returns this key unchanged, so every step draws the same random numbers"
+        " unless it folds the key with a number that changes"
     )
     assert f"\n{note}" in report
-    assert report.startswith("check_step: Nothing is wrong.\n")
+    assert report.startswith("check_step: All results are right.\n")
 
 
 def test_a_restored_state_goes_on() -> None:

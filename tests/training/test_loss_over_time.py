@@ -94,4 +94,8 @@ def test_each_gradient_is_reduced_once_after_the_loop(name, mesh, axis_names) ->
 def test_on_explicit_axes() -> None:
     mesh = ts.make_mesh(HSDP, axis_types="explicit")
     program("gathered in the loop, remat", mesh, None, value_and_grad)
+    if jax.__version_info__ < (0, 10, 2):  # whose types of a sum in a loop do not agree
+        with pytest.raises(ts.errors.ShardingTypeError, match="cotangent type"):
+            program("constrained", mesh, ("data", "fsdp"))
+        return
     program("constrained", mesh, ("data", "fsdp"))

@@ -260,7 +260,7 @@ def test_messages() -> None:
         by_matrix(optax.sgd(0.1), plan).init({**params, "new": struct(3, 3)})
     assert str(caught.value) == (
         "by_matrix: new: float32[3,3] is not in the plan."
-        " `is_matrix=` can leave them to the optimizer as they are."
+        " To leave them to the optimizer itself, pass `is_matrix=`."
     )
     with pytest.raises(ts.errors.ArgumentError, match="not an optax GradientTransformation"):
         by_matrix(plan, plan)

@@ -47,7 +47,7 @@ class Row(NamedTuple):
 
 def rows_of_page() -> list[Row]:
     """The table of the page that messages link to."""
-    page = DOCS["docs/guide/explicit-axes.md"]
+    page = DOCS["docs/reference/explicit-axes.md"]
     table = page.partition("<!-- table -->")[2].partition("<!-- end of table -->")[0]
     rows: list[Row] = []
     for line in table.strip().splitlines()[2:]:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import jax
@@ -119,9 +120,10 @@ TYPED_LATER = ("plus one", "a square", "remat", "scatter", "cast", "where")
 RAISE = {
     *((name, P("fsdp")) for name in TYPED_LATER if jax.__version_info__ < (0, 12)),
     *((name, P("fsdp")) for name in ("stack", "cumsum", "norm")),
-    *((name, P()) for name in ("the same for all rows", "its own square", "a whole batch")),
-    *((name, P("fsdp")) for name in ("the same for all rows", "its own square", "a whole batch")),
+    *product(("the same for all rows", "its own square", "a whole batch"), (P(), P("fsdp"))),
 }
+if jax.__version_info__ < (0, 10, 2):
+    RAISE = (RAISE - {("scatter", P("fsdp"))}) | {*product(["one layer"], (P(), P("fsdp")))}
 
 
 @pytest.mark.usefixtures("quick_compiles")

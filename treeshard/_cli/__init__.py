@@ -1,7 +1,7 @@
 """The command line: its arguments and exit codes.
 
-Each command loads its own module, by name: importing those of all commands, and with them what
-reads checkpoints, would take longer than most commands run.
+Each command imports its own module when it runs. Importing all of them, and TensorStore with them,
+would take longer than most commands run.
 """
 
 import argparse
@@ -15,8 +15,8 @@ from typing import Any
 
 from treeshard.errors import TreeShardError, printable
 
-# Exit codes. 0: all is well. 1: what the command looks for is there, such as a plan that does not
-# fit; each command's help says what. `argparse` exits with 2 too.
+# Exit codes. 0: success. 1: the command has found a problem, such as a plan that does not fit. The
+# help of each command says which problem. `argparse` exits with 2 too.
 _INVALID = 2
 _INTERRUPTED = 130  # as shells do for SIGINT: 128 + 2
 
@@ -56,61 +56,63 @@ def main(argv: Sequence[str] | None = None) -> int:
 _PLAN = """\
   treeshard plan --shapes run --rules rules.toml --mesh data=2,fsdp=64 --memory 80GB
 
-shapes, as JSON, or as a checkpoint or safetensors (only the header is read):
+The shapes are a checkpoint, safetensors (headers are enough), or JSON:
   {"layers/0/attn/q": {"shape": [1024, 1024], "dtype": "bfloat16"}}
 
-rules, as TOML; the first pattern that matches decides:
-  min_size = 16384                    # leaves with fewer elements stay replicated
+The rules are TOML. The first pattern that matches a path decides:
+  min_size = 16384                    # replicate leaves with fewer elements
   [[rules]]
   pattern = "norm|bias"
   action = "None"                     # replicate
   [[rules]]
   pattern = "attn/(q|k|v)$"
-  action = "P('fsdp', 'tensor')"      # a spec, or a tuple of logical names
+  action = "P('fsdp', 'tensor')"      # a spec; a tuple holds logical names
   [[rules]]
   pattern = ".*"
   action = "fsdp('fsdp', min_size=0)" # a tactic, as in Python
   [logical]
-  batch = ["data", "fsdp"]            # mesh axes of a logical name
+  batch = ["data", "fsdp"]            # the mesh axes of a logical name
 
-exit code: 0, or 1 if the plan has errors or exceeds --memory, or 2 if the input is invalid
+Exit code: 0 on success, 1 if the plan has errors or exceeds --memory, 2 if the input is invalid.
 """
 _PATH = """\
-PATH is a checkpoint, a directory of checkpoints by step (reads the latest, or --step), a
-safetensors file, the index of several, or a directory with one of these.
+PATH is a checkpoint, a directory of checkpoints by step, a safetensors file, the index of several
+files, or a directory with safetensors.
 """
 _INSPECT = f"""\
 {_PATH}
-  treeshard inspect run               # the latest step, and a list of all steps
+  treeshard inspect run               # lists all steps, and reads the latest
   treeshard inspect run --step 200
   treeshard inspect model.safetensors --json
 
-exit code: 0, or 2 if nothing can be read
+Exit code: 0 on success, 2 if PATH cannot be read.
 """
 _VERIFY = """\
   treeshard verify run                # the latest step
   treeshard verify run --step 200
 
-PATH is that of `treeshard inspect`. safetensors files have no checksums: their headers, index and
+PATH is as in `treeshard inspect`. Safetensors have no checksums, so only their headers, index and
 sizes are checked.
 
-exit code: 0, or 1 if something is damaged, or 2 if nothing can be read
+Exit code: 0 on success, 1 if a leaf or file is damaged, 2 if PATH cannot be read.
 """
 _EXPORT = """\
   treeshard export run model.safetensors --only '^model/' --rename '^model/=>' --rename '/=>.'
   treeshard export run/100 model.safetensors --max-file-size 5GB --metadata format=pt
 
-Reads, verifies and writes one leaf at a time. The file gets its name when it is complete, and
-replaces an existing one. The format cannot hold numbers, strings, PRNG keys and int4: if such
-leaves are selected, nothing is exported, unless --skip leaves them out.
+Each leaf is read, verified and written before the next one. The export is atomic, and replaces
+existing files. Safetensors cannot hold Python numbers, strings, PRNG keys and int4. If such leaves
+are selected, the export fails. --skip leaves them out.
 
-exit code: 0, or 2 if nothing was exported
+Exit code: 0 on success, 2 if the export failed.
 """
-_RENAME = "replace what the regular expression matches; NEW may have \\1; applied in order"
+_RENAME = "replace the matches of a regular expression by NEW, which may contain \\1"
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("treeshard", description="Decides and explains sharding.")
+    parser = argparse.ArgumentParser(
+        "treeshard", description="Plan shardings, and read checkpoints."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: str, what: str, epilog: str) -> Callable[..., Any]:
@@ -124,34 +126,34 @@ def _parser() -> argparse.ArgumentParser:
         parser.set_defaults(run=run)
         return parser.add_argument
 
-    what = "decide from shapes alone how a tree is sharded, and explain why"
+    what = "plan how a tree is sharded, from its shapes, and explain each decision"
     add = command("plan", "plan:run_plan", what, _PLAN)
-    add("--shapes", type=Path, required=True, metavar="FILE", help="path -> shape and dtype")
-    add("--rules", type=Path, required=True, metavar="FILE", help="patterns and actions")
-    add("--mesh", required=True, metavar="AXES", help='such as "data=8,fsdp=64,tensor=8"')
-    add("--memory", metavar="BYTES", help="of a device, such as 80GB: say whether the plan fits")
-    add("--json", action="store_true", help="print the plan and its findings as JSON")
+    add("--shapes", type=Path, required=True, metavar="FILE", help="the shapes, by path")
+    add("--rules", type=Path, required=True, metavar="FILE", help="the rules")
+    add("--mesh", required=True, metavar="AXES", help='axes and sizes, such as "data=8,fsdp=64"')
+    add("--memory", metavar="BYTES", help="memory of a device, such as 80GB, to check")
+    add("--json", action="store_true", help="print JSON")
 
-    what = "list the leaves of a checkpoint or safetensors"
+    what = "list the leaves of a checkpoint or of safetensors"
     add = command("inspect", "files:run_inspect", what, _INSPECT)
     _add_path(add)
-    add("--json", action="store_true", help="print every leaf as JSON")
+    add("--json", action="store_true", help="print JSON")
 
-    what = "read every leaf of a checkpoint, and compare checksums"
+    what = "read every leaf, and compare its checksum"
     _add_path(command("verify", "files:run_verify", what, _VERIFY))
 
-    add = command("export", "files:run_export", "write arrays to safetensors", _EXPORT)
+    add = command("export", "files:run_export", "export arrays to safetensors", _EXPORT)
     _add_path(add)
-    add("out", metavar="OUT", help="such as model.safetensors, or a folder without the suffix")
-    add("--only", metavar="REGEX", help="export leaves whose path has a match")
+    add("out", metavar="OUT", help="a .safetensors file, or a folder")
+    add("--only", metavar="REGEX", help="export only leaves whose path matches")
     several: dict[str, Any] = {"action": "append", "default": []}
     add("--rename", **several, metavar="REGEX=>NEW", help=_RENAME)
-    add("--skip", action="store_true", help="leave out leaves that safetensors cannot hold")
-    add("--max-file-size", metavar="BYTES", help="such as 5GB: split what is larger into files")
-    add("--metadata", **several, metavar="KEY=TEXT", help="for the header of the file")
+    add("--skip", action="store_true", help="skip leaves that safetensors cannot hold")
+    add("--max-file-size", metavar="BYTES", help="split the export into files of, for example, 5GB")
+    add("--metadata", **several, metavar="KEY=TEXT", help="add metadata to the header")
     return parser
 
 
 def _add_path(add: Callable[..., Any]) -> None:
-    add("path", metavar="PATH")
-    add("--step", type=int, metavar="N", help="a step of a directory of checkpoints")
+    add("path", metavar="PATH", help="a checkpoint, a directory of checkpoints, or safetensors")
+    add("--step", type=int, metavar="N", help="the step to read; by default the latest")

@@ -1,7 +1,7 @@
-"""`treeshard inspect`, `verify` and `export`: the commands on files.
+"""`treeshard inspect`, `verify` and `export`: the commands that read files.
 
-They need no model: what a file has is read from the file. A tree with the structure of the model,
-as `restore` wants it, would take the code of the run that saved it.
+They list leaves from the files alone. `restore` would need a tree with the structure of the model,
+and so the code of the run.
 """
 
 import argparse
@@ -125,7 +125,7 @@ def _code(leaf: SavedLeaf) -> str | None:
 
 
 def _choose(contents: Contents, only: str | None, skip: bool) -> tuple[list[SavedLeaf], list[str]]:
-    """The arrays with a path that a pattern matches, and what is said of other such leaves."""
+    """The arrays whose path matches a pattern, and a line for each other leaf that matches."""
     pattern = parse_pattern(only or "", "--only")
     chosen = [x for x in contents.leaves if x.kind != "none" and pattern.search(x.path)]
     arrays = [leaf for leaf in chosen if _code(leaf)]
@@ -144,7 +144,7 @@ def _choose(contents: Contents, only: str | None, skip: bool) -> tuple[list[Save
 
 
 def _rename(arrays: Sequence[SavedLeaf], rules: Sequence[str]) -> dict[str, SavedLeaf]:
-    """Arrays by their new names, from rules `REGEX=>NEW` applied in order."""
+    """The arrays by their new names, after all rules `REGEX=>NEW` in order."""
     rename = {x.path: x.path for x in arrays}
     for rule in rules:
         old, new = _split("--rename", rule, "=>", "'REGEX=>NEW', '/=>.'")

@@ -1,7 +1,7 @@
 """`treeshard plan`: how a tree is sharded, from shapes and rules in files.
 
-Starts no backend and needs no devices. Rules are text that is read and never code that is run: a
-file of rules may come with a checkpoint of strangers.
+It starts no backend and needs no devices. Rules are parsed as text and never executed, because a
+file of rules may come from strangers.
 """
 
 import argparse
@@ -75,7 +75,7 @@ _SHAPES = 'Write an object of path: {"shape": [8, 4], "dtype": "float32"}.'
 def _read_shapes(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
     """Reads the shapes of a tree from JSON, safetensors or a checkpoint."""
     if path.is_dir() or path.name.endswith((".safetensors", ".safetensors.index.json")):
-        # Headers are enough: a download that was cut short has them.
+        # Headers are enough, which even an unfinished download has.
         contents = use_stored(str(path), None, lambda tree: tree.contents, shapes_only=True)
         arrays = [leaf for leaf in contents.leaves if leaf.dtype]
         return {x.path: jax.ShapeDtypeStruct(x.shape, parse_dtype(x.dtype)) for x in arrays}
@@ -113,7 +113,7 @@ _LONGEST_RULES = 2**20
 
 
 class _Rules(NamedTuple):
-    """What a file of rules has."""
+    """The contents of a file of rules."""
 
     rules: list[tuple[str, Any]]  # patterns and actions, as `ts.plan` takes them
     min_size: int | None  # elements; `None` for the default of `ts.plan`
@@ -160,7 +160,7 @@ def _parse_action(text: str) -> Any:
 
 
 def _check_type(value: Any, kind: type, where: str, what: str) -> Any:
-    """Returns a value of a file, or raises if its type is not `kind`; `what` names the type."""
+    """Returns a value of a file. Raises if its type is not `kind`, which `what` names."""
     if type(value) is not kind:
         raise FormatError(f"{where} is {value!r} ({type(value).__name__}), not {what}.")
     return value

@@ -1,6 +1,6 @@
 """Trees on disk, as checkpoints or safetensors: lists their leaves, and reads them one by one.
 
-What is at a path is told by its files, and not by an option: commands take what users have.
+The files at a path determine the format, so that commands need no option for it.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -21,14 +21,14 @@ class StoredTree(NamedTuple):
     """A tree on disk."""
 
     format: str  # "checkpoint" or "safetensors"
-    contents: Contents  # what `inspect` prints; tensors have no specs
+    contents: Contents  # for `inspect`; tensors have no specs
     # Reads some of the leaves, a few at a time.
     read: Callable[[Iterable[SavedLeaf]], Iterator[ReadLeaf]]
-    # Says how leaves and other files are damaged, by name; `None` for safetensors, which have no
+    # Returns how leaves and other files are damaged, by name. `None` for safetensors, which have no
     # checksums.
     damages: Callable[[Iterable[SavedLeaf]], tuple[dict[str, str], dict[str, str]]] | None = None
-    steps: tuple[int, ...] = ()  # of the directory of checkpoints that it is in
-    # Raises `RemovedError` if its writer has removed it meanwhile.
+    steps: tuple[int, ...] = ()  # all steps of its directory of checkpoints
+    # Raises `RemovedError` if the writer has removed it since.
     check: Callable[[], None] = lambda: None
 
 
@@ -38,14 +38,13 @@ R = TypeVar("R")
 def use_stored(
     path: str, step: int | None, use: Callable[[StoredTree], R], *, shapes_only: bool = False
 ) -> R:
-    """Calls a function with a checkpoint, one of a directory of them, or safetensors files.
+    """Calls a function with a checkpoint, a step of a directory of checkpoints, or safetensors.
 
-    By default it is the latest of a directory: if its writer removes that one meanwhile, the
-    function is called again, with a later one. With `shapes_only`, the data of safetensors files
-    may be missing.
+    By default, the step is the latest. If its writer removes it during the call, the function is
+    called again with a later step. With `shapes_only`, the data of safetensors may be missing.
     """
-    # The CPU is enough for files, unless the user chose a platform. JAX would otherwise take most
-    # of a GPU's memory, and fail on a TPU that a training run has.
+    # Files need only the CPU. Unless the user chose a platform, JAX would reserve most of the
+    # memory of a GPU, and fail on a TPU that a training run uses.
     if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_platforms", "cpu")
     if not _has_tensors(path):
@@ -64,14 +63,14 @@ def use_stored(
 
 
 def _has_tensors(path: str) -> bool:
-    """Whether there are safetensors at a path, rather than a checkpoint or nothing."""
+    """Whether a path has safetensors, and not a checkpoint."""
     if path.startswith(("gs://", "s3://")):  # only checkpoints are read from there
         return False
     target = file_path(path)
     if not target.is_dir():
         return target.exists() or target.with_name(f"{target.name}.index.json").exists()
-    # A directory may have both, since people export next to their checkpoints. A checkpoint has its
-    # arrays in `leaves`; a directory of checkpoints has one for each step.
+    # A directory may have both, because users export next to their checkpoints. A checkpoint has a
+    # folder `leaves`. A directory of checkpoints has a folder for each step.
     folders = [x.name for x in target.iterdir() if x.is_dir()]
     is_checkpoint = "leaves" in folders or any(map(str.isdigit, folders))
     return not is_checkpoint and any(target.glob("*.safetensors*"))

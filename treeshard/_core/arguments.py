@@ -102,10 +102,11 @@ def check_no_refs(tree: Any, where: str, prefix: str = "") -> None:
     # `isinstance(x, jax.Ref)` takes 3 us, since it looks into traced values. Types are few.
     if not any(issubclass(type_, (jax.Ref, Tracer)) for type_ in {*map(type, leaves)}):
         return
-    pairs = zip(leaf_paths(tree), leaves, strict=True)
-    paths = [path_under(prefix, path) for path, x in pairs if isinstance(x, jax.Ref)]
-    if not paths:
+    refs = [i for i, x in enumerate(leaves) if isinstance(x, jax.Ref)]
+    if not refs:
         return
+    of_leaves = leaf_paths(tree)
+    paths = [path_under(prefix, of_leaves[i]) for i in refs]
     facts = [f"{path or 'the tree'}: a mutable reference (`jax.Ref`)." for path in paths]
     message = listed(f"{where}: leaves are mutable references, not arrays:", facts, headed=True)
     raise LeafError(

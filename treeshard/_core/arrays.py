@@ -114,11 +114,10 @@ class StaticSplit:
         self, leaves: Sequence[Any], treedef: Any, is_dynamic: Callable[[Any], bool] = is_array
     ) -> None:
         self.treedef = treedef
-        self.indices = [i for i, x in enumerate(leaves) if is_dynamic(x)]
-        self.static = dict(enumerate(leaves))
-        for i in self.indices:
-            del self.static[i]
-        self._template = [self.static.get(i) for i in range(len(leaves))]
+        kinds = [*map(is_dynamic, leaves)]
+        self.indices = [i for i, dynamic in enumerate(kinds) if dynamic]
+        self.static = {i: leaves[i] for i, dynamic in enumerate(kinds) if not dynamic}
+        self._template = [self.static.get(i) for i in range(len(leaves))] if self.static else []
 
     def matches(self, leaves: Sequence[Any], treedef: Any) -> bool:
         """Whether a tree has the same structure and equal static leaves."""
@@ -141,7 +140,7 @@ class StaticSplit:
 
     def fill_static(self, dynamic: Sequence[Any], fill: Any = None) -> Any:
         """The tree with these dynamic leaves, and `fill` instead of the static ones."""
-        return self._join(dynamic, [fill] * len(self._template))
+        return self._join(dynamic, [fill] * self.treedef.num_leaves)
 
     def _join(self, dynamic: Sequence[Any], others: list[Any]) -> Any:
         if not self.static:
@@ -278,15 +277,6 @@ def alias_array(x: jax.Array) -> jax.Array:
     """Another array on the same memory; the host copy that JAX caches on it is freed with it."""
     shards = [shard.data for shard in x.addressable_shards]
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
-
-
-def map_shards(x: jax.Array, f: Callable[[np.ndarray], np.ndarray], dtype: Any) -> jax.Array:
-    """The array of `f` of each local shard, which keeps its shape; all values are of `dtype`."""
-    shards = [
-        jax.device_put(f(np.asarray(shard.data)), shard.data.sharding)
-        for shard in to_read(x).addressable_shards
-    ]
-    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards, dtype=dtype)
 
 
 def primary_shards(x: jax.Array) -> Iterator[Any]:

@@ -46,10 +46,10 @@ def make_mesh(
     topology: str | None = None,
     dcn_axes: Mapping[str, int] | str | None = None,
 ) -> Mesh:
-    """Like `jax.make_mesh`, but also takes axes as text, and devices that are not attached.
+    """Makes a mesh of attached, simulated or absent devices, from axes as text or as in JAX.
 
-    Where JAX has no mesh since an axis cannot have whole dims of the torus between TPUs, as 8 on
-    4x4x4, axes share a dim: collectives along these axes use fewer links.
+    If an axis does not fill whole dims of a TPU torus, such as 8 on 4x4x4, `jax.make_mesh` raises.
+    This function lets axes share a dim; collectives along them use fewer links.
 
     Examples:
         >>> dict(make_mesh("data=2,fsdp=-1").shape)  # on 8 devices
@@ -58,31 +58,28 @@ def make_mesh(
         True
 
     Args:
-        axes: Axis names and sizes, outermost first: `"data=2,fsdp=-1"` or
-            `{"data": 2, "fsdp": -1}`; or sizes alone, with `names`. One size may be -1: it takes
-            the remaining devices.
-        names: Axis names, where `axes` has sizes alone, as in `jax.make_mesh`.
-        axis_types: `"auto"` (the compiler's partitioner decides what no spec says) or `"explicit"`
-            (shardings are part of types), or a `jax.sharding.AxisType`. One for all axes, or one
-            for each.
-        devices: The devices to use; all of `jax.devices()` by default.
+        axes: Axis names and sizes, outermost first: `"data=2,fsdp=-1"`, `{"data": 2, "fsdp": -1}`,
+            or sizes alone with `names`. One size may be -1, and takes the remaining devices.
+        names: Axis names, if `axes` has sizes alone, as in `jax.make_mesh`.
+        axis_types: `"auto"` (the compiler shards values), `"explicit"` (types include shardings),
+            or a `jax.sharding.AxisType`; one for all axes, or one for each.
+        devices: The devices to use; by default `jax.devices()`.
         topology: Devices that are not attached, for planning and compiling: `"v5e:16x16"` or
             `"v5e-256"`, `"v6e:16x16*2"` for two slices, `"h100:2x8"` for two nodes of eight
-            GPUs. It needs the compiler of these devices, `treeshard[tpu]` or `treeshard[cuda]`;
-            what needs the devices themselves raises `MeshError`.
-        dcn_axes: The factor of each axis that runs over the slow network between
-            slices (or processes), in the same notation. The size of an axis in the mesh
-            is then the product of its two factors: `axes="data=1,fsdp=4"` with
-            `dcn_axes="data=2"` makes `data=2, fsdp=4` of 8 devices. Devices of several slices
-            need it.
+            GPUs. Install their compiler with `treeshard[tpu]` or `treeshard[cuda]`. Functions that
+            need the devices themselves raise `MeshError`.
+        dcn_axes: For each axis that crosses the slow network between slices (or processes), the
+            factor that crosses it, in the same notation. The size of an axis is the product of
+            both factors: `axes="data=1,fsdp=4"` with `dcn_axes="data=2"` makes `data=2, fsdp=4` of
+            8 devices. Required for devices of several slices.
 
     Returns:
         A `jax.sharding.Mesh` with every axis type set.
 
     Raises:
-        MeshError: If `axes` cannot be parsed, or does not multiply to the number of devices; if
-            there is not one name and one type for each axis; if `dcn_axes` does not match the
-            slices, or is missing; if `topology` names a slice that does not exist, or is passed
+        MeshError: If `axes` cannot be parsed, or the sizes do not multiply to the number of
+            devices. If the numbers of names, types and sizes differ. If `dcn_axes` is missing or
+            does not match the slices. If `topology` names a slice that does not exist, or is passed
             with `devices`.
         ImportError: If the compiler for `topology` is not installed.
         UnknownAxisError: If `dcn_axes` names an axis that is not in `axes`.
@@ -228,8 +225,8 @@ def _grid_on_two_networks(
     except ValueError as error:
         raise MeshError(
             f"make_mesh: dcn_axes {describe_sizes(between)} does not match how the devices are"
-            f" connected: {error}. Their product must be the number of slices, or of processes"
-            " where there are no slices."
+            f" connected: {error}. Their product must be the number of slices, or the"
+            " number of processes if there are no slices."
         ) from error
 
 
@@ -265,17 +262,17 @@ def is_attached(device: Any) -> bool:
 
 
 def simulate_devices(n: int) -> None:
-    """Makes the CPU platform show `n` devices, for laptops, tests and demos.
+    """Splits the CPU into `n` devices, for laptops, tests and demos.
 
-    It does not choose a platform: with accelerators present, `jax.devices()` still lists
-    those. It takes precedence over a device count in `XLA_FLAGS`.
+    Call it before JAX starts, right after the imports. It does not select the CPU: if accelerators
+    are attached, `jax.devices()` lists them. It overrides a device count in `XLA_FLAGS`.
 
     Args:
         n: The number of CPU devices, at least 1.
 
     Raises:
-        MeshError: If `n` is not a positive number, or a backend has already started with
-            another number of CPU devices.
+        MeshError: If `n` is not positive, or JAX has already started with another number of CPU
+            devices.
 
     Examples:
         >>> simulate_devices(8)

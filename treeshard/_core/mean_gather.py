@@ -142,7 +142,8 @@ def why_not_innermost(spec: PartitionSpec, axes: Sequence[str]) -> str:
         # The shards along an outer axis are not contiguous: the inner ones lie between them.
         if sharded_by[-len(over) :] != over:
             return (
-                f"{spec} splits dim {dim} by {sharded_by}, the outermost first. Only the innermost"
-                f" axes can be split or gathered alone: name all of them, or write {over} last."
+                f"{spec} splits dim {dim} by {sharded_by}, the outermost axis first. Only the"
+                f" innermost axes can be split or gathered alone. Name all axes, or write {over}"
+                " last."
             )
     return ""

@@ -83,25 +83,28 @@ def check_axes(names: Sequence[str], sizes: Mapping[str, int], where: str) -> No
 
 
 def get_incontext_mesh(raise_error: bool = True) -> AnyMesh | None:
-    """Returns the mesh in force, set by `jax.set_mesh` or `with mesh:`, or that of the trace.
+    """Returns the current mesh, from `jax.set_mesh`, `with mesh:` or the trace.
 
     If both contexts are set, `jax.set_mesh` wins, as in JAX. Inside a trace and under
-    `use_abstract_mesh` the mesh is an `AbstractMesh`. Inside `shard_map` its
-    `manual_axes` are the axes over which the code runs once per device.
+    `use_abstract_mesh`, the mesh is an `AbstractMesh`. Inside `shard_map`, its `manual_axes` are
+    the axes over which the code runs once per device.
 
     Args:
-        raise_error: Whether to raise if no mesh is in force.
+        raise_error: Whether to raise if there is no current mesh.
 
     Returns:
-        The mesh, or `None` if no mesh is in force and `raise_error` is false.
+        The mesh, or `None` if there is no current mesh and `raise_error` is false.
 
     Raises:
-        NoMeshError: If no mesh is in force and `raise_error` is true.
+        NoMeshError: If there is no current mesh and `raise_error` is true.
 
     Examples:
         >>> with jax.set_mesh(make_mesh("fsdp=8")):
         ...     get_incontext_mesh().shape["fsdp"]
         8
+
+    Source:
+        eformer's function of this name.
     """
     mesh = context_mesh()
     if mesh is None:
@@ -140,20 +143,29 @@ def context_mesh() -> AnyMesh | None:
 
 
 def get_axes_size_in_mesh(axis_names: str | Sequence[str], mesh: MeshLike | None = None) -> int:
-    """Returns the product of the sizes of some axes: the number of parts they split a dim into.
+    """Returns the number of devices along one or several axes of a mesh.
+
+    Inside `shard_map`, use `get_mesh_axis_size`, which needs no mesh.
 
     Args:
-        axis_names: One axis or several. The product of no axes is 1.
-        mesh: The mesh, or its axes as text; the mesh in force by default.
+        axis_names: One axis or several, whose sizes multiply. Without axes, the size is 1.
+        mesh: The mesh, or its axes as text; by default the current mesh.
+
+    Returns:
+        An int.
 
     Raises:
         TypeError: If `axis_names` is neither a string nor a sequence of strings.
-        UnknownAxisError: If the mesh lacks one of the axes.
-        NoMeshError: If `mesh` is `None` and no mesh is in force.
+        UnknownAxisError: If the mesh lacks an axis.
+        NoMeshError: If `mesh` is `None` and there is no current mesh.
+        MeshError: If `mesh` is not a mesh.
 
     Examples:
         >>> get_axes_size_in_mesh(("data", "fsdp"), make_mesh("data=2,fsdp=4"))
         8
+
+    Source:
+        eformer's function of this name.
     """
     names = axis_tuple(axis_names, "get_axes_size_in_mesh")
     sizes = axis_sizes(current_or_given(mesh))
@@ -162,20 +174,27 @@ def get_axes_size_in_mesh(axis_names: str | Sequence[str], mesh: MeshLike | None
 
 
 def get_mesh_axis_names(mesh: MeshLike | None = None) -> list[str]:
-    """Returns the axis names of `mesh`, or of the mesh in force, outermost first.
+    """Returns the axis names of a mesh, outermost first.
+
+    Args:
+        mesh: The mesh, or its axes as text; by default the current mesh.
 
     Raises:
-        NoMeshError: If `mesh` is `None` and no mesh is in force.
+        NoMeshError: If `mesh` is `None` and there is no current mesh.
+        MeshError: If `mesh` is not a mesh.
 
     Examples:
         >>> get_mesh_axis_names(make_mesh("data=2,fsdp=4"))
         ['data', 'fsdp']
+
+    Source:
+        eformer's function of this name.
     """
     return list(axis_sizes(current_or_given(mesh)))
 
 
 def names_in_current_mesh(*names: str) -> bool:
-    """Whether the mesh in force has all of `names` as axes; false if no mesh is in force.
+    """Returns whether the current mesh has all of these axes; false if there is no current mesh.
 
     Examples:
         >>> with jax.set_mesh(make_mesh("data=2,fsdp=4")):
@@ -266,21 +285,29 @@ def axis_tuple(axis_names: str | Sequence[str], where: str) -> tuple[str, ...]:
 
 
 def get_mesh_axis_size(axis_names: str | Sequence[str]) -> int:
-    """Returns the product of the sizes of some axes, inside `shard_map`.
+    """Returns the number of devices along one or several axes, inside `shard_map`.
+
+    Outside `shard_map`, use `get_axes_size_in_mesh`.
 
     Args:
-        axis_names: One axis or several. The product of no axes is 1.
+        axis_names: One axis or several, whose sizes multiply. Without axes, the size is 1.
+
+    Returns:
+        An int.
 
     Raises:
         TypeError: If `axis_names` is neither a string nor a sequence of strings.
-        UnknownAxisError: If an axis is not bound here: outside `shard_map`, or if this
-            `shard_map` is not manual over it.
+        UnknownAxisError: If the call is outside `shard_map`, or the `shard_map` is not manual over
+            an axis.
 
     Examples:
         >>> mesh = make_mesh("data=2,fsdp=4")
         >>> f = lambda x: x + get_mesh_axis_size(("data", "fsdp"))
         >>> jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P())(0)
         Array(8, dtype=int32, weak_type=True)
+
+    Source:
+        eformer's function of this name.
     """
     names = axis_tuple(axis_names, "get_mesh_axis_size")
     check_bound(names, "get_mesh_axis_size")  # JAX's own error is a bare `NameError`
@@ -288,15 +315,15 @@ def get_mesh_axis_size(axis_names: str | Sequence[str]) -> int:
 
 
 def get_submesh_device_index(axis_names: str | Sequence[str]) -> jax.Array | int:
-    """Returns this device's row-major index along some axes, inside `shard_map`.
+    """Returns the index of this device along one or several axes, inside `shard_map`.
 
-    The first name is the most major, which is the order of the shards of `P(("a", "b"))`.
+    Device `i` holds shard `i` of a dim that `P(("a", "b"))` shards: the first axis is outermost.
 
     Args:
-        axis_names: One axis or several. The index along no axes is 0.
+        axis_names: One axis or several. Without axes, the index is 0.
 
     Returns:
-        An int32 array of shape `()` that differs per device, or the int 0 for no axes.
+        An int32 array of shape `()` that differs between devices, or the int 0 without axes.
 
     Raises:
         TypeError, UnknownAxisError: As `get_mesh_axis_size`.
@@ -306,6 +333,9 @@ def get_submesh_device_index(axis_names: str | Sequence[str]) -> jax.Array | int
         >>> f = lambda: get_submesh_device_index(("data", "fsdp"))[None]
         >>> jax.shard_map(f, mesh=mesh, in_specs=(), out_specs=P(("data", "fsdp")))()
         Array([0, 1, 2, 3, 4, 5, 6, 7], dtype=int32)
+
+    Source:
+        eformer's function of this name.
     """
     names = axis_tuple(axis_names, "get_submesh_device_index")
     check_bound(names, "get_submesh_device_index")

@@ -7,11 +7,13 @@ for one would miss the others.
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from typing import Any, TypeVar
 
-from jax.tree_util import keystr, tree_flatten_with_path, tree_structure, tree_unflatten
+from jax.tree_util import keystr, tree_flatten, tree_flatten_with_path, tree_structure
 
 PyTree = Any  # any tree that `jax.tree` functions take
+TreeDef = Any  # jax.tree_util.PyTreeDef, which type checkers do not accept as a type
 IsLeaf = Callable[[Any], bool] | None
 A = TypeVar("A")
 B = TypeVar("B")
@@ -40,41 +42,50 @@ def is_named_array(x: Any) -> bool:
 
 def is_wrapper(x: Any) -> bool:
     """Whether `x` wraps an array and adds nothing to its path: a Flax box or a `NamedArray`."""
-    return is_box(x) or is_named_array(x)
+    return _may_wrap(type(x)) and (is_box(x) or is_named_array(x))
+
+
+@lru_cache(4096)  # asked of every node of a tree
+def _may_wrap(kind: type) -> bool:
+    """Whether objects of a class may be wrappers."""
+    return any(hasattr(kind, x) for x in ("replace_boxed", "get_metadata", "resolve_axis"))
 
 
 def leaf_paths(tree: PyTree, *, is_leaf: IsLeaf = None) -> list[str]:
     """Returns the path of every leaf of a tree, in the order in which JAX flattens it.
 
-    Dict keys, field names and indices are joined by `/`. A tree that is itself a leaf has
-    the path `""`. A Flax box is one leaf, so its `value` is not part of the path, and so is a
-    `NamedArray` of haliax. Two leaves may share a path, as in `{"a/b": 1, "a": {"b": 2}}`.
+    A path joins dict keys, field names and indices by `/`. A tree that is itself a leaf has
+    the path `""`. Flax boxes and haliax's `NamedArray`s count as leaves: `value` is not part of the
+    path. Two leaves may share a path, as in `{"a/b": 1, "a": {"b": 2}}`.
 
     Args:
         tree: Any pytree.
-        is_leaf: What counts as a leaf in addition, as in `jax.tree.map`.
+        is_leaf: Returns whether a node counts as a leaf, as in `jax.tree.map`.
 
     Examples:
         >>> leaf_paths({"layers": [{"weight": 0, "bias": 0}], "scale": 0})
         ['layers/0/bias', 'layers/0/weight', 'scale']
     """
-    return _named_leaves(tree, "/", is_leaf)[0]
+    return name_leaves(tree, tree_structure(tree, is_leaf=is_leaf))
 
 
 def named_tree_map(
     f: Callable[..., Any], tree: PyTree, *rest: PyTree, sep: str = "/", is_leaf: IsLeaf = None
 ) -> PyTree:
-    """Maps `f(path, leaf, *rest_leaves)` over a tree, keeping its structure.
+    """Calls `f(path, leaf, *rest_leaves)` for each leaf, and returns a tree of the results.
 
     Args:
         f: Takes the leaf's path, the leaf, and the corresponding parts of `rest`.
         tree: Any pytree.
         rest: Trees that have the structure of `tree` as a prefix.
         sep: The separator between the parts of a path.
-        is_leaf: What counts as a leaf in addition, as in `jax.tree.map`.
+        is_leaf: Returns whether a node counts as a leaf, as in `jax.tree.map`.
+
+    Returns:
+        A tree with the structure of `tree`.
 
     Raises:
-        ValueError: If one of `rest` does not have `tree`'s structure (JAX's own error).
+        ValueError: If a tree in `rest` does not have the structure of `tree` (JAX's own error).
 
     Examples:
         >>> named_tree_map(lambda path, x: f"{path}={x}", {"a": 1, "b": [2]})
@@ -83,10 +94,9 @@ def named_tree_map(
     Source:
         EasyLM's function of this name.
     """
-    paths, leaves = _named_leaves(tree, sep, is_leaf)
-    treedef = tree_structure(tree, is_leaf=is_leaf)
-    columns = [treedef.flatten_up_to(other) for other in rest]
-    return tree_unflatten(treedef, [f(*row) for row in zip(paths, leaves, *columns, strict=True)])
+    leaves, treedef = tree_flatten(tree, is_leaf=is_leaf)
+    columns = [name_leaves(tree, treedef, sep), leaves, *map(treedef.flatten_up_to, rest)]
+    return treedef.unflatten(map(f, *columns))
 
 
 def children_with_keys(node: Any) -> list[tuple[str, Any]]:
@@ -117,24 +127,60 @@ def nested(leaves: Mapping[str, Any]) -> PyTree:
     return tree
 
 
-def _named_leaves(tree: PyTree, sep: str, is_leaf: IsLeaf) -> tuple[list[str], list[Any]]:
-    def stop(x: Any) -> bool:
-        return is_wrapper(x) or (is_leaf is not None and is_leaf(x))
+# ------------------------------------------------------------------ names of leaves
 
-    # Flattened twice: first to wrappers, whose path counts, then inside each, of whose path all but
-    # the first key counts. That is empty for an array, and not for a tree in a box.
-    paths: list[str] = []
-    leaves: list[Any] = []
-    for keys, leaf in tree_flatten_with_path(tree, is_leaf=stop)[0]:
-        if is_wrapper(leaf) and not (is_leaf is not None and is_leaf(leaf)):
-            # The first key inside a wrapper is its field, `value` or `0`.
-            inside = tree_flatten_with_path(leaf, is_leaf=is_leaf)[0]
-            paths += [keystr((*keys, *sub[1:]), simple=True, separator=sep) for sub, _ in inside]
-            leaves += [value for _, value in inside]
+# `tree_flatten_with_path` builds a key path for every leaf, which takes three times as long as
+# this: a model repeats its layers, and layers of equal structure are walked once.
+
+
+def name_leaves(tree: PyTree, treedef: TreeDef, sep: str = "/") -> list[str]:
+    """The path of every leaf of a tree that has this structure, as in `leaf_paths`."""
+    walk = _Walk(sep)
+    walk.node(tree, treedef, "")
+    return [path[len(sep) :] for path in walk.paths]
+
+
+class _Walk:
+    """Collects the paths of leaves, each with a separator in front."""
+
+    def __init__(self, sep: str) -> None:
+        self.sep = sep
+        self.paths: list[str] = []
+        # The paths of the first node of each structure: where they begin and end, and the length
+        # of the node's own path, with which each of them begins.
+        self.known: dict[TreeDef, tuple[int, int, int]] = {}
+
+    def node(self, node: Any, treedef: TreeDef, path: str) -> None:
+        if treedef.num_nodes == 1:
+            self.paths += [path] * treedef.num_leaves
+            return
+        try:
+            known = self.known.get(treedef)
+        except Exception:  # static fields are compared, and may be anything: arrays, say
+            self._children(node, treedef, path)
+            return
+        if known is None:
+            start = len(self.paths)
+            self._children(node, treedef, path)
+            self.known[treedef] = start, len(self.paths), len(path)
         else:
-            paths.append(keystr(keys, simple=True, separator=sep))
-            leaves.append(leaf)
-    return paths, leaves
+            start, end, length = known
+            self.paths += [path + first[length:] for first in self.paths[start:end]]
+
+    def _children(self, node: Any, treedef: TreeDef, path: str) -> None:
+        in_wrapper = is_wrapper(node)  # which has no part in the paths
+        children = zip(_children(node, treedef), treedef.children(), strict=True)
+        for (name, child), child_def in children:
+            self.node(child, child_def, path if in_wrapper else f"{path}{self.sep}{name}")
+
+
+def _children(node: Any, treedef: TreeDef) -> Iterable[tuple[Any, Any]]:
+    """The children of a node with their names; the common containers are read directly."""
+    if type(node) is dict:
+        return ((key, node[key]) for key in treedef.node_data()[1])
+    if type(node) is list or type(node) is tuple:
+        return enumerate(node)
+    return children_with_keys(node)
 
 
 def path_under(prefix: str, path: str) -> str:

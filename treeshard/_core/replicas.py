@@ -95,7 +95,7 @@ def checksum(x: Any) -> int:
     So 64-bit numbers count as 32-bit ones, and of dtypes smaller than a byte the bits in use. No
     array of numpy is copied as a whole.
     """
-    values = to_numpy(x)
+    values = np.atleast_1d(to_numpy(x))  # without a dim, a cast in `nditer` of NumPy 2.0 is garbage
     dtype = device_dtype(values.dtype)
     used = used_bits(dtype)
     register = 0

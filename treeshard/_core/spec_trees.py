@@ -6,7 +6,7 @@ here and containers there, and where the trees differ it names neither a path no
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, cast
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -29,6 +29,7 @@ from treeshard._core.specs import (
     project,
     with_entries,
 )
+from treeshard._core.text import fold
 from treeshard.errors import SpecError, TreeShardError, UnknownAxisError, listed, misfit_error
 
 # A tree of `PartitionSpec`s or `NamedSharding`s, a prefix of one, or a `SpecCarrier`.
@@ -58,11 +59,11 @@ class SpecCarrier:
 
 
 def get_names_from_partition_spec(partition_specs: SpecTree) -> list[str]:
-    """Returns the mesh axes that specs name, each once, in order of first appearance.
+    """Returns the mesh axes in a tree of specs, each once, in order of first appearance.
 
     Args:
-        partition_specs: A spec, a `NamedSharding`, a `Plan`, or any tree of specs. `None`, tuples
-            and `UNCONSTRAINED` are allowed.
+        partition_specs: A spec, a `NamedSharding`, a `Plan`, or a tree of specs, which may contain
+            `None`, tuples and `UNCONSTRAINED`.
 
     Examples:
         >>> get_names_from_partition_spec({"w": P("data", ("fsdp", "tensor")), "b": P("data")})
@@ -82,21 +83,21 @@ def get_names_from_partition_spec(partition_specs: SpecTree) -> list[str]:
 
 
 def layer_specs(specs: SpecTree, dim: int = 0) -> SpecTree:
-    """Returns the specs of one slice of a stacked tree, as the body of a `lax.scan` needs them.
+    """Returns the specs of one layer, from the specs of layers that are stacked for `lax.scan`.
 
     A leaf of shape `(layers, d0, d1)` with spec `P(None, "fsdp")` has slices of shape
-    `(d0, d1)` with spec `P("fsdp")`. JAX accepts the spec of the stacked leaf for a slice
-    too, silently, and then shards the wrong dim.
+    `(d0, d1)` with spec `P("fsdp")`. JAX silently accepts the spec of the stacked leaf for a slice,
+    and then shards the wrong dim.
 
     Args:
         specs: A tree of specs (or a `Plan`) of stacked leaves. `None`s stay `None`.
         dim: The dim that the scan runs over, counted from the front.
 
     Returns:
-        The same tree, where each spec has one entry less.
+        The same tree, with the entry of `dim` removed from each spec.
 
     Raises:
-        SpecError: If a leaf is sharded on that dim: a scan would gather the full leaf in
+        SpecError: If a leaf is sharded on `dim`, because a scan would gather the full leaf in
             every iteration. The message lists all such leaves.
 
     Examples:
@@ -168,6 +169,9 @@ def _match_leaves(
         if each is not None:
             return [(spec, False) for spec in each]
         specs = specs.specs
+    if is_spec(specs):
+        structure = tree_structure(tree)
+        return [(specs, structure != _LEAF)] * structure.num_leaves
     # JAX matches the structures, which is fast. Only if it fails are both walked for a message.
     try:
         prefixes, treedef = flatten_specs(specs, name, resolve)
@@ -446,7 +450,6 @@ def resolve_specs(
     if mesh is None and isinstance(specs, SpecCarrier):
         mesh = specs.mesh
     mesh = as_mesh(mesh)
-    cache: dict[Any, ResolvedSpec] = {}
     laid: list[ResolvedSpec | None] = []
     per_leaf = _match_leaves(specs, tree, name, resolve)
     for leaf, (spec, for_any_rank) in zip(tree_leaves(tree), per_leaf, strict=True):
@@ -462,23 +465,36 @@ def resolve_specs(
         else:
             own_mesh = choose_mesh(own_mesh, leaf)
         shape = tuple(leaf.shape)
-        # Layers have equal shapes and specs. One record for all of them also makes their shardings
-        # one object, which JAX compares by identity first.
-        key = (spec, own_mesh, memory_kind, shape, for_any_rank)
-        if key not in cache:
-            given, adjustments = project(
-                spec,
-                own_mesh,
-                shape,
-                manual=manual,
-                keep_uneven=keep_uneven,
-                typed=typed,
-                for_any_rank=for_any_rank,
-            )
-            requested = cut_to_rank(spec, len(shape)) if for_any_rank else spec
-            cache[key] = ResolvedSpec(requested, given, own_mesh, memory_kind, adjustments)
-        laid.append(cache[key])
+        laid.append(
+            _resolve(spec, own_mesh, memory_kind, shape, manual, keep_uneven, typed, for_any_rank)
+        )
     return laid
+
+
+# Layers have equal shapes and specs, and calls repeat. One record for all of them also makes their
+# shardings one object, which JAX compares by identity first.
+@lru_cache(4096)
+def _resolve(
+    spec: PartitionSpec,
+    mesh: AnyMesh | None,
+    memory_kind: str | None,
+    shape: tuple[int, ...],
+    manual: frozenset[str],
+    keep_uneven: bool,
+    typed: bool,
+    for_any_rank: bool,
+) -> ResolvedSpec:
+    given, adjustments = project(
+        spec,
+        mesh,
+        shape,
+        manual=manual,
+        keep_uneven=keep_uneven,
+        typed=typed,
+        for_any_rank=for_any_rank,
+    )
+    requested = cut_to_rank(spec, len(shape)) if for_any_rank else spec
+    return ResolvedSpec(requested, given, mesh, memory_kind, adjustments)
 
 
 def raise_misfits(
@@ -505,14 +521,24 @@ def raise_misfits(
     if not found:
         return
     paths, leaves = leaf_paths(tree), tree_leaves(tree)
-    facts: list[str] = []
+    rows: list[tuple[str, str, str]] = []
     for i, misfit in found.items():
         *requested, why = misfit.args
         path = path_under(prefix, paths[i]) or "the array"
-        facts.append(f"{path}: {' as '.join([array_text(leaves[i]), *requested])}: {why}")
+        rows.append((path, " as ".join([array_text(leaves[i]), *requested]), why))
     kinds = [*map(type, found.values())]
     # One class has to stand for all: callers most likely catch an unknown axis.
     error = next((kind for kind in kinds if issubclass(kind, UnknownAxisError)), kinds[0])
-    headline = f"{where}: {len(facts)} {what}"
-    message = listed(headline, facts) if len(facts) > 1 else f"{where}: {facts[0]}"
+    message = f"{where}: {_list_misfits(rows, what)}"
     raise error(f"{message}\n{advice}" if advice else message)
+
+
+def _list_misfits(rows: Sequence[tuple[str, str, str]], what: str) -> str:
+    """The misfits by path, array and reason. A reason that all of them share is given once."""
+    headline, reasons = f"{len(rows)} {what}", {why for _, _, why in rows}
+    if len(rows) == 1 or len(reasons) > 1:
+        return listed(headline, [": ".join(row) for row in rows])
+    folded = fold((path, text, text) for path, text, _ in rows)
+    return listed(
+        f"{headline} {reasons.pop()}", [f"{path}: {x[0]}" for path, x in folded], headed=True
+    )

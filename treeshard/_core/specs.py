@@ -29,16 +29,16 @@ UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
 
 
 class Adjustment(NamedTuple):
-    """One difference between the spec that was requested and the spec that was given.
+    """A difference between the spec that a rule requests and the spec that a leaf gets.
 
     Attributes:
         kind: `"axis-not-in-mesh"`, `"axis-already-used"`, `"axis-is-manual"`,
             `"already-sharded"`, `"indivisible"`, `"rank"`, `"trimmed"`, `"reduced-type"`,
             `"too-small"`, `"explicit-spec-too-small"`, `"no-dim"`, `"no-logical-rule"`,
             `"logical-axis-not-in-mesh"` or `"unmatched"`.
-        why: The reason in words, and the fix.
-        axes: The mesh axes that were dropped, if any.
-        dim: The dim from which they were dropped, if it is one dim.
+        why: The reason and the fix, in words.
+        axes: The dropped mesh axes.
+        dim: The dim from which the axes were dropped, or `None` if there is no single dim.
     """
 
     kind: str

@@ -1,9 +1,9 @@
-"""Files that several processes or runs write: locks, and new files that appear when complete.
+"""Files that several processes or runs write: locks, and files that appear when complete.
 
-A file is never changed in place, since power loss or a kill would leave half of it. It is written
-under another name, flushed, and renamed, which file systems do at once or not at all. The order of
-flushes decides what power loss leaves: without `fsync`, a file system may make a rename durable
-before the contents, and one rename before an earlier one.
+A file is never changed in place, because a kill or power cut would leave half of it. It is written
+with another name, flushed and renamed. A rename happens at once or not at all. The order of flushes
+matters: without `fsync`, a file system may make a rename durable before the contents, or before an
+earlier rename.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ PathLike = str | os.PathLike[str]
 
 
 def file_path(path: PathLike) -> Path:
-    """A path in a file system, with `~` expanded; `file:///runs` is `/runs`."""
+    """A path in a file system, with `~` expanded. `file:///runs` becomes `/runs`."""
     text = os.fspath(path)
     if text.startswith("file:///"):
         text = text.removeprefix("file://")
@@ -53,13 +53,13 @@ def file_path(path: PathLike) -> Path:
 def flush(path: PathLike) -> None:
     """Waits until the contents of a file, or the names in a directory, are on the disk.
 
-    A file that is on the disk can still be lost if its name is not.
+    A file on the disk can still be lost if its name is not on the disk.
     """
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError as error:
-        # Some file systems cannot flush directories: there the system decides when.
+        # Some file systems cannot flush directories. They choose the time themselves.
         if not (os.path.isdir(path) and error.errno in (errno.EINVAL, errno.ENOTSUP)):
             raise
     finally:
@@ -67,9 +67,9 @@ def flush(path: PathLike) -> None:
 
 
 def close(handle: int) -> None:
-    """Closes an open file that nothing is written to, or that is flushed.
+    """Closes a file that was only read, or that is already flushed.
 
-    The system closes it even if it raises, as for a disk that is gone.
+    The system closes it even if the call fails, for example because the disk is gone.
     """
     with suppress(OSError):
         os.close(handle)
@@ -79,9 +79,9 @@ FileFacts = dict[str, list[int]]  # by name: the size of a file, and a checksum 
 
 
 def flush_tree(directory: PathLike) -> FileFacts:
-    """Flushes all files and directories in a directory, and itself. Returns what the files are.
+    """Flushes a directory with all files and directories in it.
 
-    The names of the files are relative to the directory.
+    Returns the facts of the files, by their names relative to the directory.
     """
     facts: FileFacts = {}
     for folder, _, names in os.walk(directory, topdown=False, onerror=_raise):
@@ -95,7 +95,7 @@ def flush_tree(directory: PathLike) -> FileFacts:
 
 
 def _raise(error: OSError) -> None:
-    """For `os.walk`, which by default leaves out a folder that it cannot list."""
+    """Raises an error of `os.walk`, which by default skips folders that it cannot list."""
     raise error
 
 
@@ -105,8 +105,8 @@ _END = 2**12  # bytes
 def file_facts(file: IO[bytes]) -> list[int]:
     """The size of a file, and the CRC-32 of its first and last 4 KiB.
 
-    They tell it from another file of its name, as of another step. Nobody wants to wait for a
-    checksum of all of a large file, whose contents have checksums of their own.
+    They distinguish it from a file of the same name in another step. A checksum of a whole large
+    file would take long, and its contents already have checksums.
     """
     crc = crc32(file.read(_END))
     file.seek(0, os.SEEK_END)
@@ -116,7 +116,7 @@ def file_facts(file: IO[bytes]) -> list[int]:
 
 
 def make_directory(path: os.PathLike[str]) -> None:
-    """Creates a directory and its parents, durably, unless it exists. Object stores have none."""
+    """Creates a directory and its parents durably. Object stores have no directories."""
     if "://" in str(path):
         return
     try:
@@ -128,14 +128,14 @@ def make_directory(path: os.PathLike[str]) -> None:
         raise CheckpointError(f"{path} cannot be created: {error.strerror}.") from None
 
 
-# Of Linux, for paths relative to the current directory, which absolute ones are not.
+# Constants of Linux's `renameat2`. The first is ignored for absolute paths.
 _AT_CURRENT_DIRECTORY, _RENAME_EXCHANGE = -100, 2
 
 
 def exchange_names(one: PathLike, other: PathLike) -> bool:
-    """Exchanges the names of two directories at once, so that none is absent at any moment.
+    """Exchanges the names of two directories at once, so that both exist at any moment.
 
-    Returns whether it did: NFS and systems other than Linux do not have it.
+    Returns whether it succeeded. NFS, and systems other than Linux, do not support it.
     """
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
     here = _AT_CURRENT_DIRECTORY
@@ -146,15 +146,15 @@ def exchange_names(one: PathLike, other: PathLike) -> bool:
 
 # ------------------------------------------------------------------ shared directories
 
-# Seconds until a file that another machine created must be visible. Network file systems remember
-# for a while that a name was absent.
+# Seconds until a file from another machine must be visible. Network file systems cache for a while
+# that a name was absent.
 _VISIBLE_WITHIN = 10.0
 
 
 def new_mark(file: Any) -> bytes:
-    """Creates a file that other processes should see, with random contents, which it returns.
+    """Creates a file that other processes should see, and returns its random contents.
 
-    The path is one of `pathlib`, or of `etils.epath` for object stores.
+    The path is a `pathlib.Path`, or an `etils.epath.Path` for object stores.
     """
     mark = os.urandom(16)
     try:
@@ -166,7 +166,7 @@ def new_mark(file: Any) -> bytes:
 
 
 def remove_mark(file: Any) -> None:
-    """Removes the file of `new_mark`; one that is left behind is replaced by the next."""
+    """Removes the file of `new_mark`. If it stays, the next mark replaces it."""
     with suppress(OSError):
         file.unlink()
 
@@ -174,7 +174,7 @@ def remove_mark(file: Any) -> None:
 def check_mark(file: Any, mark: bytes, timeout: float) -> None:
     """Raises `CheckpointError` unless this process sees the file that process 0 created.
 
-    Every machine may have a directory of this name: what one writes there, the others do not have.
+    Each machine may have its own directory of this name, which the others do not see.
     """
     until = time.monotonic() + min(_VISIBLE_WITHIN, timeout / 2)  # before the others give up
     while not _has_mark(file, mark):
@@ -184,7 +184,7 @@ def check_mark(file: Any, mark: bytes, timeout: float) -> None:
                 f" process 0 created in {file.parent}. Save to a directory that all processes"
                 " share."
             )
-        with suppress(OSError):  # a network file system asks its server when a directory is opened
+        with suppress(OSError):  # opening a directory makes a network file system ask its server
             list(file.parent.iterdir())
         time.sleep(0.05)
 
@@ -204,10 +204,9 @@ def _has_mark(file: Any, mark: bytes) -> bool:
 class Lock:
     """An exclusive lock for writing at a path, held from construction to `release`.
 
-    It is an `flock` on a file beside the path, or inside a directory of several checkpoints. The
-    system releases it when the process ends, even if the process is killed; a file that merely
-    exists would have to be removed by hand then. The file names the holder, for the
-    `CheckpointError` of a second one.
+    It is an `flock` on a file beside the path, or inside a directory of checkpoints. The system
+    releases it when the process ends, even by a kill. The file names the holder, for the
+    `CheckpointError` of a second writer.
     """
 
     def __init__(self, file: Path, what: str) -> None:
@@ -217,11 +216,11 @@ class Lock:
 
     @property
     def is_held(self) -> bool:
-        """Whether others are kept out: not after `release`, nor without locks in the system."""
+        """Whether the lock is held. False after `release`, and in file systems without locks."""
         return self._handle is not None
 
     def check(self) -> None:
-        """Raises `CheckpointError` if its file is elsewhere, as after a rename of the directory."""
+        """Raises `CheckpointError` if the lock file has moved, as by a rename of the directory."""
         if self._handle is not None and not is_open_as(self._file, self._handle):
             raise CheckpointError(
                 f"{self._file.parent} was renamed or removed while it was open for writing, or its"
@@ -229,7 +228,7 @@ class Lock:
             )
 
     def release(self) -> None:
-        """Releases the lock. A second call does nothing."""
+        """Releases the lock. A second call has no effect."""
         if self._handle is not None:
             with suppress(OSError):
                 self._file.unlink()  # while the lock is still held
@@ -248,33 +247,33 @@ class Lock:
             close(handle)
 
 
-# An `flock` belongs to the open file, which a fork shares, and ends when its last handle is closed.
-# So a child closes the locks of its parent, and must know all of them.
+# An `flock` belongs to the open file, which a fork shares, and ends when the last handle is closed.
+# So a child process closes the locks of its parent.
 _locks: "weakref.WeakSet[Lock]" = weakref.WeakSet()
 os.register_at_fork(after_in_child=lambda: [lock.close_copy() for lock in _locks])
 
 
-# Anybody may have put something else at the name of a lock file. A link is not followed, and
-# opening a FIFO does not wait for its other end.
+# Another user may have created the lock file. Links are not followed, and opening a FIFO does not
+# block.
 _OPEN_SAFELY = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 
 
 def _open_locked(file: Path, what: str) -> int | None:
-    """Opens and locks a file; returns its handle, or `None` if the file system has no locks."""
-    not_ours = f"{what}: cannot be written to: {file} is a link, or not a regular file. Remove it."
+    """Opens and locks a file. Returns its handle, or `None` if the file system has no locks."""
+    not_ours = f"{what}: cannot be written to: {file} is a link or not a regular file. Remove it."
     while True:
         with ExitStack() as opened:
             try:
                 handle = os.open(file, _OPEN_SAFELY, 0o666)
                 opened.callback(close, handle)
                 status = os.fstat(handle)
-                # It has no name if its holder has just removed it, and two if it is a hard link.
+                # The link count is 0 if the holder has just removed it, and 2 for a hard link.
                 if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
                     raise CheckpointError(not_ours)
                 if not _flock(handle, what):
                     return None
-                # Its holder may have removed it after we opened it. Others lock the next file of
-                # this name, so this one keeps nobody out.
+                # The holder may have removed the file after it was opened here. Other writers lock
+                # the next file of this name, so this lock would be useless.
                 if not is_open_as(file, handle):
                     continue
                 _name_holder(handle, file)
@@ -288,7 +287,7 @@ def _open_locked(file: Path, what: str) -> int | None:
 
 
 def _flock(handle: int, what: str) -> bool:
-    """Locks an open file, or raises if another writer has; `False` if there are no locks."""
+    """Locks an open file. Raises if another writer holds it. Returns `False` without locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -311,7 +310,7 @@ def _flock(handle: int, what: str) -> bool:
 
 
 def _name_holder(handle: int, file: Path) -> None:
-    """Writes who holds a lock into its file."""
+    """Writes the holder of a lock into its file."""
     try:
         os.ftruncate(handle, 0)
         os.write(handle, f"{_this_process()}, since {datetime.now():%Y-%m-%d %H:%M:%S}".encode())
@@ -326,7 +325,7 @@ def _this_process() -> str:
 
 
 def is_open_as(file: PathLike, handle: int) -> bool:
-    """Whether a file or directory is the one that was opened, and not another one of its name."""
+    """Whether a path still names the file or directory that was opened."""
     try:
         return os.path.samestat(os.stat(file), os.fstat(handle))
     except (FileNotFoundError, NotADirectoryError):
@@ -339,33 +338,33 @@ def is_open_as(file: PathLike, handle: int) -> bool:
 
 
 def tell_removed(what: str, directory: PathLike, removed: Mapping[str, int | None]) -> None:
-    """Warns of leftovers that were removed: their names, and their bytes where these are known."""
+    """Warns of removed leftovers, with their names and, if known, their bytes."""
     if not removed:
         return
     names = [
         name if size is None else f"{name} ({human_bytes(size)})" for name, size in removed.items()
     ]
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    # In an object store, which has no locks, nobody knows either who wrote them.
+    # In an object store, without locks, a live run may have written them.
     if None in removed.values():
-        more += ". A run that is still saving there has lost them, too"
+        more += ". A run that is still saving there loses them, too"
     warn(
-        f"{what}: removed what killed saves had left in {os.fspath(directory)}:"
+        f"{what}: removed files of interrupted saves from {os.fspath(directory)}:"
         f" {', '.join(names[:5])}{more}."
     )
 
 
 def remove_left(path: Path) -> dict[str, int | None]:
-    """Removes a directory of a save that has ended, or what else has its name.
+    """Removes the directory of a save that has ended, or a file of its name.
 
-    Returns its name and bytes, or nothing if there is none, or it cannot be removed.
+    Returns its name and bytes. Empty if it does not exist or cannot be removed.
     """
     if not os.path.lexists(path):
         return {}
     size = bytes_in(path)
     with suppress(OSError):
         if path.is_symlink() or not path.is_dir():
-            path.unlink()  # what a link refers to stays
+            path.unlink()  # keeps the target of a link
         else:
             shutil.rmtree(path)
         return {path.name: size}
@@ -373,7 +372,7 @@ def remove_left(path: Path) -> dict[str, int | None]:
 
 
 def bytes_in(path: Path) -> int:
-    """The bytes of a file, or of all files in a directory that may be changing."""
+    """The bytes of a file, or of all files in a directory, which may be changing."""
     with suppress(OSError):
         files = path.rglob("*") if path.is_dir() else [path]
         return sum(file.lstat().st_size for file in files if file.is_file())

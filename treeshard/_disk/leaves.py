@@ -1,8 +1,8 @@
 """Stored leaves: their description, Python values as text, and reports about them.
 
-Python's scalars are stored as text in a table, not as arrays: from an array `7` would come back as
-an `int32[]`, which Python code in a traced function cannot branch on. The text is parsed as a value
-of the kind beside it, and never evaluated.
+Python scalars are stored as text in a table. As an array, `7` would come back as an `int32[]`, on
+which Python code in a traced function cannot branch. The text is parsed as a value of its kind, and
+never evaluated.
 """
 
 import base64
@@ -42,17 +42,18 @@ class SavedLeaf(NamedTuple):
     """A leaf in a checkpoint.
 
     Attributes:
-        path: Its path, as in `leaf_paths`.
+        path: The path of the leaf, as in `leaf_paths`.
         kind: `"array"`, `"key"`, `"bool"`, `"int"`, `"float"`, `"complex"`, `"str"`, `"bytes"`
             or `"none"`.
         shape: The shape of an array, or of an array of keys.
-        dtype: The name of its dtype, `key<fry>` for keys; empty for other kinds.
-        spec: How it was sharded when saved, such as `P('fsdp', None)`; `None` without a mesh.
-        stored: The dtype of its values in the array store; `None` if it has no values there.
-        chunk: The shape of the chunks in which they are stored: of a shard when it was saved, or
-            of the array. `None` if it has no values there.
+        dtype: The name of the dtype, `key<fry>` for keys. Empty for other kinds.
+        spec: The spec of the array when it was saved, such as `P('fsdp', None)`. `None` without a
+            mesh.
+        stored: The dtype of the values in the array store. `None` without values there.
+        chunk: The shape of a stored chunk, which is the shape of a shard or of the array. `None`
+            without values in the array store.
         impl: The PRNG implementation of keys, such as `threefry2x32`.
-        value: A Python scalar, a string or bytes, as text.
+        value: A Python scalar, string or bytes, as text.
     """
 
     path: str
@@ -72,7 +73,7 @@ class SavedLeaf(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """The bytes of an array in memory; for other kinds, the length of the value's text."""
+        """The bytes of an array in memory, or for other kinds the length of the text."""
         if self.kind == "array":
             return math.prod(self.shape) * parse_dtype(self.dtype).itemsize
         if self.kind == "key":
@@ -81,14 +82,14 @@ class SavedLeaf(NamedTuple):
 
 
 def kind_of(x: Any) -> str | None:
-    """The kind of a leaf, or of the `ShapeDtypeStruct` of one; `None` if it is static."""
+    """The kind of a leaf or its `ShapeDtypeStruct`. `None` if it is static."""
     if has_shape(x):
         return "key" if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key) else "array"
     return "none" if x is None else _SCALAR_KINDS.get(type(_plain(x)))
 
 
 def _plain(x: Any) -> Any:
-    """A number or text of a subclass as one of Python's own; a member of an enum as its name."""
+    """Converts a subclass of a built-in scalar to the built-in class, and an enum to its name."""
     if isinstance(x, Enum):
         return _name_of(x)
     base = next((kind for kind in _SCALAR_KINDS if isinstance(x, kind)), None)
@@ -96,13 +97,13 @@ def _plain(x: Any) -> Any:
 
 
 def in_class_of(value: Any, leaf: Any, path: str) -> Any:
-    """What `_plain` made of another value of the class of `leaf`, in this class again."""
+    """Converts a value of `_plain` back to the class of `leaf`."""
     kind: Any = type(leaf)
     if type(value) is kind or type(value) not in _SCALAR_KINDS:
         return value
     try:
         again = _member(kind, value) if isinstance(leaf, Enum) else kind(value)
-        # A constructor may want something else, or make something else of a number.
+        # The constructor may take other arguments, or change the value.
         if value_text(again) == value_text(value):
             return again
     except (TypeError, ValueError, KeyError):
@@ -110,9 +111,8 @@ def in_class_of(value: Any, leaf: Any, path: str) -> Any:
     raise MismatchError(f"{path}: saved as {value!r}, which {kind.__name__} does not have.")
 
 
-# Enums are saved by name: `enum.auto` gives members other values once one is inserted before them.
-# A combination of flags may have no name of its own. Then it is saved as `A|B`, and none as the
-# empty text.
+# Enums are saved by name, because `enum.auto` changes the values when a member is inserted. A
+# combination of flags without its own name is saved as `A|B`, and an empty one as the empty text.
 
 
 def _name_of(member: Any) -> str:
@@ -130,16 +130,15 @@ def _member(kind: Any, name: str) -> Any:
 
 
 def _is_named(member: Enum) -> bool:
-    """Whether the name says all of it: an `IntFlag` may have bits that no flag has."""
+    """Whether the name determines the member. An `IntFlag` may have bits without a flag."""
     try:
         return _member(type(member), _name_of(member)) == member
     except KeyError:  # names of flags may have a `|` themselves
         return False
 
 
-# The kinds of leaves whose values are saved, and of those that a program has again when it starts
-# again, as its source says them. A leaf of any other kind is rejected: what it holds would be lost
-# without a word.
+# The classes of leaves whose values are saved, and the classes of leaves that a program recreates
+# from its source. Leaves of all other classes are rejected: their values would silently be lost.
 _SAVED = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 _SAVED += (bool, int, float, complex, str, bytes)
 _CODE = (type, ModuleType, np.dtype)
@@ -151,8 +150,8 @@ def is_opaque(x: Any) -> bool:
         return not _is_named(x)
     if x is None or isinstance(x, (*_SAVED, *_CODE)):
         return False
-    # Callables are of too many kinds to list: functions, ufuncs, results of `jit`, `custom_vjp`.
-    # They are code unless they hold arrays, as a `partial` or an object with `__call__` may.
+    # Callables have many classes, such as functions, ufuncs and results of `jit`. They are code
+    # unless they hold arrays, as a `partial` or an object with `__call__` may.
     if callable(x):
         return _holds_arrays(x)
     # `equinox.nn.Shared` leaves an object of a plain class where an array was.
@@ -161,10 +160,10 @@ def is_opaque(x: Any) -> bool:
 
 
 def _holds_arrays(x: Any) -> bool:
-    """Whether a callable holds arrays in its attributes, in what it is bound to, or as arguments.
+    """Whether a callable holds arrays in its attributes, its bound object, or its arguments.
 
-    The arguments of a `partial` may be such callables themselves. The variables of a closure are
-    not looked at: an optax schedule has arrays there that the program makes again.
+    The arguments of a `partial` may be such callables too. Variables of a closure are ignored: an
+    optax schedule has arrays there, which the program recreates.
     """
     bound = getattr(x, "__self__", None)
     arguments = (x.func, x.args, x.keywords) if isinstance(x, partial) else ()
@@ -177,7 +176,7 @@ def _holds_arrays(x: Any) -> bool:
 def check_known(tree: PyTree, where: str, error: type[TreeShardError] = LeafError) -> None:
     """Raises if leaves may hold values that are neither saved nor code."""
     check_no_refs(tree, where)
-    # `...` in a tree to restore into stands for a leaf that is left out.
+    # `...` in a like-tree stands for a leaf that is left out.
     is_read = error is MismatchError
     unknown = [is_opaque(x) and not (is_read and x is ...) for x in tree_leaves(tree)]
     if not any(unknown):
@@ -187,7 +186,8 @@ def check_known(tree: PyTree, where: str, error: type[TreeShardError] = LeafErro
         for path, x, is_unknown in zip(leaf_paths(tree), tree_leaves(tree), unknown, strict=True)
         if is_unknown
     ]
-    headline = f"{where}: JAX does not know what is in {len(facts)} leaves, so it is not saved:"
+    leaves = counted(len(facts), "leaf")
+    headline = f"{where}: {leaves} cannot be saved, because JAX does not know the class:"
     raise error(
         f"{listed(headline, facts, headed=True)}\nRegister the class as a pytree"
         " (`jax.tree_util.register_dataclass`, `equinox.Module`), use a dict or a list, or put"
@@ -206,7 +206,7 @@ def key_shape(impl: str) -> Shape:
 
 
 def is_none(x: Any) -> bool:
-    """What counts as a leaf in addition, for requests and for tables of leaves."""
+    """Whether `x` is `None`, which counts as a leaf in requests and tables."""
     return x is None
 
 
@@ -214,14 +214,14 @@ def is_none(x: Any) -> bool:
 
 
 def value_text(x: Any) -> tuple[str, str]:
-    """The kind of a Python scalar, a string or bytes, and its value as text, without loss."""
+    """The kind of a Python scalar, string or bytes, and its exact value as text."""
     x = _plain(x)
     kind = _SCALAR_KINDS[type(x)]
     return kind, _SCALARS[kind].write(x)
 
 
 def value_of(kind: str, text: str) -> Any:
-    """The value that `value_text` wrote. Raises `FormatError` for text that it does not write."""
+    """Parses a value from the text of `value_text`. Raises `FormatError` for other text."""
     try:
         return _SCALARS[kind].read(text)
     except (ValueError, KeyError, TypeError, OverflowError):
@@ -240,7 +240,7 @@ def _complex_of(text: str) -> complex:
 
 
 class _Scalar(NamedTuple):
-    """A type of Python, how its values are written, and how they are read."""
+    """A built-in class, and how its values are written and read."""
 
     type: type
     write: Callable[[Any], str]
@@ -248,7 +248,7 @@ class _Scalar(NamedTuple):
 
 
 def _int_text(x: int) -> str:
-    # Python writes and reads 4,300 decimal digits at most. Hexadecimal ones have no limit.
+    # Python writes and reads at most 4,300 decimal digits. Hexadecimal digits have no limit.
     return str(x) if abs(x) < 2**64 else hex(x)
 
 
@@ -272,9 +272,10 @@ _SCALAR_KINDS = {scalar.type: kind for kind, scalar in _SCALARS.items()}
 
 
 class ReadLeaf(NamedTuple):
-    """A leaf, read to host memory; `damage` is empty if it is as saved.
+    """A leaf in host memory. `damage` is empty if the leaf is intact.
 
-    `array` has the data of keys, and the bytes of packed numbers; it is `None` without either.
+    `array` has the values, the data of keys, or the bytes of packed numbers. Otherwise it is
+    `None`.
     """
 
     row: SavedLeaf
@@ -285,9 +286,9 @@ class ReadLeaf(NamedTuple):
 def raise_damages(
     path: str | os.PathLike[str], damages: Mapping[str, str], other_files: Mapping[str, str] = {}
 ) -> None:
-    """Raises one `DamagedError` that lists all damages, if there are any.
+    """Raises one `DamagedError` that lists all damages.
 
-    They are given by leaf path. Files that no leaf is read from are given by name.
+    `damages` has reasons by leaf path. `other_files` has files without leaves, by name.
     """
     facts = [f"{leaf}: {why}" for leaf, why in damages.items()]
     facts += [f"{file} {why}." for file, why in other_files.items()]
@@ -302,13 +303,13 @@ def raise_damages(
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of a checkpoint. `str()` gives a line per leaf, with repeated layers folded.
+    """The contents of a checkpoint. `print` shows a line per leaf, with repeated layers folded.
 
     Attributes:
         path: The path of the checkpoint.
         leaves: A `SavedLeaf` for each leaf that is not static, in the order in which JAX
             flattens the tree.
-        meshes: The axes and sizes of the meshes that the arrays were on, usually one.
+        meshes: The axes and sizes of the meshes of the arrays, usually one mesh.
     """
 
     path: str
@@ -317,7 +318,7 @@ class Contents:
 
     @property
     def bytes(self) -> int:
-        """The bytes of all leaves in memory."""
+        """The total bytes of all leaves in memory."""
         return sum(leaf.bytes for leaf in self.leaves)
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
-"""Read requests: which leaves a like-tree requests, which are stored, and how they differ.
+"""Read requests: the leaves that a like-tree requests, the stored leaves, and how they differ.
 
-Checkpoints and safetensors files compare all of them before any array is read: a mismatch that
-shows up while arrays are read would cost minutes, and would name one leaf, not all.
+Checkpoints and safetensors compare all leaves before the first array is read. A mismatch during the
+reads would cost minutes, and would name a single leaf.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,15 +35,15 @@ from treeshard.errors import ArgumentError, FormatError, MismatchError, did_you_
 
 
 class RequestedLeaf(NamedTuple):
-    """A leaf as it is requested, and where its array goes; `kind` and `dtype` as in `SavedLeaf`."""
+    """A requested leaf and the target of its array. `kind` and `dtype` are as in `SavedLeaf`."""
 
-    name: str  # of what is stored for it
+    name: str  # the name of the stored leaf
     kind: str
     shape: Shape = ()
     dtype: str = ""
-    # Otherwise it becomes a numpy array, which has 64-bit dtypes without JAX's x64 mode, too.
+    # If False, it becomes a numpy array, which may have a 64-bit dtype without JAX's x64 mode.
     on_devices: bool = False
-    # `None` on devices is the default device, where JAX may move the array from.
+    # On devices, `None` stands for the default device. Such an array is uncommitted.
     sharding: Sharding | None = None
 
     @property
@@ -60,7 +60,7 @@ class RequestedLeaf(NamedTuple):
 def _request_leaf(
     name: str, x: Any, sharding: Sharding | None, by_rules: bool
 ) -> RequestedLeaf | None:
-    """What a leaf of a like-tree requests; `None` if it is static. Rules place numpy leaves."""
+    """The request of a leaf of a like-tree, or `None` if it is static. Rules place numpy leaves."""
     kind = kind_of(x)
     if kind is None or (kind == "array" and x.dtype == jax.dtypes.float0):
         return None
@@ -102,8 +102,8 @@ class Differences(NamedTuple):
     def check(self, source: str = "the checkpoint", *, partial: bool = False) -> None:
         """Raises one `MismatchError` that lists all differences.
 
-        If `partial`, leaves may be missing or unexpected; a `ShardingWarning` lists the missing
-        ones.
+        With `partial`, leaves may be missing or unexpected. A `ShardingWarning` lists the missing
+        leaves.
         """
         misfits = [f"{path}: {why}" for path, why in self.misfits.items()]
         missing = [f"{path}: not in {source}." for path in self.missing]
@@ -127,7 +127,7 @@ class Differences(NamedTuple):
 
 
 def _path_above(missing: Sequence[str], unexpected: Iterable[str]) -> str:
-    """The path under which all missing leaves are stored; empty if there is none."""
+    """The path under which all missing leaves are stored, or the empty text."""
     if not missing:
         return ""
     stored, end = {*unexpected}, f"/{missing[0]}"
@@ -140,7 +140,7 @@ def compare(
 ) -> Differences:
     """Compares the requested leaves with the stored ones, by name.
 
-    Floating-point arrays may be converted to the dtype `cast`; nothing else is converted.
+    Only floating-point arrays are converted, and only to the dtype `cast`.
     """
     missing: list[str] = []
     misfits: dict[str, str] = {}
@@ -150,14 +150,14 @@ def compare(
         if saved is not None:
             if why := _misfit(saved, x, cast):
                 misfits[x.name] = why
-        elif x.kind != "none":  # which holds no values
+        elif x.kind != "none":  # a `None` has no values
             missing.append(x.name)
     left = [name for name, saved in unexpected.items() if saved.kind != "none"]
     return Differences(tuple(missing), tuple(left), misfits)
 
 
 def _misfit(stored: SavedLeaf, requested: RequestedLeaf, cast: str | None) -> str:
-    """Why a leaf cannot be read as requested; empty if it can."""
+    """Why a leaf cannot be read as requested. Empty if it can."""
     fact = f"saved as {_type_text(stored)}, requested as {_type_text(requested)}."
     if "none" in (stored.kind, requested.kind) and stored.kind != requested.kind:
         return f"{fact} `partial=True` leaves it out."
@@ -170,7 +170,7 @@ def _misfit(stored: SavedLeaf, requested: RequestedLeaf, cast: str | None) -> st
             return f"{fact} `cast={requested.dtype!r}` converts it."
     if requested.kind != "array" or not requested.on_devices:
         return ""
-    # JAX would turn 64-bit numbers into 32-bit ones without a word.
+    # JAX would silently turn 64-bit numbers into 32-bit numbers.
     dtype = str(jax.dtypes.canonicalize_dtype(parse_dtype(requested.dtype)))
     if dtype == requested.dtype:
         return ""
@@ -203,14 +203,14 @@ def cast_dtype(cast: Any) -> str | None:
 
 
 class Placing(NamedTuple):
-    """How to shard arrays: by rules, as in `plan`; without rules, as the like-tree's own arrays."""
+    """How to shard arrays: by rules, as in `plan`, or else like the arrays of the like-tree."""
 
     rules: Rules | None = None
     mesh: MeshLike | None = None
     min_size: int | None = None
 
     def check(self, where: str) -> None:
-        """Raises `ValueError` if something is given that only rules use."""
+        """Raises `ValueError` if an argument is given that only rules use."""
         if self.rules is not None or (self.mesh is None and self.min_size is None):
             return
         given = "min_size" if self.mesh is None else "a mesh"
@@ -221,10 +221,10 @@ class Placing(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A read request: the leaves of a like-tree, those requested of them, by index, and those
-    stored.
+    """A read request: the leaves of a like-tree, the requested leaves by index, and the stored
+    leaves.
 
-    `leaves` includes `None`s; static leaves are not requested.
+    `leaves` includes `None`s. Static leaves are not requested.
     """
 
     leaves: list[Any]
@@ -238,7 +238,7 @@ class Request(NamedTuple):
         return {i: leaf for i, leaf in self.requested.items() if leaf.name in self.stored}
 
     def add_to(self, facts: Facts) -> None:
-        """Adds what must be the same on all processes."""
+        """Adds the facts that must agree on all processes."""
         facts.describe(
             (leaf.name, self.leaves[i], [] if leaf.sharding is None else [leaf.sharding])
             for i, leaf in self.to_read().items()
@@ -246,7 +246,7 @@ class Request(NamedTuple):
         )
 
     def tree(self, values: Iterable[tuple[int, Any]]) -> PyTree:
-        """The like-tree with the values that were read, given with their leaf indices."""
+        """The like-tree with values that were read, which come with their leaf indices."""
         leaves = list(self.leaves)
         for i, value in values:
             leaves[i] = _like_leaf_of(value, leaves[i], self.requested[i].name)
@@ -254,11 +254,11 @@ class Request(NamedTuple):
 
 
 def _like_leaf_of(value: Any, leaf: Any, name: str) -> Any:
-    """The value that was read for a leaf, in its class, as a numpy scalar or in its byte order."""
+    """Converts a value that was read to the class or byte order of its leaf in the like-tree."""
     if not has_shape(leaf):
         return in_class_of(value, leaf, name)
     if isinstance(leaf, np.generic):
-        return value[()]  # it was read as an array of shape `()`
+        return value[()]  # the value is an array of shape `()`
     if isinstance(leaf, np.ndarray) and isinstance(value, np.ndarray):
         return value.astype(leaf.dtype, copy=False)
     return value
@@ -275,12 +275,12 @@ def read_request(
     where: str,
     of_subtrees: bool = True,
 ) -> Request:
-    """Compares what a like-tree requests with what is stored; arguments and errors as of `restore`.
+    """Compares a like-tree with the stored leaves. Arguments and errors are as in `restore`.
 
-    With rules, these decide the shardings; otherwise the like-tree's own arrays do. Without `like`,
-    all stored leaves are requested, by name. `names` takes the like-tree, whose `None`s are leaves,
-    and returns the names of the leaves to read, by index. `where` is the public function.
-    `of_subtrees` says whether the plan of a subtree reads it by its path in the whole tree.
+    Rules decide the shardings, or else the arrays of the like-tree do. Without `like`, all stored
+    leaves are requested, by name. `names` takes the like-tree, in which `None` is a leaf, and
+    returns the names of the leaves to read, by index. `where` is the public function. With
+    `of_subtrees`, the plan of a subtree reads it by its path in the whole tree.
     """
     placing.check(where)
     to = cast_dtype(cast)
@@ -294,7 +294,7 @@ def read_request(
     if of_subtrees and isinstance(like, Plan) and like.path:
         name_of, stored = _in_subtree(like.path, tree, stored, names)
     if partial:
-        # A `None` holds no values, so that either side may have it in the place of anything.
+        # A `None` has no values, so either side may have it in place of any leaf.
         name_of = {i: name for i, name in name_of.items() if leaves[i] is not None}
         stored = {name: x for name, x in stored.items() if x.kind != "none"}
     shardings = _shardings(tree, placing, where)
@@ -350,7 +350,7 @@ def _like_leaf(x: SavedLeaf, cast: str | None) -> Any:
     """A leaf that requests a stored one in host memory, after a cast of floating-point arrays."""
     if x.kind == "array":
         dtype = cast if cast is not None and _is_floating(x.dtype) else x.dtype
-        # A view of one number, which takes no memory.
+        # A view of a single number, which takes no memory.
         return np.broadcast_to(np.zeros((), parse_dtype(dtype)), x.shape)
     if x.kind == "key":
         return jax.ShapeDtypeStruct(x.shape, parse_dtype(x.dtype))
@@ -358,14 +358,14 @@ def _like_leaf(x: SavedLeaf, cast: str | None) -> Any:
 
 
 def _shardings(tree: PyTree, placing: Placing, where: str) -> list[Any]:
-    """Where to place each leaf, by the rules, or without rules as it is; `None` is a leaf, too."""
+    """The sharding of each leaf, by the rules or by its own array. `None` is a leaf too."""
     if placing.rules is None:
         return _own_shardings(tree, where)
     decided = plan(
         tree, placing.rules, with_devices(placing.mesh, where), min_size=placing.min_size
     )
     decided.check_before_use()
-    # Not by `decided.shardings`: a class may make something else of shardings than its leaves.
+    # Not by `decided.shardings`: a class may change shardings when it is rebuilt from them.
     shardings = iter(decided.sharding_of_each())
     of_leaves = (x and next(shardings) for x in decided.leaf_at_each_index())
     leaves = tree_leaves(tree, is_leaf=is_none)
@@ -373,10 +373,10 @@ def _shardings(tree: PyTree, placing: Placing, where: str) -> list[Any]:
 
 
 def _own_shardings(tree: PyTree, where: str) -> list[Sharding | None]:
-    """The shardings of the like-tree's own arrays; `None` is a leaf, too.
+    """The shardings of the arrays in the like-tree. `None` is a leaf too.
 
-    Raises `SpecError` for arrays whose types only traced values have, and `NoMeshError` for meshes
-    without devices.
+    Raises `SpecError` for types that only traced values have, and `NoMeshError` for meshes without
+    devices.
     """
     leaves = tree_leaves(tree)
     shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
@@ -393,7 +393,7 @@ def _has_reduced_type(sharding: Any) -> bool:
 
 
 def _own_sharding(leaf: Any, where: str) -> Sharding | None:
-    # An array that is not committed is on the default device only until a program moves it.
+    # An uncommitted array stays on the default device only until a program moves it.
     if not getattr(leaf, "committed", True):
         return None
     sharding = getattr(leaf, "sharding", None)

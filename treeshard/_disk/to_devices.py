@@ -1,8 +1,7 @@
 """Moves arrays that were read from disk to their devices, region by region.
 
-A region is freed as soon as it is on its devices, so that the host never has all of a large array.
-A call of `jax.device_put` takes time itself, as much as moving 100 KB: small regions are moved many
-in a call.
+A region is freed as soon as it is on its devices, so the host never holds a large array in full. A
+call of `jax.device_put` takes as long as moving 100 KB, so one call moves many small regions.
 """
 
 import math
@@ -18,8 +17,8 @@ from treeshard._core.memory import Meter
 from treeshard._core.text import parse_dtype
 from treeshard._disk.requests import RequestedLeaf
 
-_TOGETHER = 2**22  # bytes that are moved in one call, if no single region has more
-_LEAST = 2**16  # what a region counts at least
+_TOGETHER = 2**22  # bytes that one call moves, unless a single region is larger
+_LEAST = 2**16  # bytes; smaller regions count as this much
 
 Key = TypeVar("Key")
 Part = tuple[Key, Region, np.ndarray]  # a region of the array of a key, in host memory
@@ -28,10 +27,10 @@ Part = tuple[Key, Region, np.ndarray]  # a region of the array of a key, in host
 def to_devices(
     targets: Mapping[Key, RequestedLeaf], parts: Iterable[Part[Key]]
 ) -> dict[Key, jax.Array]:
-    """The arrays on their devices, from the regions of them that devices of this process hold.
+    """Assembles arrays on their devices, from the regions that this process holds.
 
-    The regions must not be used afterwards: CPU devices may adopt their memory. Arrays with missing
-    regions are left out.
+    The regions must not be used afterwards, because CPU devices may adopt their memory. Arrays with
+    missing regions are left out.
     """
     shards: dict[Key, list[jax.Array]] = {key: [] for key in targets}
     for waiting in _batches(parts):
@@ -42,17 +41,16 @@ def to_devices(
 
 
 def default_sharding() -> Sharding:
-    """Where JAX places arrays by default."""
+    """The sharding of JAX's default device."""
     return jax.device_put(np.zeros((), bool)).sharding
 
 
 def add_part(
     meter: Meter, target: RequestedLeaf, region: Region, *, nbytes: int, converts: bool
 ) -> None:
-    """Adds what a region of `nbytes`, which has been read, takes on its way to `target`.
+    """Adds the host memory of a region of `nbytes` on its way to `target`.
 
-    It is converted, if at all, while the values that were read are still there; then moved while
-    the converted ones are.
+    A conversion holds the values before and after it. A move holds the values and their copy.
     """
     count = math.prod(region_shape(region))
     if converts:
@@ -88,13 +86,13 @@ def _moved(
     keys, values, destinations = zip(*outgoing, strict=True) if outgoing else ((), (), ())
     moved = jax.block_until_ready(jax.device_put([*values], [*destinations]))
     waiting.clear()
-    # JAX lets go of numpy arrays that it has read in the next call that makes an array.
+    # JAX releases numpy arrays that it has read in the next call that creates an array.
     default_sharding()
     return zip(keys, moved, strict=True)
 
 
 def _goes_whole(target: RequestedLeaf, region: Region) -> bool:
-    """Whether a region is the full array, which JAX then splits, in one transfer."""
+    """Whether a region is the full array, which JAX splits in one transfer."""
     return target.is_here and region_shape(region) == target.shape
 
 
@@ -115,7 +113,7 @@ def _assembled(target: RequestedLeaf, shards: list[jax.Array]) -> jax.Array | No
         return shards[0]
     if target.sharding is None or len(shards) < len(target.sharding.addressable_devices):
         return None
-    # Without a shard on this process, there is none to take the dtype from.
+    # Without a shard on this process, JAX needs the dtype.
     return jax.make_array_from_single_device_arrays(
         target.shape, target.sharding, shards, dtype=parse_dtype(target.dtype)
     )

@@ -1,8 +1,7 @@
-"""Reads files of unknown origin: regular files only, and no more of them than makes sense.
+"""Reads files of unknown origin: only regular files, and only up to a limit.
 
-A FIFO would block its reader for ever, and `/dev/zero` has no end. A limit on all memory would not
-do: it ends the process, and cannot say which file is to blame. Checkpoints are not read by this:
-they are trusted.
+A FIFO would block its reader forever, and `/dev/zero` has no end. A limit of all memory would end
+the process without naming the file. Checkpoints are trusted, and read without these limits.
 """
 
 import os
@@ -13,9 +12,9 @@ from treeshard._core.memory import lacking_memory
 from treeshard._core.text import human_bytes, parse_json
 from treeshard.errors import CheckpointError, FormatError
 
-# Of a plan, an index or the header of a file: 100,000 leaves take about 20 MB.
+# Of a plan, an index or a header. 100,000 leaves take about 20 MB.
 MOST_BYTES = 2**26
-# Of JSON: brackets and commas, each of which becomes an object or an entry in memory.
+# Brackets and commas in JSON, which become objects or entries in memory.
 MOST_ITEMS = 2_000_000
 
 _KINDS = [
@@ -50,9 +49,9 @@ def _check_regular(path: str | os.PathLike[str], found: os.stat_result) -> None:
 def read_file(
     path: str | os.PathLike[str], most: int = MOST_BYTES, *, pipes: bool = False
 ) -> bytes:
-    """The bytes of a regular file, or with `pipes` of any, such as that of a shell's `<(...)`.
+    """The bytes of a regular file, or with `pipes` of any file, such as a shell's `<(...)`.
 
-    Raises `FormatError` if it has more than `most`.
+    Raises `FormatError` if it has more than `most` bytes.
     """
     with open(path, "rb") if pipes else open_file(path) as file:
         data = file.read(most + 1)
@@ -63,13 +62,13 @@ def read_file(
 
 
 def parse(text: bytes) -> Any:
-    """As `parse_json`, for text of unknown origin: `check_size` limits it."""
+    """Parses JSON of unknown origin, within the limits of `check_size`."""
     check_size(text)
     return parse_json(text)
 
 
 def check_size(text: bytes) -> None:
-    """Raises `FormatError` if JSON is longer, or has more values, than treeshard reads."""
+    """Raises `FormatError` if JSON has too many bytes or values."""
     if len(text) > MOST_BYTES:
         raise FormatError(f"JSON of {human_bytes(len(text))}. {_at_most(MOST_BYTES)}")
     items = text.count(b",") + text.count(b"[") + text.count(b"{")
@@ -93,8 +92,8 @@ def check_memory(
     threads: int = 0,
     way_out: str = _READ_LESS,
 ) -> None:
-    """Raises `CheckpointError` unless this process has `needed` bytes of host memory to read arrays
-    from `path`, and space for so many new threads."""
+    """Raises `CheckpointError` unless the host has `needed` bytes of memory to read arrays from
+    `path`, and space for new threads."""
     if lacking := lacking_memory(needed, threads):
         raise no_memory_to_read(path, *lacking, way_out)
 

@@ -175,12 +175,14 @@ _SVG_PAGE = """\
 <style>
 .{unique_id}-matrix {{ font: {char_height}px "DejaVu Sans Mono", Menlo, monospace }}
 {styles}
+svg {{ color: black }} .paper {{ fill: white }}
+@media (prefers-color-scheme: dark) {{ svg {{ color: #e2e4e9 }} .paper {{ fill: #1e2129 }} }}
 </style>
 <defs>
 <clipPath id="{unique_id}-clip-terminal"><rect width="{width}" height="{height}"/></clipPath>
 {lines}
 </defs>
-<rect width="100%" height="100%" fill="white"/>
+<rect class="paper" width="100%" height="100%"/>
 {backgrounds}
 <g class="{unique_id}-matrix">
 {matrix}
@@ -208,6 +210,7 @@ def as_svg(shown: str, axes: Iterable[str] = ()) -> str:
     width = max(map(cell_len, shown.splitlines()))
     console = Console(width=width, file=io.StringIO(), record=True)
     console.print(text)
-    return console.export_svg(
+    page = console.export_svg(
         theme=DEFAULT_TERMINAL_THEME, code_format=_SVG_PAGE, font_aspect_ratio=_DEJAVU_ASPECT
     )
+    return page.replace("#000000", "currentColor")  # black or, in a dark theme, nearly white

@@ -1,8 +1,8 @@
-"""Sharding constraints that are safe with and without a mesh, in and out of traces.
+"""Sharding constraints that work with and without a mesh, inside and outside traces.
 
-JAX has a function for each of these places, and each raises in the others: a constraint without a
-mesh or on Explicit axes that move data, `reshard` on Auto axes. A model that calls one of them runs
-in one place only.
+JAX has several functions for this, and each raises where another one is needed: a constraint raises
+without a mesh, and on Explicit axes if it would move data; `reshard` raises on Auto axes. A model
+that calls one of them runs in one setting only.
 """
 
 from collections.abc import Sequence
@@ -74,6 +74,7 @@ from treeshard._planning.wrong_arguments import check_specs
 from treeshard.errors import SpecError, did_you_mean, listed, warn
 
 Uneven = Literal["warn", "error", "drop", "keep"]
+_UNEVEN = get_args(Uneven)
 
 # "dp" is another name than "fsdp" (similarity 0.67); "fdsp" (0.75) is a misspelling.
 _NEAR_MISS = 0.75
@@ -82,8 +83,7 @@ _NEAR_MISS = 0.75
 def with_sharding_constraint(
     arr: PyTree, sharding: SpecTree, mesh: MeshLike | None = None, *, uneven: Uneven = "warn"
 ) -> PyTree:
-    """Like `jax.lax.with_sharding_constraint`, but safe without a mesh, outside `jit`, and for
-    specs that do not fit.
+    """Constrains the sharding of a tree, on any mesh or none, inside and outside `jit`.
 
         >>> x = jnp.ones((8, 6))
         >>> with_sharding_constraint(x, P("fsdp", "tensor"), make_mesh("fsdp=8")).sharding.spec
@@ -91,56 +91,57 @@ def with_sharding_constraint(
         >>> with_sharding_constraint(x, P("fsdp")) is x  # no mesh
         True
 
-    Values never change. Axes that the mesh does not have are dropped first (one model, many
-    meshes), and so are those over which `shard_map` or `vmap(spmd_axis_name=...)` already runs
-    this code; in each dim, the longest prefix of axes that divides it stays. Then:
+    The values never change. First, axes are dropped that the mesh lacks, so that one model serves
+    many meshes. Axes are also dropped over which `shard_map` or `vmap(spmd_axis_name=...)` already
+    runs this code. In each dim, the longest prefix of axes that divides its size stays. Then:
 
-    - in a trace, Auto axes are constrained as by `jax.lax.with_sharding_constraint`, and
-      Explicit axes, where they differ, as by `jax.sharding.reshard`;
-    - elsewhere, arrays (numpy's too) are placed as by `shard`, by all processes;
+    - in a trace, Auto axes are constrained as by `jax.lax.with_sharding_constraint`, and Explicit
+      axes are resharded as by `jax.sharding.reshard` if they differ;
+    - outside a trace, numpy and JAX arrays are placed as by `shard`, on all processes;
     - a `jax.ShapeDtypeStruct` gets the sharding.
 
-    A leaf is returned unchanged if its spec is `None`, it is not an array, there is no mesh, every
-    axis is Manual, or the context has Manual or Explicit axes of another mesh. With an
-    `AbstractMesh`, so are arrays outside a trace or on a single device.
+    A leaf is returned unchanged if its spec is `None`, if it is not an array, if there is no mesh,
+    if every axis is Manual, or if the context has Manual or Explicit axes of another mesh. With an
+    `AbstractMesh`, arrays outside a trace or on a single device are returned unchanged too.
 
     Args:
         arr: An array, or any pytree.
         sharding: A spec, a tree of `PartitionSpec`s or `NamedSharding`s with the structure of
-            `arr`, a prefix of one, or a `Plan`. One spec for a tree is cut to the rank of each
-            leaf. `P()` replicates; `UNCONSTRAINED` leaves a dim as it is. Tuples of logical names
-            are resolved by `logical_axis_rules`. In a trace, where all axes are Explicit, specs
-            may be `unreduced` or `reduced`.
-        mesh: The mesh, or its axes as text; by default the sharding's or the plan's, else the
+            `arr`, a prefix of such a tree, or a `Plan`. A spec for a whole tree is cut to the rank
+            of each leaf. `P()` replicates, and `UNCONSTRAINED` leaves a dim as it is.
+            `logical_axis_rules` resolves tuples of logical names. In a trace with only Explicit
+            axes, specs may be `unreduced` or `reduced`.
+        mesh: The mesh, or its axes as text. The default is the mesh of `sharding`, or else the
             current mesh.
-        uneven: What to do if axes do not divide a dim: `"warn"` drops them and warns once per
-            call site, `"drop"` is silent, `"error"` raises, `"keep"` lets the partitioner pad (in
-            a trace, on Auto axes; else it raises; in `grad` and `vmap` without `jit`, it drops).
+        uneven: What to do if axes do not divide a dim. `"warn"` drops the axes and warns once per
+            call site. `"drop"` drops them silently. `"error"` raises. `"keep"` lets the partitioner
+            pad the dim in a trace on Auto axes, drops the axes in `grad` and `vmap` without `jit`,
+            and raises elsewhere.
 
     Returns:
-        A tree of the same structure.
+        A tree of the same structure and shapes.
 
     Raises:
-        SpecError: If a spec for an array names axes beyond its rank, or is `unreduced` or `reduced`
-            elsewhere than in a trace on Explicit axes alone; if `sharding` does not fit `arr`,
-            logical names do not resolve, or `uneven` is unknown; with `"error"` and `"keep"`, also
-            for uneven dims.
+        SpecError: If a spec names axes beyond the rank of its array, or is `unreduced` or `reduced`
+            outside a trace with only Explicit axes. If `sharding` does not match the structure of
+            `arr`, logical names cannot be resolved, or `uneven` is an unknown word. With `"error"`
+            and `"keep"`, also if axes do not divide a dim.
         ShardingRuleError: If `sharding` is a `Plan` with errors, as `Plan.check_before_use`, whose
             warnings apply too.
         LeafError: If a leaf is a mutable reference (`jax.Ref`).
         ArgumentError: If `sharding` is a mesh, a list of rules or text.
 
     Warns:
-        ShardingWarning: If axes were dropped because they do not divide a dim
-            (`uneven="warn"`), a spec names an axis twice (only the first dim is sharded over
-            it), or an unknown axis looks like a misspelling of one that the mesh has.
+        ShardingWarning: If axes were dropped because they do not divide a dim, with
+            `uneven="warn"`. If a spec names an axis twice: only the first dim is sharded over it.
+            If the mesh lacks an axis whose name resembles one of its own.
 
     Source:
-        EasyLM and EasyDeL's function of this name; the guards are new.
+        The function of this name in EasyLM and EasyDeL, without the guards.
     """
-    if uneven not in get_args(Uneven):
-        known, hint = get_args(Uneven), did_you_mean(str(uneven), get_args(Uneven))
-        raise SpecError(f"uneven={uneven!r} is none of {', '.join(map(repr, known))}.{hint}")
+    if uneven not in _UNEVEN:
+        known, hint = _UNEVEN, did_you_mean(str(uneven), _UNEVEN)
+        raise SpecError(f"uneven={uneven!r} is not one of {', '.join(map(repr, known))}.{hint}")
     check_no_refs(arr, "with_sharding_constraint")
     check_specs(sharding, "with_sharding_constraint(arr, {})", arr)
     mesh = as_mesh(mesh, make_mesh)
@@ -156,7 +157,7 @@ def unshard(
     axis: str | Sequence[str] | None = None,
     mesh: MeshLike | None = None,
 ) -> PyTree:
-    """Gathers weights for use: constrains a tree to its specs without the axes of FSDP.
+    """Gathers the weights of a layer just before the layer uses them.
 
     Examples:
         >>> split = NamedSharding(make_mesh("data=2,fsdp=4"), P("data", "fsdp"))
@@ -164,38 +165,43 @@ def unshard(
         >>> unshard(x, split, "fsdp").sharding.spec
         P('data',)
 
-    Call it on a layer's weights just before they are used, above all inside a scan over layers:
-    the partitioner then gathers the weights instead of moving activations. Without
-    `jax.checkpoint` around the layer, a scan keeps every gathered layer for its gradient.
+    It constrains the weights to their specs without the axes of FSDP, so that the partitioner
+    gathers weights and does not communicate activations. In a scan over layers, call it in the
+    body, and wrap the body in `jax.checkpoint`: otherwise the scan keeps every gathered layer for
+    the gradient.
 
-    In code that `jit_step`, `shard_map_step` or `training.value_and_grad` traces, `unshard(tree)`
-    is enough; in any other `jit` or `shard_map`, `unshard(tree, plan)`. It finds the specs in the
-    plan: of arrays that the step has received, also inside `jax.grad`, by identity; of others by
-    the structure and the shapes of `tree`; for one layer inside a scan, by the shapes of the
-    stacked layers without dim 0. Inside `shard_map` it gathers shards over the Manual axes as
-    `manual.gather_params` does, and leaves full arrays unchanged. On a mesh of Explicit axes, the
-    types of the arrays have the specs. While `init_sharded` makes a state, and without a mesh, it
-    returns `tree` unchanged.
+    In code that `jit_step`, `shard_map_step` or `training.value_and_grad` traces, call
+    `unshard(tree)`. In any other `jit` or `shard_map`, call `unshard(tree, plan)`. The specs come
+    from the plan. Arrays that the step has received are found by identity, also inside `jax.grad`.
+    Other trees are found by their structure and shapes, and a single layer inside a scan by the
+    shapes of the stacked layers without dim 0. On a mesh of Explicit axes, the specs come from the
+    types of the arrays.
+
+    Inside `shard_map`, shards are gathered over the Manual axes as by `manual.gather_params`, and
+    full arrays are returned unchanged. While `init_sharded` makes a state, and without a mesh,
+    `tree` is returned unchanged.
 
     Args:
         tree: Any pytree, such as the parameters of one layer.
-        specs: How `tree` is sharded now: a `Plan` that has `tree`, or its layers stacked, such as
-            `plan["layers"][0]` or `plan["layers"]`; a tree of specs, or a prefix of one
-            (`layer_specs` has those of a layer). By default the plan in force.
-        axis: The mesh axis to gather over, or several. By default those over which the step
-            splits the rows of the batch or `fsdp` shards the parameters; the axes of tensor
+        specs: How `tree` is sharded now. A `Plan` that contains `tree` or its stacked layers, such
+            as `plan["layers"][0]` or `plan["layers"]`, or a tree of specs, or a prefix of such a
+            tree. (`layer_specs` returns the specs of a layer.) The default is the plan of the
+            enclosing step.
+        axis: The mesh axis to gather over, or several axes. By default, the axes over which the
+            step shards the rows of the batch or `fsdp` shards the parameters. The axes of tensor
             parallelism stay.
-        mesh: The mesh, or its axes as text; by default the sharding's or the plan's, else the
+        mesh: The mesh, or its axes as text. The default is the mesh of `specs`, or else the
             current mesh.
 
     Returns:
-        A tree of the same structure. Leaves whose specs do not name `axis` are unchanged.
+        A tree of the same structure, with the shapes of the full arrays. Leaves whose specs do not
+        name `axis` are unchanged.
 
     Raises:
         SpecError: As `with_sharding_constraint`, whose warnings apply too. If the plan has no
-            subtree of this structure and these shapes, or several with different specs; if it
-            shards no leaf over `axis`. Without `axis`, if `specs` is not a plan and none is in
-            force. Inside `shard_map`, if a dim cannot be gathered over an axis because an axis
+            subtree of this structure and these shapes, or several with different specs. If the plan
+            shards no leaf over `axis`. If `axis` is missing, `specs` is not a plan, and no step has
+            a plan. Inside `shard_map`, if a dim cannot be gathered over an axis because an axis
             further in still shards it.
         TypeError: If `axis` is neither a string nor a sequence of strings.
         ArgumentError: If `specs` is a mesh, a list of rules or text.
@@ -204,11 +210,11 @@ def unshard(
         LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
     Warns:
-        ShardingWarning: If `axis` looks like a misspelling of one that the specs name. Without
-            `specs`, if a mesh is in force and no plan: nothing is gathered.
+        ShardingWarning: If `axis` resembles the name of an axis in the specs. If `specs` is
+            missing, and there is a mesh but no plan: then the weights are not gathered.
 
     Source:
-        MaxText gathers a layer's weights this way; the name is PyTorch FSDP2's.
+        MaxText gathers the weights of a layer this way. PyTorch's FSDP2 has the name.
     """
     check_no_refs(tree, "unshard")
     check_specs(specs, _CALL[0], tree, axis=', "fsdp"')
@@ -222,7 +228,7 @@ def unshard(
     if found is None:
         return tree
     specs, axes = found
-    # Shards are as the `in_specs` of a `shard_map` have cut them, which takes no spec too long.
+    # The `in_specs` of a `shard_map` have cut these shards, and it rejects specs that are too long.
     is_by_hand = bool(manual_axes())
     leaf_specs = specs_of_leaves(specs, tree, resolve=resolve_names, cut=not is_by_hand)
     if axis is not None:
@@ -233,8 +239,8 @@ def unshard(
     gathered = [_spec_without(spec, axes) for spec in leaf_specs]
     mesh, treedef = as_mesh(mesh, make_mesh), tree_structure(tree)
     if is_tracing():
-        # Where the user has named axes over which gradients wait for one sum. Not every operation
-        # takes weights of that type, so that nothing else may ask for it.
+        # The user has named axes over which gradients wait for one sum. Not every operation takes
+        # weights of that type, so only this request gets it.
         if deferred_axes.value and can_wait(context_mesh()):
             tree = _gather_for_products(tree, gathered, axes, deferred_axes.value)
         # The gradient of a leaf that is constrained to its own spec is constrained to it too.
@@ -248,8 +254,8 @@ def unshard(
 # How to pass a plan, or specs.
 _CALL = "unshard(tree, {})", "specs, axis"
 _NO_PLAN = (
-    "as in `unshard(tree, plan)`, or call it where a plan is in force: in the code of"
-    " `jit_step`, `shard_map_step` or `training.value_and_grad`"
+    "`unshard(tree, plan)`, or call `unshard` inside a function that `jit_step`,"
+    " `shard_map_step` or `training.value_and_grad` traces"
 )
 
 
@@ -280,9 +286,7 @@ def _find_specs(
         else:
             is_missing = _misses_a_mesh(tree) if mesh is None else mesh.size > 1
             if is_missing:
-                warn(
-                    f"unshard: nothing is gathered: no plan is in force here. Pass it, {_NO_PLAN}."
-                )
+                warn(f"unshard has no effect: no plan is in force here. Pass the plan, {_NO_PLAN}.")
             return None
     if over is not None:
         if source is not None:
@@ -297,9 +301,9 @@ def _ask_for_axis(specs: SpecTree) -> str:
     named = get_names_from_partition_spec(specs)
     axes = [name for name in named if splits_rows(name)] or named or ["fsdp"]
     return (
-        "unshard: the second argument has specs, and no axis to gather over follows. Pass it,"
-        f" `unshard(tree, specs, {axes[0]!r})`, or pass the plan instead of the specs:"
-        " `unshard(tree, plan)`."
+        "unshard: the second argument has specs, and no axis to gather over follows. Pass the"
+        f" plan, `unshard(tree, plan)`, or specs and the axis,"
+        f" `unshard(tree, specs, {axes[0]!r})`."
     )
 
 
@@ -316,9 +320,9 @@ def _check_shards(axes: Sequence[str], plan: Plan) -> None:
         return
     names = ", ".join(map(repr, axes))
     raise SpecError(
-        f"unshard: nothing can be gathered over {names}: the plan shards no leaf over it, on the"
-        f" mesh ({describe_mesh(plan.mesh)}).{did_you_mean(axes[0], used)} Leave the axis out,"
-        " `unshard(tree, plan)`, to gather over those of the plan."
+        f"unshard: the plan shards no leaf over {names}, on the mesh"
+        f" ({describe_mesh(plan.mesh)}).{did_you_mean(axes[0], used)} To gather over the plan's"
+        " axes, leave the axis out: `unshard(tree, plan)`."
     )
 
 
@@ -328,7 +332,7 @@ def _warn_of_misspelled(axes: Sequence[str], specs: Sequence[Any]) -> None:
     for name in axes:
         hint = did_you_mean(name, named, _NEAR_MISS)
         if hint and name not in named:
-            warn(f"unshard: no spec names the axis {name!r}, so nothing is gathered.{hint}")
+            warn(f"unshard has no effect over {name!r}: no spec names this axis.{hint}")
 
 
 def _gather_manual_axes(
@@ -486,7 +490,7 @@ def _mesh_for(requested: AnyMesh | None, value: Any) -> AnyMesh | None:
 
 def _on_auto_axes(mesh: AnyMesh) -> AnyMesh:
     """`mesh`, in a trace with Auto axes: JAX refuses Explicit ones that no type there names."""
-    if not is_tracing():
+    if mesh.are_all_axes_auto or not is_tracing():
         return mesh
     return mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
@@ -531,7 +535,7 @@ def _report(
         if (why := _explain_applied_in_part(note, target, uneven))
     ]
     if warnings:
-        headline = f"{len(warnings)} constraints were only applied in part:"
+        headline = f"{len(warnings)} constraints were applied in part:"
         warn(f"{where}: {listed(headline, warnings)}")
 
 
@@ -580,8 +584,8 @@ def _constrain_tree(
     is_missing = not any(targets) and _misses_a_mesh(tree) and not meshes_of(shardings, mesh)
     if is_missing and get_names_from_partition_spec(shardings):
         warn(
-            f"{where}: there is no mesh here, so nothing is constrained. Pass the plan or the mesh,"
-            " or call it in `with jax.set_mesh(mesh):`."
+            f"{where} has no effect: there is no mesh here. Pass the plan or the mesh, or call"
+            f" {where} inside `with jax.set_mesh(mesh):`."
         )
     _report(tree, targets, uneven, where)
     leaves, treedef = tree_flatten(tree)
@@ -612,7 +616,9 @@ def _constrain(x: Any, target: ResolvedSpec) -> Any:
     explicit = axes_of_type(mesh, AxisType.Explicit)
     if explicit:
         x = _reshard(x, mesh.abstract_mesh, without_axes(target.spec, auto))
-    if not auto or _is_left_to_types(x, without_axes(target.spec, explicit)):
+        if _is_left_to_types(x, without_axes(target.spec, explicit)):
+            return x
+    if not auto:
         return x
     # A constraint that is executed at once, in un-jitted grad and vmap, would undo the Explicit
     # part: it runs in a jit of its own. Inside `jit(vmap(..., spmd_axis_name=...))`, that jit
@@ -625,7 +631,7 @@ def _constrain(x: Any, target: ResolvedSpec) -> Any:
         return NamedSharding(mesh, spec, memory_kind=target.memory_kind)
 
     try:
-        return constrain(x, on_auto(target.spec))
+        return constrain(x, on_auto(target.spec) if explicit else target.sharding)
     except TypeError:
         # Executed at once with an AbstractMesh, on a value that is on no mesh: there are no
         # devices to move it to.

@@ -1,8 +1,8 @@
-"""Copies trees from devices to host memory: one copy of each shard, and no cached ones.
+"""Copies trees from devices to host memory, each shard once.
 
-`jax.device_get` keeps a copy of each array on it, so the host holds the tree twice. It cannot read
-arrays on devices of several processes at all, and `multihost_utils.process_allgather` first puts a
-full copy of each on every device.
+`jax.device_get` caches a copy on each array, so the host holds the tree twice. It cannot read
+arrays on devices of several processes. `multihost_utils.process_allgather` can, but first puts a
+full copy on every device.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -54,47 +54,51 @@ To = Literal["all"] | int
 def gather(
     tree: PyTree, *, to: To = "all", progress: bool = False, timeout: float = TIMEOUT
 ) -> PyTree:
-    """Copies a tree from its devices to host memory.
+    """Copies a tree from its devices to numpy arrays on the host.
 
     Examples:
         >>> mesh = make_mesh("fsdp=8")
         >>> gather(shard({"w": np.arange(8)}, P("fsdp"), mesh))
         {'w': array([0, 1, 2, 3, 4, 5, 6, 7], dtype=int32)}
 
-    Each shard is copied once, directly into the result: host memory peaks at the size of the
-    result, and no copy stays cached on the arrays.
+    Each shard is copied once, directly into the result. Host memory peaks at the size of the
+    result, and JAX caches no copy on the arrays. All errors are raised before the first copy.
 
-    Across processes, one process that holds a part sends it to those that receive it, leaf by
-    leaf: receivers need memory for the tree, other processes for a few MiB. All processes that
-    hold parts of the tree must make the call, and so must the receiver. If a process dies during
-    the call, the others raise a `ProcessError` on CPUs; on other devices JAX ends them after its
-    heartbeat timeout. Trees on devices of this process alone are copied without communication,
-    and nothing is compiled.
+    If a tree is spread over several processes, all processes that hold a part must make the call,
+    and so must the receiver. For each part, one process sends it to the receivers, leaf by leaf.
+    Receivers need memory for the tree, and other processes for a few MiB. If a process dies during
+    the call, the others raise a `ProcessError` on CPUs. On GPUs and TPUs, JAX aborts them after its
+    heartbeat timeout. A tree on devices of this process is copied without communication or
+    compilation.
 
     Args:
-        tree: Any pytree. Leaves that are not arrays pass through untouched.
-        to: Which processes receive the tree: `"all"` that hold a part of it, or the index of one.
-        progress: Whether to show a progress bar, one step for each leaf (needs `tqdm`).
+        tree: Any pytree. Leaves that are not arrays pass through.
+        to: Which processes receive the tree. `"all"` stands for all processes that hold a part of
+            it, and an index for a single process.
+        progress: Whether to show a progress bar with a step per leaf (needs `tqdm`).
         timeout: Seconds to wait for other processes.
 
     Returns:
-        The tree with numpy arrays, in the dtypes of `ml_dtypes` where numpy has none. Typed
-        PRNG keys remain key arrays, on one local device. Numpy leaves are copied, so the result
-        never shares memory with the tree; nor do two arrays of the result with each other, even if
-        the tree has one object at both paths. On processes that receive nothing, each array is
-        replaced by its `jax.ShapeDtypeStruct`.
+        The tree with numpy arrays of the same shapes. Dtypes that numpy lacks are those of
+        `ml_dtypes`. Typed PRNG keys stay key arrays, on one local device. Numpy leaves are copied.
+        The result never shares memory with the tree, and no two of its arrays share memory. On
+        processes that do not receive the tree, each array is replaced by its
+        `jax.ShapeDtypeStruct`.
 
     Raises:
         ArgumentError: If `tree` as a whole is a plan, a class, a function or an optimizer.
-        DeletedLeafError: If a leaf was deleted or donated. Nothing is copied.
+        DeletedLeafError: If a leaf was deleted or donated.
         LeafError: If a leaf is a tracer, a `ShapeDtypeStruct`, a mutable reference (`jax.Ref`), or
-            unreduced. Nothing is copied.
-        ProcessError: If processes do not make the same call with the same tree, or one of them
-            does not make it within `timeout`, or fails; if replicas of an array of at most 64 KiB
-            differ that a program of `jax.jit` made. Nothing is copied.
-        DoesNotFitError: If this process receives more than its host memory. Nothing is copied.
+            unreduced.
+        ProcessError: If processes call it with different trees, or if a process fails or does not
+            arrive within `timeout`. Also if an array of at most 64 KiB from your own `jax.jit` has
+            replicas that differ.
+        DoesNotFitError: If the tree exceeds the host memory of this process.
         ValueError: If `to` is neither `"all"` nor the index of a process.
         ImportError: If `progress` is set and `tqdm` is not installed.
+
+    Source:
+        `jax.device_get`, and `multihost_utils.process_allgather`.
     """
     _check_receiver(to, "gather")
     return gather_at("", tree, to, progress, timeout)
@@ -116,10 +120,11 @@ def gather_at(
 def iter_gather(
     tree: PyTree, *, to: To = "all", timeout: float = TIMEOUT
 ) -> Iterator[tuple[str, Any]]:
-    """Copies a tree to host memory leaf by leaf, so that no process holds all of it.
+    """Copies a tree to the host leaf by leaf, so that no process holds the full tree.
 
-    A `for` loop holds two leaves for a moment: its variable has one until the next is there. That
-    is what the call checks memory for. With `del` at the end of the body, there is one at a time.
+    A `for` loop holds two leaves for a moment, because its variable keeps one until the next has
+    arrived. The call checks that the host has memory for two. To hold one leaf at a time, `del` it
+    at the end of the body.
 
     Args:
         tree: Any pytree. Leaves that are not arrays are skipped.
@@ -128,17 +133,21 @@ def iter_gather(
 
     Returns:
         An iterator of `(path, array)`, with arrays as `gather` returns them. It keeps no
-        reference to arrays that it has yielded. Across processes, all must exhaust it: if one
-        stops, the others get a `ProcessError` that names it, at the next leaf that needs it.
+        reference to arrays that it has yielded. With several processes, each must exhaust it. If
+        one stops early, the others raise a `ProcessError` that names it, at the next leaf that
+        they need from it.
 
     Raises:
         ArgumentError, DeletedLeafError, LeafError, ProcessError, DoesNotFitError, ValueError: As
-            `gather`, at the call, before the first leaf.
+            `gather`, at the call, before the first leaf is copied.
 
     Examples:
         >>> tree = shard({"w": np.arange(8), "name": "mlp"}, P("fsdp"), make_mesh("fsdp=8"))
         >>> [(path, x.shape) for path, x in iter_gather(tree)]
         [('w', (8,))]
+
+    Source:
+        EasyLM streams checkpoints leaf by leaf.
     """
     _check_receiver(to, "iter_gather")
     leaves = tree_flatten(tree)[0]
@@ -164,13 +173,13 @@ class _Call(NamedTuple):
     tree: PyTree
     leaves: list[Any]  # of the tree
     to: To
-    # Those that hold parts of the leaves, and the receiver; none if this process has all parts, or
-    # no part.
+    # The processes that hold parts of the leaves, and the receiver. Empty if this process has all
+    # parts, or no part.
     processes: list[int]
     timeout: float
     prefix: str = ""  # the path of the tree in a larger one
-    # Whether one leaf is in memory at a time. Then the processes wait for each other at each leaf
-    # whose data travels.
+    # Whether leaves are gathered one at a time. Then the processes wait for each other at each leaf
+    # that is sent.
     leaf_by_leaf: bool = False
 
 
@@ -265,12 +274,12 @@ def _check_memory(call: _Call) -> None:
     arrays = [x for x in call.leaves if is_array(x)]
     sizes = [x.size * x.dtype.itemsize for x in arrays]
     needed = sum(sizes)
-    way_out = "Gather leaf by leaf (`iter_gather`), or save the tree, which gathers nothing."
+    way_out = "Gather leaf by leaf (`iter_gather`), or save the tree, which does not gather."
     if call.leaf_by_leaf:
         needed = max(map(sum, pairwise([0, *sizes])), default=0)
         way_out = (
-            "A loop has two leaves in memory, the last and the next. Save the tree, which gathers"
-            " nothing."
+            "A loop keeps two leaves in memory, the last and the next. Save the tree, which does"
+            " not gather."
         )
     if needed < NOT_WORTH_A_LOOK:  # on every process
         return
@@ -291,27 +300,27 @@ def _check_memory(call: _Call) -> None:
 def make_shard_and_gather_fns(
     partition_specs: SpecTree, mesh: MeshLike | None = None
 ) -> tuple[PyTree, PyTree]:
-    """Makes two functions for each spec: one places a leaf, one copies it back to the host.
+    """Makes two functions for each spec: one shards a leaf, the other gathers it.
 
-    `jax.tree.map(lambda f, x: f(x), shard_fns, tree)` does what `shard` does. The functions are
-    for loops that see one leaf at a time, such as when reading a file.
+    Use them in a loop that has one leaf at a time, for example while it reads a file. For a whole
+    tree, `jax.tree.map(lambda f, x: f(x), shard_fns, tree)` does what `shard` does.
 
     Args:
         partition_specs: A tree of `PartitionSpec`s or `NamedSharding`s, or a `Plan`.
-        mesh: The mesh, or its axes as text; by default that of each `NamedSharding`, of the
-            `Plan`, or the mesh that is current now.
+        mesh: The mesh, or its axes as text. The default is the mesh of each `NamedSharding` or of
+            the `Plan`, or else the mesh that is current during this call.
 
     Returns:
-        Two trees of functions with the structure of `partition_specs`. A spec that stands for a
-        subtree becomes a function of that subtree. `None` becomes a function that returns its
-        argument.
-
-        The functions raise as `shard` and `gather` do, and name the path of the spec.
+        `(shard_fns, gather_fns)`, two trees of functions with the structure of `partition_specs`.
+        A spec that stands for a subtree becomes a function of this subtree. `None` becomes a
+        function that returns its argument. The functions raise as `shard` and `gather` do, and
+        their errors name the path of the spec.
 
     Raises:
         SpecError: If a leaf of `partition_specs` is not a spec.
-        NoMeshError: If a spec needs a mesh and there is none.
+        NoMeshError: If a spec needs a mesh, and there is no mesh.
         MeshError: If the mesh is an `AbstractMesh`, which has no devices.
+        ArgumentError: If `partition_specs` is a mesh or text.
         ShardingRuleError: If `partition_specs` is a `Plan` with errors, as
             `Plan.check_before_use`, whose warnings apply too.
 

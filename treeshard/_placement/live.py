@@ -1,7 +1,7 @@
-"""Reads the shardings of live trees back.
+"""Reads the shardings of live trees.
 
-`None` stands in the place of a leaf without a sharding: without it the result would have another
-structure than the tree, and could not be passed back with it.
+A leaf without a sharding becomes `None`, so that the result has the structure of the tree and can
+be passed along with it.
 """
 
 from typing import Any
@@ -24,20 +24,20 @@ def extract_shardings(tree: PyTree, mesh: MeshLike | None = None) -> SpecTree:
     """Reads the sharding of every leaf of a live tree.
 
     Args:
-        tree: Any pytree of arrays, tracers and `ShapeDtypeStruct`s; other leaves are fine.
-        mesh: If given, the shardings are on this mesh instead, with the same specs. Leaves whose
-            `sharding` is a `PartitionSpec` need one; by default it is the current one.
+        tree: Any pytree of arrays, tracers, `ShapeDtypeStruct`s and other leaves.
+        mesh: The mesh of the result, with the same specs. By default, each leaf keeps its own mesh,
+            and leaves whose `sharding` is a `PartitionSpec` get the current mesh.
 
     Returns:
-        The same containers with a `NamedSharding` per leaf, and `None` for a leaf without
-        one: numpy arrays, arrays on a single device, non-arrays. A `NamedArray` of haliax is
-        a leaf, as in haliax's own functions. Every function that takes a tree of specs accepts
-        the result. A traced leaf has a sharding on Explicit axes only; on Auto axes the
-        compiler chooses it later.
+        The same containers with a `NamedSharding` per leaf. Numpy arrays, arrays on a single device
+        and leaves that are not arrays become `None`. A `NamedArray` of haliax is a leaf, as in
+        haliax's own functions. Every function that takes a tree of specs accepts the result. A
+        traced leaf has a sharding on Explicit axes only. On Auto axes, the compiler chooses its
+        sharding later.
 
     Raises:
-        SpecError: If specs do not fit `mesh`. All such leaves are listed. It is an
-            `UnknownAxisError` too if the mesh lacks an axis.
+        SpecError: If specs do not fit `mesh`. All such leaves are listed. If the mesh lacks an
+            axis, it is an `UnknownAxisError`.
         NoMeshError: If a leaf has a `PartitionSpec`, and there is no mesh.
         LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
@@ -70,14 +70,14 @@ def get_partition_spec(tree: PyTree) -> SpecTree:
         tree: Any pytree of arrays, tracers, `ShapeDtypeStruct`s and Python scalars.
 
     Returns:
-        The same containers with a spec per leaf: its own, or that of its `NamedSharding`; `P()` for
-        arrays on a single device, numpy arrays and Python scalars. A `NamedArray` of haliax is
-        a leaf, as in haliax's own functions.
+        The same containers with a `PartitionSpec` per leaf. Arrays on a single device, numpy arrays
+        and Python scalars get `P()`. A `NamedArray` of haliax is a leaf, as in haliax's own
+        functions.
 
     Raises:
-        SpecError: If a leaf has no spec, because it is neither an array nor a number, has
-            another kind of sharding, or is a tracer or `ShapeDtypeStruct` without one. All
-            such leaves are listed with their types.
+        SpecError: If a leaf is neither an array nor a number, has a sharding of another class, or
+            is a tracer or `ShapeDtypeStruct` without a sharding. All such leaves are listed with
+            their types.
         LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
     Examples:
@@ -105,7 +105,8 @@ def get_partition_spec(tree: PyTree) -> SpecTree:
 def _flatten(tree: PyTree) -> tuple[list[Any], Any]:
     """The arrays and other leaves, and a structure in which a `NamedArray` is a leaf.
 
-    haliax's arrays compare by their values, so that with a spec in one `named == P()` would raise.
+    Arrays of haliax compare their values, so `named == P()` would raise for a `NamedArray` with a
+    spec inside.
     """
     nodes, treedef = tree_flatten(tree, is_leaf=_is_named_leaf)
     return [tree_leaves(x)[0] if _is_named_leaf(x) else x for x in nodes], treedef
@@ -121,7 +122,7 @@ def _placement(leaf: Any) -> NamedSharding | PartitionSpec | None:
     if isinstance(leaf, Tracer):
         sharding = jax.typeof(leaf).sharding
         return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
-    # Other classes than JAX's describe arrays as well, some by a spec.
+    # Classes of other libraries describe arrays too, some of them by a spec.
     sharding = getattr(leaf, "sharding", None)
     return sharding if isinstance(sharding, NamedSharding | PartitionSpec) else None
 
@@ -131,7 +132,7 @@ def _described(leaf: Any, placement: NamedSharding | PartitionSpec | None) -> An
     if placement is None or has_shape(leaf):
         return leaf
     spec = placement if isinstance(placement, PartitionSpec) else placement.spec
-    # Of an unknown shape only the axes are checked: any number divides 0.
+    # If the shape is unknown, only the axes are checked: any number divides 0.
     shape = getattr(leaf, "shape", (0,) * len(spec))
     return jax.ShapeDtypeStruct(shape, getattr(leaf, "dtype", "float32"))
 
@@ -153,7 +154,7 @@ def _spec(leaf: Any) -> PartitionSpec | None:
 def _explain_missing_spec(leaf: Any) -> str:
     if isinstance(leaf, Tracer):
         return (
-            "it is traced, and on Auto axes the compiler chooses its sharding. Read the inputs or"
+            "it is a tracer, and on Auto axes the compiler chooses its sharding. Read the inputs or"
             " the outputs of the traced function instead."
         )
     if isinstance(leaf, jax.ShapeDtypeStruct):

@@ -40,23 +40,23 @@ _EXPERT = {"from": ("expert_parallel_axis",)}
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class PartitionAxis(NamedAxes):
-    """Maps each kind of dim of a transformer to the mesh axes that it is sharded over.
+    """Maps each kind of dim of a transformer, such as batch or head, to mesh axes.
 
-    The first five fields name mesh axes. Each of the others is the mesh axis of one kind of
-    dim, a tuple of axes (outermost first), or `None`. A field that is not given, or given as
-    `...`, is derived from the first five. (`dataclasses.replace` passes every field that it
-    does not change, so there write `head_axis=...` to derive it again.) Instances are
-    hashable, and have no leaves in a pytree.
+    To get the axes of your mesh, call `PartitionAxis.for_mesh(mesh)`; the defaults are EasyDeL's
+    names. The first five fields name mesh axes. Each other field has the axes of one kind of dim:
+    an axis, a tuple of axes (outermost first), or `None`. An omitted field, or `...`, is derived
+    from the first five fields. `dataclasses.replace` passes all old values: to derive a field
+    again, pass `head_axis=...`. Instances are hashable, and have no leaves in a pytree.
 
-    `custom` has the mesh axes of names of your own, such as `{"cache": "sp"}`. As with the fields,
-    those of `"generation_cache"` apply in generation. It is kept as sorted pairs.
+    `custom` has the mesh axes of your own names, such as `{"cache": "sp"}`. In generation,
+    `"generation_cache"` overrides `"cache"`. The field stores sorted pairs.
 
     | field | default | on `data=2,fsdp=2,tensor=2`, by `for_mesh` |
     |---|---|---|
     | `data_parallel_axis` | `"dp"` | `"data"` |
     | `fully_sharded_data_parallel_axis` | `"fsdp"` | `"fsdp"` |
     | `tensor_parallel_axis` | `"tp"` | `"tensor"` |
-    | `sequence_parallel_axis`, `expert_parallel_axis` | `"sp"`, `"ep"` | the same, not there |
+    | `sequence_parallel_axis`, `expert_parallel_axis` | `"sp"`, `"ep"` | `"sp"`, `"ep"` |
     | `batch_axis` | `("fsdp", "dp")` | `("fsdp", "data")` |
     | `head_axis`, `hidden_state_axis`, | `"tp"` | `"tensor"` |
     | `mlp_intermediate_axis`, `vocab_axis` | `"tp"` | `"tensor"` |
@@ -66,8 +66,9 @@ class PartitionAxis(NamedAxes):
     | `generation_batch_axis` and all others | `None` | `None` |
 
     Raises:
-        ShardingRuleError: If a field or a custom name is neither given an axis, a tuple of
-            distinct axes, nor `None`, or a custom name is a field's. All are listed.
+        ShardingRuleError: If the value of a field or a custom name is not an axis, a tuple of
+            distinct axes, or `None`, or if a custom name is the name of a field. The message lists
+            all of them.
 
     Examples:
         >>> axes = PartitionAxis(tensor_parallel_axis="model", vocab_axis=None)
@@ -145,15 +146,27 @@ class PartitionAxis(NamedAxes):
 
     @classmethod
     def for_mesh(cls, mesh: MeshLike, **fields: Any) -> Self:
-        """Makes one whose first five fields are the axes of a mesh, by their usual names.
+        """Makes a `PartitionAxis` with the axes of a mesh, found by their usual names.
 
-        They are `data_parallel_axis`: dp, data, replica; `fully_sharded_data_parallel_axis`: fsdp;
-        `tensor_parallel_axis`: tp, tensor, model, mp; `sequence_parallel_axis`: sp, sequence, seq,
-        context; `expert_parallel_axis`: ep, expert. A field without an axis keeps its default.
+        | field | names |
+        |---|---|
+        | `data_parallel_axis` | dp, data, replica |
+        | `fully_sharded_data_parallel_axis` | fsdp |
+        | `tensor_parallel_axis` | tp, tensor, model, mp |
+        | `sequence_parallel_axis` | sp, sequence, seq, context |
+        | `expert_parallel_axis` | ep, expert |
+
+        If the mesh has none of the names, the field keeps its default.
 
         Args:
             mesh: A mesh, or its axes as text.
-            fields: Fields that are not derived from the mesh.
+            fields: Values of other fields, such as `vocab_axis="fsdp"`, or
+                `generation_batch_axis=("fsdp", "data")` to shard the batch in generation.
+
+        Raises:
+            MeshError: If `mesh` is not a mesh.
+            ShardingRuleError: As `PartitionAxis`.
+            TypeError: If a field does not exist.
 
         Examples:
             >>> axes = PartitionAxis.for_mesh("data=2,fsdp=2,tensor=2", vocab_axis="fsdp")
@@ -172,28 +185,29 @@ class PartitionAxis(NamedAxes):
     def resolve(
         self, *names: Entry, mode: Mode = "train", mesh: MeshLike | None = None
     ) -> PartitionSpec:
-        """Resolves the logical names of an array's dims to mesh axes.
+        """Returns the spec of an array whose dims have these names.
 
         Args:
-            names: One entry per dim: the name of a field, with or without its `_axis`
-                (`"batch"`), one of `custom`, `None` for a dim that is not sharded,
-                `UNCONSTRAINED`, or a tuple of names for a dim that merges several.
-            mode: With `"generation"`, names that have a `generation_` field use that field. Its
-                default for the batch is `None`: the batch is replicated, as in EasyDeL, unless you
-                set `generation_batch_axis`.
-            mesh: If given, axes that it lacks are dropped.
+            names: One entry per dim: the name of a field, with or without `_axis` (`"batch"`); a
+                custom name; `None` for a dim that is not sharded; `UNCONSTRAINED`; or a tuple of
+                names for a dim that merges several dims.
+            mode: `"train"` or `"generation"`. In generation, the fields `generation_...` override
+                the other fields. The default of `generation_batch_axis` is `None`, as in EasyDeL:
+                the batch is replicated.
+            mesh: The mesh, or its axes as text. Axes that the mesh lacks are dropped. Without it,
+                all axes stay.
 
         Returns:
-            A spec with one entry per name. An axis goes to the first name that uses it.
+            A spec with one entry per name. If several names use an axis, the first one gets it.
 
         Raises:
-            SpecError: If names are unknown (all are listed), or the mode is.
+            SpecError: If a name or the mode is unknown. The message lists all unknown names.
 
         Warns:
             ShardingWarning: If `mesh`, or by default the current mesh, has axes of more than one
-                device that no field names: nothing is ever sharded over them. Without `mesh`, not
-                if the spec names one by its default name, such as `"dp"` for `"data"`:
-                `with_sharding_constraint` warns of it.
+                device that no field names, because no array is sharded over them. Without `mesh`,
+                there is no warning here if the spec has the default name of such an axis, such as
+                `"dp"` for `"data"`: `with_sharding_constraint` warns.
 
         Examples:
             >>> PartitionAxis().resolve("batch", "sequence", "head", "hidden_state")
@@ -222,14 +236,9 @@ class PartitionAxis(NamedAxes):
     def constrain(
         self, x: PyTree, *names: Entry, mode: Mode = "train", mesh: MeshLike | None = None
     ) -> PyTree:
-        """Constrains an array by the logical names of its dims.
+        """Shards an array by the logical names of its dims, inside or outside `jit`.
 
-            >>> axes = PartitionAxis()
-            >>> x = axes.constrain(jnp.ones((8, 16, 4)), "batch", None, "head", mesh="fsdp=4,tp=2")
-            >>> x.sharding.spec
-            P('fsdp', None, 'tp')
-
-        Resolves the names as `resolve`, and then does what `with_sharding_constraint` does.
+        Calls `resolve`, then `with_sharding_constraint`.
 
         Args:
             x: An array, or a tree of arrays.
@@ -238,10 +247,16 @@ class PartitionAxis(NamedAxes):
             mesh: The mesh, or its axes as text; by default the current mesh.
 
         Returns:
-            The array or the tree. Without a mesh it is `x` itself.
+            The constrained array or tree; without a mesh, `x` itself.
 
         Raises:
-            SpecError: As `resolve` and `with_sharding_constraint`, whose warnings apply too.
+            SpecError: As `resolve` and `with_sharding_constraint`, which may also warn.
+
+        Examples:
+            >>> axes = PartitionAxis()
+            >>> x = axes.constrain(jnp.ones((8, 16, 4)), "batch", None, "head", mesh="fsdp=4,tp=2")
+            >>> x.sharding.spec
+            P('fsdp', None, 'tp')
         """
         spec = self.resolve(*names, mode=mode, mesh=mesh)
         return with_sharding_constraint(x, trimmed(spec), mesh)
@@ -258,7 +273,7 @@ class PartitionAxis(NamedAxes):
         if unnamed and not is_told_later:
             warn(
                 f"PartitionAxis: no field names {', '.join(map(repr, unnamed))} of the mesh"
-                f" ({describe_sizes(sizes)}), so nothing is sharded over it."
+                f" ({describe_sizes(sizes)}), so no array is sharded over it."
                 " `PartitionAxis.for_mesh(mesh)` takes the names of a mesh."
             )
 

@@ -1,7 +1,7 @@
-"""Builds arrays over all processes from the part that each process has, such as a batch.
+"""Assembles arrays over all processes from the part of each process, such as a batch.
 
-`jax.make_array_from_process_local_data` builds them. It neither compares the processes, which then
-hang in the next step, nor names the leaf and the way out in its errors.
+`jax.make_array_from_process_local_data` does the same without comparing the processes, which then
+hang in the next step if their parts differ. Its errors do not name the leaf or the fix.
 """
 
 from collections import defaultdict
@@ -54,7 +54,7 @@ WHERE = "from_process_local"
 def from_process_local(
     tree: PyTree, specs: SpecTree, mesh: MeshLike | None = None, *, timeout: float = TIMEOUT
 ) -> PyTree:
-    """Builds arrays over all processes from the part that each process has: usually a batch.
+    """Assembles a global tree, usually a batch, from the rows that each process has loaded.
 
     Examples:
         >>> mesh = make_mesh("data=2,fsdp=4")
@@ -63,50 +63,46 @@ def from_process_local(
         >>> batch["x"].shape, batch["x"].addressable_shards[0].data.shape
         ((16, 3), (2, 3))
 
-        Before there are data:
+        Get the shapes and shardings before there are data:
 
         >>> struct = jax.ShapeDtypeStruct((16, 3), "float32")
         >>> from_process_local(struct, P(("data", "fsdp")), mesh).sharding.spec
         P(('data', 'fsdp'),)
 
-    Along a dim that is sharded over processes, their parts are concatenated in the order of the
-    mesh: two processes that pass `(4, d1)` each, with `P("data")`, get an array of shape
-    `(8, d1)`. Along other dims each process passes the full length, with the same values.
+    Along a dim that is sharded over processes, the parts are concatenated in the order of the mesh.
+    If two processes pass `(4, d1)` each with `P("data")`, the result has the shape `(8, d1)`. Along
+    other dims each process passes the full length, with the same values.
 
-    The call is cheap enough for every step: only the first tree of each structure, shapes and
-    dtypes is compared between processes at once; later shapes in the next that exchanges a
-    message: `gather`, or a step whose batch changes shape. A later tree with an error
-    raises on its process only.
+    The call is cheap enough for every step. Processes compare the first tree of each structure,
+    with its shapes and dtypes. Later trees are compared by the next call that exchanges a message,
+    such as `gather`, or a step whose batch changes its shapes. A later tree with an error raises on
+    its process only.
 
-    Where several processes pass the same rows or the full array, their values must be equal. They
-    are compared by checksums: in the first tree of each structure all of them, in later trees those
-    of leaves of at most 64 KiB that every process passes in full, as under `P()`. The following
-    are not compared, after the first tree: larger leaves; rows that some processes share; and trees
-    made in a thread that makes batches in advance, until a step receives them.
+    If several processes pass the same rows or the full array, their values must be equal. In the
+    first tree of each structure, checksums of all such values are compared. In later trees, only
+    leaves of at most 64 KiB are compared that every process passes in full, as under `P()`. A tree
+    from a thread that prepares batches is compared when a step receives it.
 
     Args:
-        tree: Any pytree of numpy arrays, or of JAX arrays on devices of this process. Other
-            leaves pass through untouched. Or of `jax.ShapeDtypeStruct`s instead of all arrays:
-            nothing is compared between processes then.
+        tree: Any pytree of numpy arrays, or of JAX arrays on devices of this process. Other leaves
+            pass through. If all arrays are `jax.ShapeDtypeStruct`s, processes compare nothing.
         specs: As in `shard`.
         mesh: As in `shard`.
         timeout: Seconds to wait for other processes, the first time.
 
     Returns:
-        The tree with a `jax.Array` instead of each array, which share no memory with it. With a
-        single process, whose part is the full array, what `shard` returns. Of structs, the
-        structs of these arrays, with their shardings.
+        The tree with global `jax.Array`s, which share no memory with `tree`. A single process gets
+        what `shard` returns. Structs become structs of the global arrays, with their shardings.
 
     Raises:
-        UnknownAxisError, SpecError, DeletedLeafError, NoMeshError, MeshError: As `shard`.
+        UnknownAxisError, DeletedLeafError, NoMeshError, MeshError, ArgumentError: As `shard`.
         ShardingRuleError: As `shard`, whose warnings apply too.
-        SpecError: Also if processes hold overlapping parts of a dim, so that it is undefined
-            which part each of them passes.
-        LeafError: As `shard`; and if a leaf is already on devices of several processes.
-        ProcessError: If processes do not pass parts of the same shapes and dtypes with the same
-            specs and mesh, or one of them does not make the call within `timeout`; if they pass
-            different values for the same part of an array; if an earlier call left the processes
-            out of step.
+        SpecError: As `shard`. Also if processes hold overlapping parts of a dim, which makes it
+            undefined which part each process passes.
+        LeafError: As `shard`. Also if a leaf is already on devices of several processes.
+        ProcessError: If processes pass parts with other shapes, dtypes, specs or meshes, or
+            different values for the same part of an array. If a process does not arrive within
+            `timeout`. If an earlier call left the processes out of step.
 
     Source:
         `jax.make_array_from_process_local_data`.
@@ -157,8 +153,8 @@ def _agree(
     rows = [(i, parts[i].shape, parts[i].dtype, x.sharding) for i, x in made.items()]
     agreed, key = agreed_forms(processes), (in_order, tree_structure(tree), *rows)
     form = agreed.get(key) or _form(tree, made, parts)
-    # Threads of loaders come in any order, so each form has a channel of its own there. Of several
-    # that make their first trees of one form, one compares: on each process.
+    # Threads of loaders come in any order, so each form has its own channel there. If several
+    # threads make their first trees of the same form, one thread on each process compares.
     channel = "" if in_order else f"the first tree of {form}"
     with exclusive(() if in_order else processes, channel):
         if key not in agreed:
@@ -170,13 +166,13 @@ def _agree(
                 for i, x in made.items():
                     facts.share(paths[i] or "the array", shared_parts(x, processes))
             agreed[key] = form
-    # Of later trees, a message compares the small leaves that every process passes in full.
+    # In later trees, a message compares the small leaves that every process passes in full.
     full = [i for i, x in made.items() if x.shape == parts[i].shape]
     small = [i for i in full if 0 < parts[i].nbytes <= SMALL_BYTES]
     checksums = [checksum_text(parts[i]) for i in small]
     record_batch(processes, ", ".join([f"batch {batch} of {WHERE}: {form}", *checksums]))
     for i, text in zip(small, checksums, strict=True):
-        set_checksum(made[i], text)  # so that nothing has to read the array again
+        set_checksum(made[i], text)  # which saves a second read of the array
 
 
 def _form(tree: PyTree, made: Iterable[int], parts: list[Any]) -> str:
@@ -189,7 +185,7 @@ def _form(tree: PyTree, made: Iterable[int], parts: list[Any]) -> str:
 
 
 def _join(part: Any, joint: jax.ShapeDtypeStruct) -> jax.Array:
-    """The full array, from the part that this process has. Nothing is communicated."""
+    """Assembles the full array from the part of this process, without communication."""
     data = host_copy(part)  # JAX may keep the memory that it is given
     shape = (*joint.shape, *data.shape[part.ndim :])  # the data of keys have more dims
     # JAX's function raises on a process that has no device of the mesh.
@@ -230,7 +226,7 @@ def _joint_struct(part: Any, resolved: ResolvedSpec) -> jax.ShapeDtypeStruct:
     # The others would pass shards of the same array, and not parts of a larger one.
     if is_spread(part):
         raise LeafError("it is already on devices of several processes. `reshard` moves it.")
-    # Whether axes divide a dim, the length of the joint array decides.
+    # Axes must divide the length of the joint array, and not the length of a part.
     if misfit := resolved.misfit(UNPLACEABLE - {"indivisible"}):
         raise misfit
     shape = _joint_shape(tuple(part.shape), resolved.mesh, resolved.requested)

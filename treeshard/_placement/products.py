@@ -1,7 +1,7 @@
-"""Two operations that JAX types on Explicit axes only if it is told how, for meshes of any axes.
+"""Lookups and products that work on Auto, Explicit and Manual axes.
 
-`table[ids]` and `x @ w` with a split contraction raise `ShardingTypeError` there: the result could
-be sharded in several ways. One of these is what models mean nearly always.
+On Explicit axes, `table[ids]` and `x @ w` with a sharded contraction raise a `ShardingTypeError`,
+because the result could be sharded in several ways. Models nearly always mean one of these ways.
 """
 
 from itertools import zip_longest
@@ -18,18 +18,21 @@ from treeshard._placement.reduced import drop_reduced
 
 
 def lookup(table: Any, ids: Any) -> jax.Array:
-    """The rows of a table at some indices, `table[ids]`, on a mesh with axes of any type.
+    """Looks up rows of a table, like `table[ids]`, on axes of any type.
 
-    On Explicit axes the result is split like `ids`, and its last dims like those of the table.
-    On Auto axes and without a mesh it is `table[ids]`.
+    On Explicit axes, the first dims of the result are sharded like `ids`, and the last dims like
+    the last dims of the table. On Auto axes and without a mesh it returns `table[ids]`.
 
     Args:
         table: An array of shape `(rows, ...)`, such as an embedding.
-        ids: An array of integers, of any shape. One that is not in the table reads the nearest
-            row, as JAX does.
+        ids: An array of integers, of any shape. An index outside of the table reads the nearest
+            row, as in JAX.
 
     Returns:
-        An array of shape `(*ids.shape, *table.shape[1:])`.
+        An array of shape `(*ids.shape, *table.shape[1:])`, in the dtype of the table.
+
+    Raises:
+        TypeError: If `ids` is neither an array of integers nor of booleans, as in JAX.
 
     Examples:
         >>> mesh = jax.make_mesh((8,), ("fsdp",))  # Explicit axes
@@ -39,7 +42,7 @@ def lookup(table: Any, ids: Any) -> jax.Array:
         ShapedArray(float32[16@fsdp,4])
 
     Source:
-        `table.at[ids].get(out_sharding=...)`, JAX's own way.
+        `table.at[ids].get(out_sharding=...)` in JAX.
     """
     by_ids = _explicit_entries(ids)
     by_table = _explicit_entries(table)
@@ -50,7 +53,7 @@ def lookup(table: Any, ids: Any) -> jax.Array:
     split = by_ids or [None] * jnp.ndim(ids)  # on a mesh of the table alone
     whole = jax.typeof(table).sharding.spec
     if whole.reduced and not any(by_table or ()) and whole.reduced == {*all_axes(split)}:
-        # On each device by itself, so that the gradient waits for its sum.
+        # Each device looks up its own rows, so that the gradient waits for its sum.
         rows = PartitionSpec(*split)
         return jax.shard_map(_rows_of, in_specs=(whole, rows), out_specs=rows)(table, ids)
     # The gradient of JAX 0.10 to 0.12 is wrong for a table that is `reduced`.
@@ -65,19 +68,22 @@ def _rows_of(table: Any, ids: Any) -> Any:
 
 
 def matmul(x: Any, w: Any) -> jax.Array:
-    """The product of activations and a matrix, `x @ w`, on a mesh with axes of any type.
+    """Multiplies activations by a matrix, like `x @ w`, on axes of any type.
 
-    On Explicit axes, the dim that is contracted may be split: the parts are then summed. This is
-    the row-parallel product of tensor parallelism. The result is split like the first dims of `x`
-    and the last dim of `w`, without axes that split other dims of the result. On Auto axes and
-    without a mesh it is `x @ w`.
+    On Explicit axes, the contracted dim may be sharded, and the partial products are summed. This
+    is the row-parallel product of tensor parallelism. The result is sharded like the first dims of
+    `x` and the last dim of `w`, without axes that already shard another dim of the result. On Auto
+    axes and without a mesh it returns `x @ w`.
 
     Args:
         x: An array of shape `(..., k)`.
         w: An array of shape `(k, n)`, or of shape `(..., k, n)` as in `jnp.matmul`.
 
     Returns:
-        An array of shape `(..., n)`.
+        An array of shape `(..., n)`, in the dtype of `x @ w`.
+
+    Raises:
+        TypeError: If the shapes do not match, as in `jnp.matmul`.
 
     Examples:
         >>> mesh = jax.make_mesh((2, 4), ("data", "tensor"))  # Explicit axes
@@ -88,7 +94,7 @@ def matmul(x: Any, w: Any) -> jax.Array:
         ShapedArray(float32[8@data,4])
 
     Source:
-        `jnp.matmul(x, w, out_sharding=...)`, JAX's own way; row-parallel layers are Megatron's
+        `jnp.matmul(x, w, out_sharding=...)` in JAX, and the row-parallel layers of Megatron
         (https://arxiv.org/abs/1909.08053).
     """
     by_x, by_w = _explicit_entries(x), _explicit_entries(w)

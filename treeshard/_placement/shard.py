@@ -1,8 +1,8 @@
 """Places trees on the devices of a mesh, and moves them from one layout to another.
 
-`jax.device_put` of a tree does the same, one leaf after another: it raises at the first that does
-not fit, after others have moved, compiles a program for each shape that comes from a single device,
-and cannot tell that processes differ before it hangs. `place` does it in stages:
+`jax.device_put` places one leaf after another. It raises at the first leaf that does not fit, when
+others have already moved. It compiles a program for each shape that comes from a single device, and
+hangs if processes differ. `place` works in stages instead:
 
 1. resolve: the target of each leaf, or one error for all that cannot be placed;
 2. agree: several processes compare what each is about to do;
@@ -77,65 +77,70 @@ def shard(
     progress: bool = False,
     timeout: float = TIMEOUT,
 ) -> PyTree:
-    """Places every array of a tree on the devices of a mesh, sharded by its spec.
+    """Places every array of a tree on the devices of a mesh, sharded as its spec says.
 
     Examples:
         >>> tree = shard({"w": np.ones((16, 4)), "name": "mlp"}, P("fsdp"), make_mesh("fsdp=8"))
         >>> tree["w"].sharding.spec, tree["w"].addressable_shards[0].data.shape
         (P('fsdp',), (2, 4))
 
-        An array too large for the host, shard by shard:
+        Read an array that is too large for the host shard by shard:
 
         >>> rows = lambda path, index: np.arange(index[0].start, index[0].stop, dtype="int32")
         >>> struct = jax.ShapeDtypeStruct((16,), "int32")
         >>> shard(struct, P("fsdp"), make_mesh("fsdp=8"), read=rows).addressable_shards[1].data
         Array([2, 3], dtype=int32)
 
-    Each device receives only its shard: of shape `(d0 / fsdp, d1)` of a leaf `(d0, d1)` with
-    `P("fsdp")`. All leaves are checked before one moves. On several
-    processes, all make the same call, with the same tree, and each takes its own shards.
+    Each device receives only its shard. With `P("fsdp")`, the shard of a leaf of shape `(d0, d1)`
+    has the shape `(d0 / fsdp, d1)`. All leaves are checked before the first one moves. With several
+    processes, all processes make the same call with the same tree, and each takes its own shards.
 
     Args:
         tree: Any pytree of numpy and JAX arrays. Other leaves pass through.
-        specs: A tree of `PartitionSpec`s or JAX shardings, a prefix of one, or a `Plan`. One spec
-            for a tree is cut to the rank of each leaf, so scalars are replicated. `None` leaves a
-            leaf where it is. `logical_axis_rules` resolves tuples of logical names. A function
-            takes the subtree at its place, and returns an entry or a tree of them.
-        mesh: The mesh, or its axes as text; by default that of `specs`, or the current mesh.
-        read: For leaves that are `jax.ShapeDtypeStruct`s: takes a leaf's path and the index of
-            a shard (a slice for each dim), and returns that part in the leaf's dtype.
-        check: What several processes compare: `"form"` (paths, shapes, dtypes, specs and mesh);
-            `"small"`, also checksums of leaves of at most 64 KiB; `"values"`, of all leaves.
+        specs: A tree of `PartitionSpec`s or JAX shardings, a prefix of such a tree, or a `Plan`.
+            A spec for a whole tree is cut to the rank of each leaf, so scalars are replicated.
+            `None` leaves a leaf where it is. `logical_axis_rules` resolves tuples of logical names.
+            A function gets the subtree at its place, and returns a spec or a tree of specs.
+        mesh: The mesh, or its axes as text. The default is the mesh of `specs`, or else the
+            current mesh.
+        read: Reads the leaves that are `jax.ShapeDtypeStruct`s. It gets the path of a leaf and the
+            index of a shard, a slice for each dim, and returns this part in the dtype of the leaf.
+        check: What several processes compare. `"form"` compares paths, shapes, dtypes, specs and
+            mesh. `"small"` also compares checksums of leaves of at most 64 KiB, and `"values"`
+            checksums of all leaves.
         progress: Whether to show a progress bar with a step per leaf (needs `tqdm`).
         timeout: Seconds to wait for other processes.
 
     Returns:
-        The tree, its arrays as `jax.Array`s; 64-bit values become 32-bit ones unless JAX's x64
-        mode is on. It shares no memory with numpy arrays, and may share it with `jax.Array`s: a
-        step that donates its state deletes these too.
+        The tree with `jax.Array`s. Unless JAX's x64 mode is on, 64-bit values become 32-bit
+        values. The result never shares memory with numpy arrays. It may share memory with
+        `jax.Array`s of `tree`, which a step that donates its state then deletes too.
 
     Raises:
         UnknownAxisError: If a spec names an axis that the mesh lacks.
-        SpecError: If a spec for an array has more entries than the array has dims, or axes that do
-            not divide its dims; if a spec names an axis twice, or has `UNCONSTRAINED`,
-            `unreduced` or `reduced` parts; if `specs` does not fit the tree.
+        SpecError: If a spec has more entries than its array has dims, names axes that do not divide
+            a dim, names an axis twice, or has `UNCONSTRAINED`, `unreduced` or `reduced` parts. Also
+            if `specs` does not match the structure of the tree.
         DeletedLeafError: If a leaf was deleted or donated.
-        LeafError: If a leaf has no values, is a mutable reference (`jax.Ref`) or masked, or has a
-            dtype that JAX lacks.
+        LeafError: If a leaf has no values, is a mutable reference (`jax.Ref`), is a masked array,
+            or has a dtype that JAX lacks.
         ShardingRuleError: If `specs` is a `Plan` with errors.
         ArgumentError: If `specs` is a mesh, a list of rules or text.
         NoMeshError: If there is no mesh.
         MeshError: If the mesh is abstract.
         MismatchError: If `read` returns another shape or dtype.
-        DoesNotFitError: If there is not enough host memory for what `read` returns.
-        ProcessError: If the processes' calls differ, or one fails or does not arrive; if values
-            differ that `check` compares.
+        DoesNotFitError: If the host has too little memory for the arrays that `read` returns.
+        ProcessError: If the calls of the processes differ, if a process fails or does not arrive
+            within `timeout`, or if values differ that `check` compares.
         ValueError: If `check` is another word.
         ImportError: If `progress` is set and `tqdm` is not installed.
 
     Warns:
-        ShardingWarning: If `specs` is a `Plan`, as `Plan.check_before_use`: once, of rules that
-            match no leaf, for example.
+        ShardingWarning: If `specs` is a `Plan` with warnings, as `Plan.check_before_use`. A rule
+            that matches no leaf is an example.
+
+    Source:
+        `jax.device_put`.
     """
     if not isinstance(tree, SpecCarrier):  # arguments swapped: `resolve_specs` says so
         check_tree(tree, "shard", "shard(tree, specs)")
@@ -151,7 +156,7 @@ def reshard(
     timeout: float = TIMEOUT,
     progress: bool = False,
 ) -> PyTree:
-    """Moves a tree to other specs or another mesh, from device to device.
+    """Changes how a tree is sharded, or moves it to another mesh, from device to device.
 
     Examples:
         >>> mesh = make_mesh("data=2,fsdp=4")
@@ -159,17 +164,18 @@ def reshard(
         >>> reshard(tree, P(None, ("fsdp", "data")), mesh)["w"].sharding.spec
         P(None, ('fsdp', 'data'))
 
-    Leaves that are already sharded this way are not moved. Leaves that move between the same
-    devices do so in one compiled program for the whole tree. Leaves on a single device are first
-    copied to all devices, so for a moment each device holds a full copy of these (`shard` copies
-    them through the host instead). Leaves of dtype int2 and uint2 always move through the host:
-    programs that XLA compiles to move them return wrong values.
+    Leaves that are already sharded this way stay where they are. One compiled program moves all
+    leaves that stay on the same devices. Leaves on a single device are first copied to all devices,
+    so for a moment each device holds a full copy of these leaves. (`shard` copies them through the
+    host instead.) Between different devices of one process, shards that exist in both shardings are
+    copied directly, and others through the host, one at a time. Leaves of dtype int2 and uint2
+    always move through the host, because programs that XLA compiles for them return wrong values.
 
-    Across processes, all that hold devices of the old or the new mesh must make the call. Between
-    meshes of the same devices in the same order, the move is again one program; otherwise each
-    process sends the parts that others need, leaf by leaf through the host. A leaf that each
-    process has on its own devices moves to a mesh of several as by `shard`: it must be the same on
-    each process, and if it has at most 64 KiB its values are compared.
+    With several processes, all processes with devices of the old or the new mesh must make the
+    call. If both meshes have the same devices in the same order, one program moves the leaves.
+    Otherwise each process sends the parts that others need, leaf by leaf through the host. A leaf
+    that each process holds on its own devices moves as by `shard`: it must be equal on all
+    processes, and its values are compared if it has at most 64 KiB.
 
     Args:
         tree: Any pytree. Numpy leaves are placed as by `shard`.
@@ -180,15 +186,18 @@ def reshard(
         progress: As in `shard`.
 
     Returns:
-        The tree with its new shardings. It may share memory with the old tree, so donating it
-        may delete the source. Between meshes of different devices of one process, shards that
-        exist on both sides go directly, others through the host, one at a time.
+        The tree with its new shardings. It may share memory with the old tree, so donating the
+        result may delete the source.
 
     Raises:
         UnknownAxisError, SpecError, NoMeshError, MeshError: As `shard`, for specs and meshes.
         ArgumentError: As `shard`.
         DeletedLeafError, LeafError, ProcessError: As `shard`, for leaves and processes.
         ShardingRuleError: As `shard`, whose warnings apply too.
+        ImportError: If `progress` is set and `tqdm` is not installed.
+
+    Source:
+        `jax.device_put` and `jax.sharding.reshard`.
     """
     call = Call(
         "reshard", replicate_then_split, sends_local=True, progress=progress, timeout=timeout

@@ -140,7 +140,7 @@ def raise_unmovable(
     tree: PyTree, misfits: Mapping[int, TreeShardError | None], where: str, prefix: str = ""
 ) -> None:
     """Raises one error for all leaves that cannot be moved; see `raise_misfits`."""
-    raise_misfits(tree, misfits, where, "leaves cannot be moved, and none was:", prefix=prefix)
+    raise_misfits(tree, misfits, where, "leaves cannot be moved:", prefix=prefix)
 
 
 def resolver(mesh: AnyMesh | None) -> Callable[[Any], PartitionSpec]:
@@ -160,28 +160,24 @@ def unmovable(leaf: Any) -> TreeShardError | None:
     """Returns why the values of a leaf cannot be moved at all; `None` if they can."""
     if isinstance(leaf, Tracer):  # which is a `jax.Array` too
         return LeafError(
-            "it is being traced and has no values yet. Inside jit, use"
-            " `treeshard.with_sharding_constraint`; or move the arguments and results of the"
-            " jitted function."
+            "a tracer has no values. Inside `jit`, call `treeshard.with_sharding_constraint`, or"
+            " shard the arguments and results of the jitted function."
         )
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return LeafError(
-            "it is a ShapeDtypeStruct, which describes an array but holds no values. Make the"
-            " array first. (`Plan.structs` describes how arrays would be sharded.)"
+            "a ShapeDtypeStruct describes an array and has no values. Make the array first."
         )
     if isinstance(leaf, jax.Array):  # of any dtype
         if not leaf.is_deleted():
             return None
         return DeletedLeafError(
-            "its memory is gone: it was deleted, or donated to a compiled function. A step that"
-            " donates its state also deletes the arrays from which `shard` made it without a copy."
-            " Use the result of that function, or do not donate the array."
+            "the array was deleted, or donated to a compiled function. A step that donates its"
+            " state also deletes the arrays from which `shard` made it without a copy. Use the"
+            " result of that function, or do not donate the array."
         )
-    # `np.asarray`, which reads the sources of shards, drops the mask without a word.
+    # `np.asarray`, which reads the sources of shards, silently drops the mask.
     if np.ma.isMaskedArray(leaf):
-        return LeafError(
-            "it is a masked array, which JAX does not support. Call `.filled()` first."
-        )
+        return LeafError("JAX does not support masked arrays. Call `.filled()` first.")
     if not _is_jax_dtype(leaf.dtype):
         return LeafError("JAX does not support this dtype. Convert it with `.astype` first.")
     return None
@@ -199,8 +195,8 @@ def unreadable(leaf: Any) -> TreeShardError | None:
     axes = ", ".join(map(repr, sorted(sharding.spec.unreduced)))
     plain = with_types(sharding.spec, (), ())
     return LeafError(
-        f"it is unreduced along {axes}: each device holds a summand, not a shard. Return it from"
-        f" the jitted function as `jax.sharding.reshard(x, {plain})`."
+        f"the array is unreduced along {axes}, so each device has a summand and not a shard."
+        f" Return `jax.sharding.reshard(x, {plain})` from the jitted function."
     )
 
 

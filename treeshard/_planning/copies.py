@@ -15,52 +15,56 @@ from dataclasses import replace
 from typing import Any
 
 from jax.sharding import PartitionSpec
-from jax.tree_util import tree_flatten
 
-from treeshard._core.arrays import device_dtype, has_shape
+from treeshard._core.arrays import StaticSplit, device_dtype
 from treeshard._core.mesh import axis_sizes, axis_tuple, check_axes
-from treeshard._core.paths import PyTree
+from treeshard._core.paths import PyTree, name_leaves
 from treeshard._core.spec_trees import ResolvedSpec
 from treeshard._core.specs import all_axes, entries, project, with_entries
-from treeshard._planning.matching import PlannedLeaf
+from treeshard._planning.matching import PlannedLeaf, Shape
 from treeshard._planning.mirrors import Original, follow
-from treeshard._planning.named_dims import optimizer_states
+from treeshard._planning.named_dims import has_variables, optimizer_states
 from treeshard._planning.planned import PlannedTree
 from treeshard._planning.tactics import Tactic, logical_partitioning, shard_largest
-from treeshard._planning.tree_walk import Shape, name_leaves
 from treeshard.errors import SpecError
 
 _ALONE = ResolvedSpec(PartitionSpec(), PartitionSpec())
 
 
 def plan_copies(
-    tree: PyTree, plan: PlannedTree, extra_axis: str | Sequence[str], memory: str | None
+    tree: PyTree,
+    leaves: list[Any],
+    split: StaticSplit,
+    plan: PlannedTree,
+    extra_axis: str | Sequence[str],
+    memory: str | None,
 ) -> list[PlannedLeaf]:
-    """The plan of every array of a tree that holds copies of a planned one; see `Plan.follow`."""
+    """The plan of every array of a tree that holds copies of a planned one; see `Plan.follow`.
+
+    `split` has the structure of the tree, and tells which of its leaves are arrays.
+    """
     axes = _read_axes(extra_axis, plan)
     original = Original(plan._split.treedef, _originals(plan))
-    leaves, treedef = tree_flatten(tree)
-    rows = zip(name_leaves(tree, treedef), leaves, follow(tree, original), strict=True)
+    followed = follow(tree, leaves, split.treedef, original)
+    rows = zip(name_leaves(tree, split.treedef), leaves, followed, strict=True)
     known: dict[Any, ResolvedSpec] = {}  # equal decisions are one object, as in `plan`
     copies: list[PlannedLeaf] = []
-    for path, leaf, followed in rows:
-        if not has_shape(leaf):
-            continue
-        shape = tuple(leaf.shape)
-        decision, is_whole = _ALONE, True
-        if (counterpart := followed.counterpart) is not None:
-            decision, is_whole = counterpart.decision, shape == counterpart.shape
-        key = id(decision), followed.spec, shape
+    for path, leaf, (spec, counterpart) in split.dynamic(list(rows)):
+        shape, dtype = leaf.shape, leaf.dtype
+        decision = _ALONE if counterpart is None else counterpart.decision
+        key = id(decision), id(spec), shape  # the original keeps one spec of each kind
         if key not in known:
             # A factored moment or a history has some of the dims, and notes about the parameter's
             # dims would be wrong for it.
-            if not is_whole:
-                decision = _with_spec(replace(decision, adjustments=()), followed.spec)
+            if counterpart is not None and shape != counterpart.shape:
+                decision = _with_spec(replace(decision, adjustments=()), spec)
             decision = _with_spec(decision, _add_axes(decision.spec, shape, axes, plan))
             if memory is not None and shape:  # scalars stay where they are, as with tactics
                 decision = replace(decision, memory_kind=memory)
             known[key] = decision
-        copies.append(PlannedLeaf(path, shape, device_dtype(leaf.dtype), known[key]))
+        if counterpart is None or dtype is not counterpart.dtype:
+            dtype = device_dtype(dtype)
+        copies.append(PlannedLeaf(path, shape, dtype, known[key]))
     return copies
 
 
@@ -68,6 +72,8 @@ def _originals(plan: PlannedTree) -> list[PlannedLeaf | None]:
     """The leaves that copies follow: those of the plan, but as its nnx variables say of optimizer
     state."""
     originals = plan.leaf_at_each_index()
+    if not has_variables(plan._split.treedef):
+        return originals
     for i, state in optimizer_states(plan._bare_structs()).items():
         leaf = originals[i]
         tactic = None if leaf is None else _reader_of_names(leaf, plan)

@@ -63,10 +63,10 @@ class Finding(NamedTuple):
             `"already-sharded"`, `"indivisible"`, `"reduced-type"`, `"path-collision"`. Warnings:
             `"dead-rule"`, `"shadowed-rule"`, `"explicit-spec-too-small"`, `"all-too-small"`,
             `"trimmed"`, `"same-array"`, `"narrowed"`, `"left-whole"`, `"state-unlike-weight"`.
-        fact: What is wrong.
-        fix: What to do about it.
-        paths: The paths of the leaves concerned; empty for a rule that matches no leaf.
-        rule: The index of the rule concerned, or `None`.
+        fact: The problem, in words.
+        fix: The way to fix the problem.
+        paths: The paths of the leaves; empty for a rule that matches no leaf.
+        rule: The index of the rule, or `None`.
         wasted: For `"left-whole"` and `"all-too-small"`, the bytes that each device could save.
     """
 
@@ -79,7 +79,7 @@ class Finding(NamedTuple):
 
     @property
     def severity(self) -> Literal["error", "warning"]:
-        """`"error"` if `Plan.check` raises for it, else `"warning"`."""
+        """`"error"` if `Plan.check` raises for the finding, else `"warning"`."""
         return "error" if self.code in _ERRORS else "warning"
 
     def __str__(self) -> str:
@@ -290,8 +290,8 @@ def _same_arrays(plan: PlannedTree) -> Iterator[Finding]:
         firsts = ", ".join(fold_paths([first_of[leaf.path] for leaf in leaves]))
         cost = human_bytes(sum(leaf.bytes_per_device(plan.mesh) for leaf in leaves))
         fact = (
-            f"the same array as {firsts} now, and an array of its own once it is placed or"
-            f" stepped: {cost} more on each device."
+            f"shares memory with {firsts}. Sharding or stepping makes a second copy, {cost} more on"
+            " each device."
         )
         fix = "To keep one array, use `equinox.nn.Shared`."
         yield Finding("same-array", fact, fix, _paths(leaves), leaves[0].rule)
@@ -460,8 +460,7 @@ def _state_unlike_weights(plan: PlannedTree) -> Iterator[Finding]:
         leaf, parameter = pairs[0]
         fact = (
             f"{leaf.given} by {_decided_by(leaf)}, while its parameter, {parameter.path}, has"
-            f" {parameter.given} by {_decided_by(parameter)}: each step moves one of them to the"
-            " sharding of the other."
+            f" {parameter.given} by {_decided_by(parameter)}. Each step reshards one of them."
         )
         fix = "Use one rule for both, or `Plan.follow`."
         paths = _paths(leaf for leaf, _ in pairs)

@@ -11,7 +11,7 @@ from jax.tree_util import all_leaves, tree_flatten
 
 from treeshard._core.arrays import has_shape
 from treeshard._core.mesh import AnyMesh
-from treeshard._core.paths import PyTree
+from treeshard._core.paths import PyTree, name_leaves
 from treeshard._core.spec_trees import (
     ResolvedSpec,
     SpecCarrier,
@@ -24,7 +24,6 @@ from treeshard._core.spec_trees import (
 from treeshard._core.specs import trimmed
 from treeshard._planning.logical import resolve_names
 from treeshard._planning.matching import Decided
-from treeshard._planning.tree_walk import name_leaves
 
 _REPLICATED = ResolvedSpec(PartitionSpec(), PartitionSpec(), by_spec=True)
 

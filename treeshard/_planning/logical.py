@@ -61,29 +61,29 @@ ReadLogicalRules = NamedAxes | tuple[tuple[str, Entry], ...]
 
 @contextmanager
 def logical_axis_rules(rules: LogicalRules) -> Iterator[None]:
-    """Resolves logical names inside the block by these rules, in this thread.
+    """Maps logical names of dims to mesh axes, inside a `with` block and in its thread.
 
-    Of nested contexts only the innermost applies. A jitted function that is called under
-    different rules is compiled again.
+    If blocks are nested, only the innermost applies. JAX compiles a jitted function again if it is
+    called under other rules.
 
     Args:
-        rules: Pairs `(name, axes)`. `axes` is a mesh axis, several (outermost first),
-            `UNCONSTRAINED`, or one of `None`, `()` and `[]` for a dim that is not sharded,
-            whatever later rules say. They are tried in order: a rule applies to the dim with
-            its name if no earlier rule decided that dim and all of the rule's axes are still
-            free. A name may have several rules. A name without a rule is not sharded. Or a
-            `PartitionAxis`: it assigns axes in the order of the dims, and a name that it lacks
-            is an error. They are read once, when the block starts.
+        rules: A `PartitionAxis`, or pairs `(name, axes)`, which are read when the block starts. The
+            axes of a pair are a mesh axis; several axes, outermost first; `UNCONSTRAINED`; or
+            `None`, `()` or `[]` for a dim that stays replicated, whatever later rules say. Rules
+            are tried in order. A rule applies to the dim with its name if no earlier rule decided
+            the dim, and if all of the rule's axes are free. A name may have several rules. A name
+            without a rule is replicated. A `PartitionAxis` assigns axes in the order of the dims,
+            and raises for a name that it lacks.
 
     Raises:
-        ShardingRuleError: If rules are malformed. All are listed.
+        ShardingRuleError: If rules are malformed. The message lists all of them.
 
     Examples:
         >>> with logical_axis_rules([("batch", "fsdp"), ("embed", None)]):
         ...     y = with_sharding_constraint(jnp.ones((8, 4)), ("batch", "embed"), mesh)
 
     Source:
-        Flax's context of this name. Its rules apply where no treeshard context is active.
+        Flax's context of this name, whose rules apply outside blocks of this function.
     """
     with logical_rules(read_logical_rules(rules)):
         yield

@@ -17,6 +17,7 @@ from jax.tree_util import tree_flatten
 
 from treeshard._core.arrays import has_shape
 from treeshard._core.mesh import AnyMesh, current_or_given
+from treeshard._core.paths import TreeDef, name_leaves
 from treeshard._core.spec_trees import ResolvedSpec
 from treeshard._core.specs import (
     Adjustment,
@@ -38,9 +39,9 @@ from treeshard._planning.tactics import (
     min_size_in_force,
     too_small,
 )
-from treeshard._planning.tree_walk import Shape, TreeDef, name_leaves
 from treeshard.errors import ShardingRuleError, SpecError, listed
 
+Shape = tuple[int, ...]
 ReadRules = list[tuple[re.Pattern[str], Any]]  # compiled patterns and their actions
 
 # ------------------------------------------------------------------ records
@@ -50,12 +51,12 @@ class PlannedLeaf(NamedTuple):
     """The plan of one array.
 
     Attributes:
-        path: Its path, as in `leaf_paths`.
-        shape: Its full shape.
-        dtype: Its dtype, which may be that of PRNG keys.
-        decision: What the rules decided, which the properties below show. Leaves with equal
-            results share one.
-        role: What a step does with it, such as `"trained, gathered"`; see `Step.plan_of`.
+        path: The path of the array, as in `leaf_paths`.
+        shape: The full shape.
+        dtype: The dtype, which may be a dtype of PRNG keys.
+        decision: The result of the rules, which the properties below show. Leaves with equal
+            results share one object.
+        role: What a step does with the array, such as `"trained, gathered"`; see `Step.plan_of`.
     """
 
     path: str
@@ -82,17 +83,17 @@ class PlannedLeaf(NamedTuple):
 
     @property
     def pattern(self) -> str | None:
-        """The pattern of that rule."""
+        """The pattern of the rule that matched, or `None`."""
         return self.decision.pattern
 
     @property
     def adjustments(self) -> tuple[Adjustment, ...]:
-        """How `given` differs from `asked`, and why."""
+        """The differences between `asked` and `given`, with reasons."""
         return self.decision.adjustments
 
     @property
     def memory(self) -> str | None:
-        """The kind of memory, such as `"pinned_host"`; `None` for that of the devices."""
+        """The kind of memory, such as `"pinned_host"`; `None` for device memory."""
         return self.decision.memory_kind
 
     def placement_text(self) -> str:
@@ -106,11 +107,11 @@ class PlannedLeaf(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """The bytes of the full array."""
+        """The size of the full array in bytes."""
         return self.size * self.dtype.itemsize
 
     def bytes_per_device(self, mesh: AnyMesh) -> int:
-        """The bytes of its largest shard."""
+        """The size of the largest shard in bytes."""
         return shard_size(self.shape, self.given, mesh) * self.dtype.itemsize
 
 

@@ -13,13 +13,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import PartitionSpec
-from jax.tree_util import tree_flatten, tree_structure
+from jax.tree_util import tree_structure
 
 from treeshard._core.arrays import has_shape
-from treeshard._core.paths import children_with_keys, leaf_paths, path_under, paths_of
+from treeshard._core.paths import (
+    TreeDef,
+    children_with_keys,
+    leaf_paths,
+    path_under,
+    paths_of,
+)
 from treeshard._core.specs import dim_entries, with_entries
 from treeshard._planning.matching import PlannedLeaf, Shape
-from treeshard._planning.tree_walk import TreeDef
 
 # For each dim of a leaf the dim of its counterpart; `None` for a new one.
 Dims = tuple[int | None, ...]
@@ -75,6 +80,12 @@ class Original:
                     endings[ending] = dropped, members
         return {ending: indices for ending, (_, indices) in endings.items()}
 
+    @cached_property
+    def in_full(self) -> list[Followed]:
+        """What a copy of each leaf gets that has its shape: most copies."""
+        pairs = enumerate(self.shapes)
+        return [self.kept(i, tuple(range(len(x)))) if x else _ALONE for i, x in pairs]
+
     def kept(self, index: int, dims: Dims) -> Followed:
         """The spec of a leaf that keeps these dims of the original's leaf `index`."""
         spec = self.specs[index]
@@ -86,9 +97,8 @@ class Original:
         return Followed(self._kept[key], self.leaves[index])
 
 
-def follow(tree: Any, original: Original) -> list[Followed]:
+def follow(tree: Any, leaves: list[Any], treedef: TreeDef, original: Original) -> list[Followed]:
     """The spec of every leaf of `tree`, from its counterpart in the original, in JAX's order."""
-    leaves, treedef = tree_flatten(tree)
     follower = _Follower(original, leaves)
     follower.node(treedef, tree, "")
     return follower.followed
@@ -120,16 +130,20 @@ class _Follower:
         field = path.rpartition("/")[2]
         start = len(self.followed)
         try:
+            if treedef == self.original.treedef:  # most copies
+                self._follow_each(field)
+                return True
             parts = _parts_of(treedef, self.original.treedef)
         except Exception:  # comparing static fields may raise: they may be arrays, for example
             return False
         followed: list[Followed] = []
         for index, part in enumerate(parts):
+            if part is _LEAF:
+                followed.append(self._of(self.leaves[start], index, field))
+                start += 1
+                continue
             leaves = self.leaves[start : start + part.num_leaves]
             start += part.num_leaves
-            if part == _LEAF:
-                followed.append(self._of(leaves[0], index, field))
-                continue
             several = self._parts(part, leaves, index)
             if several is None:
                 return False
@@ -137,12 +151,22 @@ class _Follower:
         self.followed += followed
         return bool(parts)
 
+    def _follow_each(self, field: str) -> None:
+        """Follows the leaves of a subtree that has the structure of the original."""
+        original, start = self.original, len(self.followed)
+        leaves = self.leaves[start : start + len(original.leaves)]
+        self.followed += [
+            in_full if getattr(leaf, "shape", None) == shape else self._of(leaf, index, field)
+            for index, (leaf, shape, in_full) in enumerate(
+                zip(leaves, original.shapes, original.in_full, strict=True)
+            )
+        ]
+
     def _of(self, leaf: Any, index: int, field: str) -> Followed:
         full = self.original.shapes[index]
-        shape = getattr(leaf, "shape", ())
-        if not shape or not full or not has_shape(leaf):
+        if not full or not has_shape(leaf) or not leaf.shape:
             return _ALONE
-        dims = kept_dims(tuple(shape), full, field)
+        dims = kept_dims(tuple(leaf.shape), full, field)
         return _ALONE if dims is None else self.original.kept(index, dims)
 
     def _parts(self, part: TreeDef, leaves: list[Any], index: int) -> list[Followed] | None:
@@ -215,12 +239,14 @@ def _parts_of(treedef: TreeDef, original: TreeDef) -> list[TreeDef]:
 
     `flatten_up_to` needs the tree itself, and prints all its values if the structures differ.
     """
-    if treedef == original:  # most copies are: half the time of following them
+    if treedef == original:
         return [_LEAF] * treedef.num_leaves
     if original == _LEAF:
         return [treedef]
-    children, originals = treedef.children(), original.children()
-    if len(children) != len(originals) or treedef.node_data() != original.node_data():
+    if treedef.node_data() != original.node_data():
+        return []
+    children, originals = treedef.children(), original.children()  # which JAX copies
+    if len(children) != len(originals):
         return []
     parts: list[TreeDef] = []
     for child, of_original in zip(children, originals, strict=True):

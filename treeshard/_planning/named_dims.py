@@ -11,7 +11,13 @@ from typing import Any, NamedTuple
 
 from jax.tree_util import tree_flatten, tree_leaves
 
-from treeshard._core.paths import children_with_keys, is_box, is_named_array, is_wrapper
+from treeshard._core.paths import (
+    TreeDef,
+    children_with_keys,
+    is_box,
+    is_named_array,
+    is_wrapper,
+)
 from treeshard._core.specs import Entry, entries, is_spec
 
 
@@ -88,6 +94,12 @@ def optimizer_states(tree: Any) -> dict[int, OptimizerState]:
             names = _names_of_sharding(metadata["optimizer_sharding"])
             states[i] = OptimizerState(value_of(leaf), names, metadata.get("sharding_rules"))
     return states
+
+
+def has_variables(treedef: TreeDef) -> bool:
+    """Whether a tree of this structure may have variables of nnx, by the classes of its nodes."""
+    nodes = tree_leaves(treedef.unflatten(range(treedef.num_leaves)), is_leaf=is_wrapper)
+    return any(hasattr(kind, "get_metadata") for kind in {*map(type, nodes)})
 
 
 def _names_of_axes(array: Any) -> tuple[str, ...]:

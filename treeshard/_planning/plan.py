@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import jax
-from jax.tree_util import tree_flatten, tree_leaves
+from jax.tree_util import tree_flatten
 
 from treeshard._core.arguments import check_tree
 from treeshard._core.arrays import StaticSplit, device_dtype, has_shape, same_arrays
@@ -106,18 +106,18 @@ class _Place(jax.ShapeDtypeStruct):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan(PlannedTree):
-    """How every leaf of a tree is to be sharded over a mesh, and why: see `plan`.
+    """The sharding of every leaf of a tree on a mesh, with the reasons; made by `plan`.
 
     Every function that takes specs takes a `Plan`. Two plans are equal if their meshes have
-    the same axes and sizes, and their leaves the same paths, shapes, dtypes, specs and memories;
-    their rules may differ.
+    the same axes and sizes, and their leaves have the same paths, shapes, dtypes, specs and
+    memories. Their rules may differ.
 
     Attributes:
         mesh: The mesh that the plan is for.
-        rules: The rules that decided; none if a tree of specs did.
-        min_size: Leaves with fewer elements were not sharded.
+        rules: The rules, or `()` if the plan was made from a tree of specs.
+        min_size: The number of elements below which leaves stay replicated.
         leaves: A `PlannedLeaf` for every array, in the order in which JAX flattens the tree.
-        strict: Whether a plan with errors raises when it is applied, or warns: see
+        strict: Whether functions that apply a plan with errors raise; otherwise they warn. See
             `check_before_use`.
     """
 
@@ -133,15 +133,19 @@ class Plan(PlannedTree):
     # -------------------------------------------------------------- subtrees
 
     def __getitem__(self, path: str | int) -> "Plan":
-        """The plan of a subtree, by its path in the tree.
+        """Returns the plan of a subtree.
 
-        A path has the keys of the tree, as JAX's key paths have them: `plan["model"]`, `plan[0]` of
-        a tuple, `plan["model/layers/0"]`. Paths of the subtree's leaves begin there. `on`
-        plans the whole tree again, and `findings` are the whole plan's, since rules are about whole
-        paths. `check`, and functions that apply the subtree's plan, raise for its own leaves only.
+        Args:
+            path: The subtree's path, as in JAX's key paths: `plan["model"]`,
+                `plan["model/layers/0"]`, or `plan[0]` for an element of a tuple.
+
+        Returns:
+            A `Plan` whose paths start at the subtree. `check` and functions that apply the plan
+            raise for the subtree's leaves only. `findings` lists the findings of the full plan, and
+            `on` plans the full tree again, because rules match full paths.
 
         Raises:
-            SpecError: If the tree has no such path. The message has the keys that there are.
+            SpecError: If the tree does not have the path. The message lists the existing keys.
 
         Examples:
             >>> state = {"model": {"w": jax.ShapeDtypeStruct((1024, 1024), "float32")}, "step": 0}
@@ -168,8 +172,7 @@ class Plan(PlannedTree):
 
     @property
     def path(self) -> str:
-        """Where the tree is in the tree of the plan that it was taken from by `plan[path]`, or
-        empty."""
+        """The path of the subtree, if the plan was made by `plan[path]`; otherwise `""`."""
         part = self._recipe
         return path_under(part.source.path, part.path) if isinstance(part, _PartOf) else ""
 
@@ -180,37 +183,34 @@ class Plan(PlannedTree):
 
     @cached_property
     def findings(self) -> "tuple[Finding, ...]":
-        """The plan's errors and warnings, each with its fix: errors first.
+        """The errors and warnings of the plan, each with its fix; errors come first.
 
-        `check` raises the errors:
+        `check` raises for errors:
 
-        - leaves that no rule matches;
-        - specs that do not fit: unknown and repeated axes, dims that are not divisible, a dim of
-          `shard_dim` that the leaf does not have;
-        - leaves that share a path.
+        - No rule matches a leaf.
+        - A spec does not fit: it names an unknown axis, repeats an axis, splits a dim that is not
+          divisible, or `shard_dim` names a dim that the leaf does not have.
+        - Several leaves share a path.
 
-        The warnings:
+        Warnings are about plans that can be applied:
 
-        - rules that match no leaf, and rules whose leaves are all taken by earlier rules
-          (except a last rule that matches every leaf, which is a fallback);
-        - leaves of at least `min_size` elements that are not split over axes which are idle for
-          them (`left-whole`), if splitting them evenly would save at least 1% of the memory that a
-          device needs; largest saving first. An axis is idle for a leaf if neither the leaf nor,
-          by the axis's name, the batch is split over it: see `jit_step`. Specs that are given in
-          place of rules are meant as they are, and so are leaves that a rule names and replicates
-          (`None`, `P()` or `replicate()`), unless its pattern matches every path;
-        - optimizer state that a rule of its own shards unlike its parameter
-          (`state-unlike-weight`);
-        - specs that are not used because their leaves have fewer elements than `min_size`;
-        - specs that lose an axis because their leaves have fewer dims than they have entries
-          (`trimmed`);
-        - `fsdp` that splits nothing, as this holds for all leaves (`all-too-small`);
-        - arrays that are in the tree at two paths (`same-array`), which become two arrays. Shapes
-          do not show them: the plan of `jax.eval_shape`'s result lacks this finding;
-        - arrays of 64 bits without JAX's x64 mode (`narrowed`), which are planned, placed and
-          stepped with 32 bits.
+        - A rule matches no leaf, or earlier rules decide all of its leaves. A last rule that
+          matches every leaf is exempt.
+        - `left-whole`: a leaf of at least `min_size` elements is not sharded over idle axes, and
+          sharding it evenly would save at least 1% of the memory per device. The largest saving
+          comes first. An axis is idle for a leaf if it shards neither the leaf nor, by its name,
+          the batch: see `jit_step`. Exempt are specs in place of rules, and leaves that a rule
+          replicates (`None`, `P()` or `replicate()`), unless its pattern matches every path.
+        - `state-unlike-weight`: a rule shards optimizer state unlike its parameter.
+        - `explicit-spec-too-small`: a spec is ignored, because the leaf has fewer elements than
+          `min_size`.
+        - `trimmed`: a spec loses an axis, because it has more entries than the leaf has dims.
+        - `all-too-small`: `fsdp` shards no leaf, because all leaves are too small.
+        - `same-array`: one array is at two paths, and becomes two arrays. A plan of shapes, as from
+          `jax.eval_shape`, cannot have this finding.
+        - `narrowed`: an array has 64 bits and JAX's x64 mode is off, so it is placed with 32 bits.
 
-        A pattern with exponential backtracking can make this hang, as it can `plan`.
+        A pattern with exponential backtracking can hang here and in `plan`.
         """
         if isinstance(self._recipe, _PartOf):
             return self._recipe.source.findings
@@ -230,39 +230,46 @@ class Plan(PlannedTree):
         return ShardingRuleError(listed(f"{len(shared)} paths belong to several leaves:", shared))
 
     def check(self) -> None:
-        """Raises if there are errors among `findings`.
+        """Raises one error for all errors among `findings`.
 
         Raises:
             ShardingRuleError: If leaves are unmatched, their specs do not fit, or they
-                share a path. The message lists all of them. The error is also an
+                share a path. The message lists all leaves. The error is also an
                 `UnknownAxisError` if a rule names an axis that the mesh does not have.
 
         Warns:
-            ShardingWarning: If leaves are replicated for `min_size` although their action is
-                a spec, or specs are trimmed, as in `match_partition_rules`.
+            ShardingWarning: If `min_size` replicates leaves whose action is a spec, or specs are
+                trimmed, as in `match_partition_rules`.
+
+        Examples:
+            >>> tree = {"w": jax.ShapeDtypeStruct((50257, 64), "float32")}
+            >>> plan(tree, [("w", P("fsdp"))], "fsdp=8").check()
+            Traceback (most recent call last):
+            ...
+            treeshard.errors.ShardingRuleError: ...
         """
         if self._error is not None:
             raise self._error
         warn_of_moves(self._adjusted_rows(), WARNED)
 
     def check_before_use(self) -> None:
-        """Raises the plan's errors, as `check` does, before a function applies the plan.
+        """Raises as `check`, before a function applies the plan.
 
-        Every function that places, gathers, constrains, reads or steps by a plan calls it.
-        `specs`, `shardings` and `structs` do not: they show what the plan gives.
+        Every function that places, gathers, constrains, restores or steps by a plan calls this
+        method. `specs`, `shardings` and `structs` do not call it.
 
-        - `plan[path]` has the errors of its own leaves.
-        - A plan by `follow` has the errors of the plan that it follows, whose rules decided it.
-        - A plan made with `strict=False` warns instead, and what fits is applied.
+        - `plan[path]` raises for its own leaves.
+        - A plan from `follow` raises for the errors of the plan that it follows.
+        - A plan with `strict=False` warns instead, and the caller applies what fits.
 
         Raises:
             ShardingRuleError: As `check`.
 
         Warns:
-            ShardingWarning: Once for each plan: of its errors if it is not strict; of rules that
-                match no leaf; and of leaves that are replicated for `min_size` although their
-                action is a spec, or whose spec loses an axis because it has more entries than the
-                leaf has dims. The last two are about the whole plan, not about a subtree.
+            ShardingWarning: Once per plan. If the plan is not strict, the warning lists its errors.
+                It also lists rules that match no leaf, leaves that `min_size` replicates although
+                their action is a spec, and specs that lose an axis because the leaf has fewer
+                dims. The last three concern the full plan, not a subtree.
         """
         error = self._error
         if error is not None and self.strict:
@@ -321,16 +328,16 @@ class Plan(PlannedTree):
     # -------------------------------------------------------------- other plans
 
     def on(self, mesh: MeshLike) -> "Plan":
-        """Plans the same tree by the same rules for another mesh.
+        """Plans the same tree for another mesh, with the same rules.
 
-        Functions among the rules are called again, with `ShapeDtypeStruct`s. Use `diff` to
-        see what changes.
+        Functions among the rules are called again, with `ShapeDtypeStruct`s. `diff` shows what
+        changes.
 
         Args:
             mesh: The other mesh, or its axes as text, as in `plan`.
 
         Raises:
-            MeshError: If text is not a mesh.
+            MeshError: If `mesh` is not a mesh.
 
         Examples:
             >>> tree = {"w": jax.ShapeDtypeStruct((1024, 1024), "float32")}
@@ -343,31 +350,30 @@ class Plan(PlannedTree):
     def follow(
         self, tree: PyTree, *, extra_axis: str | Sequence[str] = (), memory: str | None = None
     ) -> "Plan":
-        """Plans a tree that holds copies of this plan's tree: optimizer state, an average,
-        gradients.
+        """Plans optimizer state, an average or gradients, sharded as the parameters.
 
-        Each leaf is matched to the leaf of this plan whose path is the end of its own:
+        Each leaf of `tree` follows the leaf of this plan whose path is the end of its own path:
 
-        - With the same shape, it gets the same spec.
+        - A leaf with the same shape gets the same spec.
         - A factored moment, of shape `(d0,)` or `(d1,)` for a parameter `(d0, d1)`, gets the
-          axes of the dims that it keeps. If dims of equal length leave this open, the name of
-          the field decides (`v_row`, `v_col`).
+          axes of the dims that it keeps. If the dims have equal lengths, the name of the field
+          decides (`v_row`, `v_col`).
         - A history `(n, d0, d1)` is not sharded on its first dim.
         - A leaf without a counterpart is replicated.
-        - If `logical_partitioning` or a tree of specs decided a parameter in an nnx variable with
-          `optimizer_sharding`, its copies are sharded by that.
+        - If a parameter is an nnx variable with `optimizer_sharding`, and `logical_partitioning` or
+          a tree of specs decided it, its copies are sharded by `optimizer_sharding`.
 
         Args:
             tree: The state of any optax optimizer, masked, partitioned or wrapped, or any other
                 tree that contains trees like this plan's: arrays, or their
                 `jax.ShapeDtypeStruct`s.
-            extra_axis: A mesh axis, or several whose sizes multiply, that shards the copies
-                further than the originals, as ZeRO-1 does: the largest free dim that is
-                divisible. Leaves of fewer elements than the plan's `min_size` keep their spec,
-                and axes that a leaf's spec already has are not added.
+            extra_axis: A mesh axis, or several whose sizes multiply, that also shards the copies,
+                as in ZeRO-1. It shards the largest free dim that it divides. Leaves with fewer
+                elements than the plan's `min_size` keep their spec, and a spec never gets an axis
+                twice.
             memory: The kind of memory for the tree, as in `fsdp`, such as `"pinned_host"` for an
-                average that no step computes with. Scalars stay on the devices. By default,
-                each leaf is in the memory of its counterpart.
+                average that no step reads. Scalars stay on the devices. By default, each leaf is
+                in the memory of its counterpart.
 
         Returns:
             A `Plan` for `tree` on the same mesh. Each leaf has the rule of its counterpart,
@@ -391,13 +397,14 @@ class Plan(PlannedTree):
             1: Rajbhandari et al. 2020, arXiv:1910.02054.
         """
         check_tree(tree, "Plan.follow", "plan.follow(optimizer.init(params))")
-        leaves = plan_copies(tree, self, extra_axis, memory)
-        split = StaticSplit(*tree_flatten(tree), has_shape)
+        of_tree, treedef = tree_flatten(tree)
+        split = StaticSplit(of_tree, treedef, has_shape)
+        leaves = plan_copies(tree, of_tree, split, self, extra_axis, memory)
         return replace(
             self,
             leaves=tuple(leaves),
             _split=split,
-            _array_facts=_array_facts(leaves, split.dynamic(tree_leaves(tree))),
+            _array_facts=_array_facts(leaves, split.dynamic(of_tree)),
             _recipe=_Copies(self, extra_axis, memory),
         )
 
@@ -406,19 +413,18 @@ class Plan(PlannedTree):
         return replace(self, _array_facts=self._array_facts._replace(same=tuple(pairs)))
 
     def diff(self, other: "Plan") -> "PlanDiff":
-        """Compares this plan with another one, leaf by leaf, and says what a device receives.
+        """Lists the leaves that another plan shards differently, and the bytes a device receives.
 
-        Leaves are matched by path. The bytes of a leaf are the part of its new shard that a
-        device does not hold yet. If a mesh is abstract, they are an upper bound: if both meshes
-        have the same axes and sizes, each device is assumed to keep its position in the mesh;
-        otherwise every shard counts in full.
+        Leaves are matched by path. The bytes of a leaf are the part of the new shard that a device
+        does not hold yet. With an abstract mesh they are an upper bound. If both meshes have the
+        same axes and sizes, each device is assumed to keep its position in the mesh; otherwise
+        each shard counts in full.
 
         Args:
             other: The plan to change to.
 
         Returns:
-            A `PlanDiff`, which is false if nothing changes. Its `str()` has one line per
-            change.
+            A `PlanDiff`, which is false if the plans agree. `print` shows one line per change.
 
         Examples:
             >>> mesh = make_mesh("fsdp=8")
@@ -434,12 +440,19 @@ class Plan(PlannedTree):
     # -------------------------------------------------------------- text
 
     def to_json(self) -> str:
-        """Returns the plan as JSON, one line per leaf, for other programs.
+        """Returns the plan as JSON for other programs, one line per leaf.
 
-        It names no devices, has the rules as text, and cannot be read back as a plan.
+        The JSON has the axes of the mesh, the rules as text, and the leaves. treeshard cannot read
+        it back as a plan.
 
         Raises:
             ShardingRuleError: If leaves share a path.
+
+        Examples:
+            >>> import json
+            >>> tree = {"w": jax.ShapeDtypeStruct((1024, 1024), "float32")}
+            >>> sorted(json.loads(plan(tree, [("w", P("fsdp"))], "fsdp=8").to_json()))
+            ['leaves', 'mesh', 'min_size', 'rules', 'strict', 'treeshard_plan']
         """
         if error := self._shared_path_error():
             raise error
@@ -448,10 +461,10 @@ class Plan(PlannedTree):
         return to_json(self)
 
     def describe(self) -> str:
-        """Returns the plan as text: one line per leaf, repeated layers folded, totals last.
+        """Returns the plan as text, as `print(plan)` shows it.
 
-        A line has the leaf's path, its dtype and shape, its spec, the bytes that it takes on
-        a device (in total, for repeated layers), and the reason.
+        Each line has a leaf's path, dtype, shape, spec, size per device, and the reason. Repeated
+        layers share a line, with the sum of their sizes. The last lines have totals.
         """
         from treeshard._planning.plan_text import describe
 
@@ -499,9 +512,7 @@ def plan(
     min_size: SupportsIndex | None = None,
     strict: bool = True,
 ) -> Plan:
-    """Decides how every leaf of a tree is sharded, by the first rule that matches its path.
-
-    In place of rules, it takes the specs that you have: `plan(tree, specs, mesh)`.
+    """Makes a plan: a spec for every leaf of a tree, from rules or from specs, with the reason.
 
     Examples:
         >>> params = {"norm": jax.numpy.ones(64), "weight": jax.numpy.ones((512, 64))}
@@ -511,40 +522,39 @@ def plan(
         >>> plan(params, {"norm": None, "weight": P("fsdp")}, make_mesh("fsdp=8")) == decided
         True
 
-    Nothing is moved and no values are read. A spec that does not fit its leaf raises no
-    error: the plan records what was changed, as `adjustments` of the leaf. `Plan.check`
-    raises for it, and so does every function that applies the plan, such as `shard`.
+    Planning reads shapes only. If a spec does not fit its leaf, the plan records what it changed
+    in the leaf's `adjustments`. `Plan.check` then raises, and so does every function that applies
+    the plan, such as `shard`.
 
     Args:
-        tree: Arrays, or their `jax.ShapeDtypeStruct`s, in any pytree. Non-array leaves are
-            kept as they are.
-        rules: As in `match_partition_rules`. Or a tree of specs with the structure of `tree`, or a
-            prefix of it: each entry is a `PartitionSpec`, a `NamedSharding`, of which the spec and
-            the memory count, a tuple of logical names, `None` to replicate, or a function of the
-            subtree at its place that returns such an entry or a tree of them. `min_size` does not
-            replicate leaves that have a spec. A list or tuple is a list of rules if it is empty, or
-            has a string or a compiled pattern in it or in lists and tuples within it; anything else
-            is a tree of specs. In a tree of specs whose root is a list or tuple, write
-            `PartitionSpec`s for logical names.
-        mesh: The mesh to plan for. No devices are needed: give an `AbstractMesh` of any
-            size, or its axes as text, such as `"data=16,fsdp=256"`. Text is a mesh of the devices,
-            as in `init_sharded`, where just as many are attached. To see that, JAX starts.
+        tree: Arrays, or their `jax.ShapeDtypeStruct`s, in any pytree. The plan keeps non-array
+            leaves unchanged.
+        rules: A list of rules, as in `match_partition_rules`, or a tree of specs that has the
+            structure of `tree` or a prefix of it. An entry of such a tree is a `PartitionSpec`; a
+            `NamedSharding`, whose mesh is ignored; a tuple of logical names; `None` to replicate;
+            or a function that takes the subtree and returns an entry or a tree of entries.
+            `min_size` does not apply to leaves that have a spec. A list or tuple counts as rules if
+            it is empty or contains a string or compiled pattern, also in a list or tuple inside.
+            If the root of a tree of specs is a list or tuple, write `PartitionSpec`s for logical
+            names.
+        mesh: The mesh to plan for, an `AbstractMesh` of any size, or axes as text, such as
+            `"data=16,fsdp=256"`. Text stands for a mesh of the attached devices if their number
+            fits or a size is -1, else for an `AbstractMesh`. Text starts JAX's backend.
         min_size: As in `match_partition_rules`.
-        strict: Whether applying the plan raises if it has errors. Otherwise it keeps what fits,
-            and warns once when it is applied: see `Plan.check_before_use`.
+        strict: Whether functions that apply the plan raise if it has errors. Otherwise they apply
+            what fits, and warn once: see `Plan.check_before_use`.
 
     Returns:
-        A `Plan`. Leaves that no rule matches are replicated. Parts of a spec that do not
-        fit are dropped: unknown and repeated axes, axes that do not divide their dim. Specs are
-        trimmed to the rank of their leaf. An array that is in the tree at two paths is planned as
-        two arrays, with the finding `same-array`.
+        A `Plan`. It replicates leaves that no rule matches. It drops axes that do not fit: unknown
+        and repeated axes, and axes that do not divide their dim. It trims specs to the rank of
+        their leaf. An array at two paths counts as two arrays, with the finding `same-array`.
 
     Raises:
-        ShardingRuleError: If a rule is malformed, a function does not return a spec, or the
-            arguments are in another order.
+        ShardingRuleError: If a rule is malformed, a function does not return a spec, or two
+            arguments are swapped.
         SpecError: If a tree of specs does not match `tree`, or an entry is not a spec.
         ArgumentError: If the tree is a class, a function or another opaque object.
-        MeshError: If `mesh` is not one.
+        MeshError: If `mesh` is not a mesh.
         LeafError: If a leaf is a mutable reference (`jax.Ref`).
     """
     call = "plan(tree, rules, mesh)"

@@ -27,7 +27,8 @@ class LeafChange(NamedTuple):
         path: The leaf's path.
         before: The leaf in the first plan; `None` if only the second has it.
         after: The leaf in the second plan; `None` if only the first has it.
-        bytes: The most bytes of it that a device receives; an upper bound if a mesh is abstract.
+        bytes: The bytes of the leaf that a device receives, for the device that receives the most.
+            With an abstract mesh, an upper bound.
     """
 
     path: str
@@ -37,13 +38,13 @@ class LeafChange(NamedTuple):
 
 
 class PlanDiff(NamedTuple):
-    """The difference between two plans: see `Plan.diff`. It is false if there is none.
+    """The differences between two plans, from `Plan.diff`. It is false if the plans agree.
 
     Attributes:
         changes: The leaves that are sharded differently, or that only one plan has.
-        bytes: The sum of the most bytes that a device receives of each leaf.
-        meshes: The meshes of both plans.
-        bytes_per_device: For both plans, the bytes on the device that holds the most.
+        bytes: The sum of `LeafChange.bytes` over all changes.
+        meshes: The mesh of the first plan, and the mesh of the second plan.
+        bytes_per_device: For each plan, the bytes on the device that holds the most.
     """
 
     changes: tuple[LeafChange, ...]

@@ -56,7 +56,8 @@ class PlannedTree(SpecCarrier):
     @property
     def specs(self) -> SpecTree:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The tree with a `PartitionSpec` at every leaf; `P()` at non-array leaves."""
-        return self._split.fill_static([leaf.given for leaf in self.leaves], PartitionSpec())
+        given = [leaf.decision.spec for leaf in self.leaves]
+        return self._split.fill_static(given, PartitionSpec())
 
     @property
     def shardings(self) -> SpecTree:
@@ -65,12 +66,11 @@ class PlannedTree(SpecCarrier):
 
     @property
     def structs(self) -> PyTree:
-        """The tree of types: a `ShapeDtypeStruct` with its sharding at every array; non-array
-        leaves as they are.
+        """The tree with a `ShapeDtypeStruct` and its sharding at every array; non-array leaves
+        unchanged.
 
-        It stands for the tree where only types matter, as in `jax.eval_shape`, `step.lower` and
-        `step.compile`. On Explicit axes, `jax.typeof` of one prints as in the plan:
-        `float32[512@fsdp,64]`.
+        Pass it to functions that need types only, such as `jax.eval_shape`, `step.lower` and
+        `step.compile`. On Explicit axes, `jax.typeof` of a struct prints `float32[512@fsdp,64]`.
         """
         pairs = zip(self.leaves, self.sharding_of_each(), strict=True)
         structs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where) for x, where in pairs]
@@ -127,8 +127,10 @@ class PlannedTree(SpecCarrier):
 
     def _bare_structs(self) -> PyTree:
         """The tree with a `ShapeDtypeStruct` without a sharding at every array."""
-        structs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.leaves]
-        return self.with_arrays(structs)
+        # A model has few kinds of leaves, and making a struct takes longer than all else.
+        kinds = [(leaf.shape, leaf.dtype) for leaf in self.leaves]
+        of_kind = {kind: jax.ShapeDtypeStruct(*kind) for kind in set(kinds)}
+        return self.with_arrays([of_kind[kind] for kind in kinds])
 
     @cached_property
     def structure_of_arrays(self) -> Any:
@@ -145,12 +147,12 @@ class PlannedTree(SpecCarrier):
     # -------------------------------------------------------------- sums
 
     def bytes_per_device(self, memory: str | None = None) -> int:
-        """Returns the bytes that the tree takes on the device that holds the most.
+        """Returns the size in bytes of the tree on the device that holds the most.
 
-        A leaf that is sharded unevenly counts as its largest shard.
+        An unevenly sharded leaf counts with its largest shard.
 
         Args:
-            memory: The kind of memory, such as `"pinned_host"`; by default the devices' own.
+            memory: The kind of memory, such as `"pinned_host"`; by default device memory.
 
         Examples:
             >>> tree = {"w": jax.ShapeDtypeStruct((1024, 1024), "float32")}
@@ -161,12 +163,12 @@ class PlannedTree(SpecCarrier):
         return sum(leaf.bytes_per_device(self.mesh) for leaf in leaves)
 
     def fsdp_axes(self) -> frozenset[str]:
-        """The axes over which parameters are sharded, and gathered for use.
+        """Returns the axes that shard parameters which are gathered for use.
 
-        They are the axes of the `fsdp` tactic, whatever their names; and axes of specs, logical
-        names and functions that split a batch by their names: `data`, `dp`, `batch`, `replica`,
-        `fsdp`, also as part of a name (`dcn_data`, `fsdp_transpose`). Devices along them do the
-        same work unless the batch is sharded over them too.
+        These are all axes of the `fsdp` tactic. Axes of specs, logical names and functions count
+        if their name says that they split a batch: `data`, `dp`, `batch`, `replica` or `fsdp`, also
+        as a part of the name (`dcn_data`, `fsdp_transpose`). Shard the batch over these axes too;
+        otherwise devices along them do the same work.
 
         Examples:
             >>> tree = {"w": jax.ShapeDtypeStruct((1024, 1024), "float32")}

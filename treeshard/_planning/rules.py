@@ -36,20 +36,19 @@ def match_partition_rules(
     min_size: SupportsIndex | None = None,
     strict: bool = True,
 ) -> SpecTree:
-    """Chooses the spec of every leaf of a tree by the first rule that matches its path.
+    """Returns a spec for every leaf of a tree, from the first rule that matches the leaf's path.
 
     Examples:
         >>> params = {"mlp": {"weight": jax.numpy.zeros((256, 64)), "bias": jax.numpy.zeros(64)}}
         >>> match_partition_rules([("bias", None), (".*", P("fsdp"))], params)
         {'mlp': {'bias': P(), 'weight': P('fsdp',)}}
 
-    Paths are those of `leaf_paths`. A pattern may match anywhere in a path (`re.search`), so
-    that one list of rules serves both parameters and their copies in optimizer state. A
-    pattern anchored with `^` matches at the start of the full path only, and so not in such
-    copies; `Plan.follow` gives them the specs of their parameters.
-    Scalars and leaves without a shape get `P()` and need no rule. A spec is trimmed to the rank of
-    each leaf, so that one rule serves matrices and their biases: `P("fsdp", "tensor")` gives a
-    vector `P("fsdp")`. Nothing is moved and no values are read.
+    Paths are as in `leaf_paths`. A pattern may match anywhere in a path (`re.search`). One list of
+    rules therefore shards parameters and their copies in optimizer state. A pattern that starts
+    with `^` matches parameters only; `Plan.follow` gives copies the specs of their parameters.
+
+    Scalars and leaves without a shape get `P()` without a rule. A spec is trimmed to the rank of
+    each leaf: `P("fsdp", "tensor")` gives a vector `P("fsdp")`. The function reads shapes only.
 
     Args:
         rules: Pairs `(pattern, action)`. An action is a `PartitionSpec`; a tuple of logical
@@ -57,12 +56,12 @@ def match_partition_rules(
             lacks); `None` to replicate; a tactic; or a function
             `(path, leaf) -> PartitionSpec`.
         tree: Arrays, or their `jax.ShapeDtypeStruct`s, in any pytree.
-        mesh: The mesh to check the specs against. Without it, they are not checked, even if a
-            mesh is in force; tactics then use the mesh in force.
+        mesh: The mesh to check the specs against, or its axes as text. Without it, specs are not
+            checked, and tactics use the current mesh.
         min_size: Leaves with fewer elements are replicated, unless a tactic has its own
             `min_size`. By default `MIN_SHARDING_SIZE` from the environment, else 16384.
-        strict: Whether unmatched leaves and specs that do not fit are errors. Otherwise such
-            leaves are replicated and such entries dropped.
+        strict: Whether to raise if a leaf is unmatched or a spec does not fit. Otherwise unmatched
+            leaves are replicated, and axes that do not fit are dropped.
 
     Returns:
         A tree of `PartitionSpec`s with the structure of `tree`.
@@ -70,17 +69,17 @@ def match_partition_rules(
     Raises:
         ShardingRuleError: If a rule is malformed, logical names do not resolve, or a
             function does not return a spec. If `strict`, also if leaves are unmatched or
-            their specs do not fit; all are listed. It is an `UnknownAxisError` too if rules
-            use an axis that the mesh lacks.
+            their specs do not fit. The message lists all leaves. The error is also an
+            `UnknownAxisError` if rules use an axis that the mesh lacks.
         ArgumentError: If the tree is a class, a function or another opaque object.
         MeshError: If `mesh` is not a mesh.
         NoMeshError: If the rules contain tactics, and there is no mesh.
         LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
     Warns:
-        ShardingWarning: If specs are trimmed to the rank of leaves, and a mesh axis is lost; if
-            leaves are replicated for `min_size` although their action is a spec. One warning lists
-            all of them. Tactics and functions may leave small leaves replicated silently.
+        ShardingWarning: If a spec loses a mesh axis because it has more entries than the leaf has
+            dims, or if `min_size` replicates a leaf whose action is a spec. One warning lists all
+            leaves. Tactics and functions replicate small leaves silently.
 
     Source:
         The function of this name in EasyLM and EasyDeL.

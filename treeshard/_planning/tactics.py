@@ -75,11 +75,11 @@ class Step:
 
 @dataclass(frozen=True, repr=False)
 class Tactic:
-    """Refines the spec of one leaf. An action of a rule; `a | b` applies `a`, then `b`.
+    """An action of a rule that refines the spec of a leaf; `a | b` applies `a`, then `b`.
 
-    `tactic(spec, mesh, path, leaf)` returns the refined spec. `mesh=None` uses the mesh in
-    force. A spec that does not fit raises `SpecError`, which is an `UnknownAxisError` too if
-    the mesh lacks an axis.
+    Call `tactic(spec, mesh, path, leaf)` to get the refined spec. With `mesh=None`, the current
+    mesh is used. If the spec does not fit, the call raises `SpecError`, which is also an
+    `UnknownAxisError` if the mesh lacks an axis.
 
     Examples:
         >>> fsdp("fsdp", min_size=0) | replicate()
@@ -158,21 +158,21 @@ def fsdp(
     skip: Sequence[SupportsIndex] = (),
     memory: str | None = None,
 ) -> Tactic:
-    """Shards the largest dim that is not sharded yet and that `axis` divides evenly.
+    """Shards the largest free dim of a leaf that `axis` divides, as FSDP does.
 
-    With `n` devices along `axis`, each stores `1/n` of a leaf: shape `(d0, ..., dk, ...)`
-    becomes shards of `(d0, ..., dk / n, ...)`. Among dims of equal length, the last one is
-    sharded. A leaf without such a dim keeps its spec, and the plan records it.
+    With `n` devices along `axis`, each device stores `1/n` of a leaf: shape `(d0, ..., dk, ...)`
+    becomes shards of `(d0, ..., dk / n, ...)`. Among dims of equal length, the last dim is
+    sharded. If no dim fits, the leaf keeps its spec, and the plan records the reason.
 
     Args:
         axis: A mesh axis, or several whose sizes multiply, outermost first.
-        min_size: Leaves with fewer elements keep their spec: gathering many small arrays
-            costs more time than their memory is worth. By default, the `min_size` of the
-            call that applies the rules (`match_partition_rules`, `plan`).
-        skip: Dims that are never sharded; negative ones count from the end. `skip=(0,)`
+        min_size: Leaves with fewer elements keep their spec, because many small gathers cost more
+            time than the memory is worth. By default, the `min_size` of `match_partition_rules` or
+            `plan` applies.
+        skip: Dims that are never sharded; negative dims count from the end. `skip=(0,)`
             excludes the dim along which layers are stacked.
-        memory: The kind of memory for the leaf, such as `"pinned_host"`: the memory of the
-            devices' hosts. By default that of the devices. Scalars stay on the devices.
+        memory: The kind of memory for the leaf, such as `"pinned_host"` for the host's memory. By
+            default device memory. Scalars stay on the devices.
 
     Returns:
         A tactic, for use as the action of a rule.
@@ -210,13 +210,14 @@ def shard_dim(
     *,
     memory: str | None = None,
 ) -> Tactic:
-    """Shards one dim over `axis`.
+    """Shards one dim of a leaf over `axis`.
 
     Args:
         axis: A mesh axis, or several whose sizes multiply, outermost first.
-        dim: The dim; a negative one counts from the end.
-        ignore_ndim_error: Whether leaves without such a dim keep their spec. Otherwise they
-            are errors, as are leaves whose dim is indivisible or already sharded.
+        dim: The dim; a negative dim counts from the end.
+        ignore_ndim_error: Whether leaves without the dim keep their spec. Otherwise a leaf without
+            the dim is an error of the plan. A leaf whose dim is indivisible or already sharded is
+            always an error.
         memory: The kind of memory for the leaf, as in `fsdp`.
 
     Returns:
@@ -253,23 +254,24 @@ def shard_dim(
 
 
 def logical_partitioning(rules: LogicalRules | None = None) -> Tactic:
-    """Shards leaves by the names of their dims, in Flax boxes or as haliax has them.
+    """Shards leaves by the names of their dims, from Flax boxes or haliax.
 
-    Boxes are `nn.LogicallyPartitioned`, `nn.Partitioned`, and nnx variables with sharding
-    metadata. haliax has names in the axes of a `NamedArray`, and in `hax.field(axis_names=...)`.
-    Names in `LogicallyPartitioned` and of haliax are always resolved by rules. In the other
-    boxes, as in Flax, a name without a rule is a mesh axis. Leaves without names keep their spec.
+    The names come from `nn.LogicallyPartitioned`, `nn.Partitioned`, the sharding metadata of nnx
+    variables, the axes of a haliax `NamedArray`, or `hax.field(axis_names=...)`. Rules resolve the
+    names of `LogicallyPartitioned` and haliax. In the other boxes, a name without a rule is a mesh
+    axis, as in Flax. Leaves without names keep their spec.
 
     Args:
-        rules: As in `logical_axis_rules`; `list(mapping.items())` of an axis mapping of haliax.
-            By default those in force when the tactic is applied: of `logical_axis_rules`, of
-            Flax's context of that name, or of `hax.axis_mapping`. As in Flax, rules of a
-            `LogicallyPartitioned` replace those in force. `sharding_rules` of an nnx variable are
-            added to them, or to `rules`; if both have a name with other axes, planning raises.
+        rules: As in `logical_axis_rules`. For a haliax axis mapping, pass
+            `list(mapping.items())`. By default, the rules that are in force when the tactic is
+            applied: from `logical_axis_rules`, from Flax's context of that name, or from
+            `hax.axis_mapping`. As in Flax, the rules of a `LogicallyPartitioned` replace the rules
+            in force. The `sharding_rules` of an nnx variable are added; if they give a name other
+            axes, planning raises.
 
     Returns:
-        A tactic, for use as the action of a rule. It must come before tactics that shard
-        further.
+        A tactic, for use as the action of a rule. Combine it as `logical_partitioning() | ...`:
+        other tactics must come after it.
 
     Raises:
         ShardingRuleError: If rules are malformed. All are listed.
@@ -296,10 +298,13 @@ def logical_partitioning(rules: LogicalRules | None = None) -> Tactic:
 
 
 def replicate(*, memory: str | None = None) -> Tactic:
-    """Replicates a leaf. It is an error if an earlier tactic sharded the leaf.
+    """Replicates a leaf, and raises `SpecError` if an earlier tactic sharded it.
 
     Args:
         memory: The kind of memory for the leaf, as in `fsdp`.
+
+    Returns:
+        A tactic, for use as the action of a rule.
 
     Examples:
         >>> replicate()(P(), make_mesh("data=8"), "bias", jax.numpy.zeros(8))

@@ -6,7 +6,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from treeshard._core.arguments import PLAIN_VALUES, describe_argument
 from treeshard._core.spec_trees import SpecCarrier
-from treeshard._core.specs import is_logical
+from treeshard._core.specs import is_logical, is_spec
 from treeshard._planning.rules import is_list_of_rules
 from treeshard.errors import ArgumentError, SpecError
 
@@ -29,6 +29,8 @@ def check_specs(specs: Any, call: str, tree: Any = None, axis: str = "") -> None
             "the tree and its specs are swapped: the first argument has specs, and the second has"
             f" arrays. The tree comes first: `{call.format('plan')}`."
         )
+    if is_spec(specs):
+        return
     if is_list_of_rules(specs) and not all(is_logical(rule) for rule in specs):
         planned = call.format("treeshard.plan(tree, rules, mesh)")
         raise ArgumentError(f"{where}: the specs are a list of rules. Make a plan: `{planned}`.")

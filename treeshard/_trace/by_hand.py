@@ -1,7 +1,7 @@
-"""Whether code inside `shard_map` uses shards of weights as if they were full weights.
+"""Finds code inside `shard_map` that uses shards of weights as if they were full weights.
 
 Shapes often fit: a shard of a layer's columns gives fewer features, and their mean is a number. The
-trace tells: such a weight is used split, and never gathered.
+trace shows the mistake: the weight is used while it is split, and is never gathered.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
-"""What a step does with each leaf of its state, from its trace.
+"""Finds out what a step does with each leaf of its state, from its trace.
 
-Names do not tell: an average of the weights has the paths and the shapes of the weights, and a
-frozen base those of a trained one.
+Names cannot show this: an average has the paths and shapes of the weights, and a frozen base has
+the paths and shapes of a trained one.
 """
 
 import math
@@ -36,8 +36,8 @@ class Role(NamedTuple):
             is), `"used, updated"` (used, and changed without a gradient, as target networks are),
             `"updated only"` (as moments and averages are) or `"passed through"`.
         gathers: Where it is needed whole.
-        split: The axes of the batch over which it stays split where it is used.
-        sources: The paths of the leaves of which its new value is made, element by element.
+        split: The axes of the batch over which it stays split in its uses.
+        sources: The paths of the leaves that its new value is computed from, element by element.
         uses: How many ops of the forward pass use it; 0 if that is not known.
         updates: How often a step updates it: in each trip of a loop over steps. Those of a `while`
             are unknown, and count once.

@@ -1,9 +1,9 @@
-"""Follows the leaves of a state through the trace of a step, to where they are used.
+"""Follows the leaves of a state through the trace of a step, to the equations that use them.
 
-JAX writes no word about gradients into a trace, but the name of the transformation that made an
-equation: `jvp()` of the forward pass, `transpose(jvp())` of the backward pass. What a leaf is used
-for there needs it whole; what the update does with it, element by element, needs each device's
-shard. So both are told apart by these names and by what depends on gradients.
+A trace does not mark gradients, but JAX names the transformation that made an equation: `jvp()` in
+the forward pass, `transpose(jvp())` in the backward pass. Equations of these passes need the full
+leaf. The update is elementwise, and needs each device's shard. These names, and what depends on
+gradients, tell the passes from the update.
 """
 
 import math
@@ -49,12 +49,12 @@ class Gather(NamedTuple):
 
     Attributes:
         axes: The mesh axes over which it is gathered.
-        dtype: In which dtype; that of a key is `uint32`.
+        dtype: The dtype in which it is gathered; `uint32` for a key.
         itemsize: The bytes of one element, or of one key.
-        parts: Into how many layers the leaf is cut, of which each is gathered by itself.
+        parts: The number of layers of the leaf, each of which is gathered by itself.
         times: How often in a step, over all layers.
         is_again: Whether it is for the backward pass.
-        is_changed: Whether its elements are no longer those of the leaf.
+        is_changed: Whether its elements differ from the leaf's.
         is_counted: Whether it is counted for this leaf: of leaves that are added up first, the sum
             is gathered, and counted for the first.
     """
@@ -237,7 +237,7 @@ class Walk:
     def _apply_elementwise(self, eqn: Any, operands: list[Value], at: Place) -> Value:
         """The result of an op on each element."""
         size = math.prod(eqn.outvars[0].aval.shape)
-        # A bias that is broadcast to the rows is used here: it is no longer that leaf's elements.
+        # A bias that is broadcast to the rows is used here: its elements are no longer the leaf's.
         # An operand of the result's size is still the leaf, changed element by element.
         whole: list[Value] = []
         for variable, operand in zip(eqn.invars, operands, strict=True):
@@ -277,7 +277,7 @@ class Walk:
         for dim in eqn.params.get("unconstrained_dims", ()):
             dims[dim] = before[dim]
         named = {axis for dim in dims for axis in dim}
-        # Inside `shard_map`, and on axes that JAX has no types for, a spec says nothing of others.
+        # Inside `shard_map`, and on axes that JAX has no types for, a spec leaves out other axes.
         silent = at.manual
         if eqn.primitive.name == "reshard":
             silent = at.manual | {*axes_of_type(sharding.mesh, AxisType.Auto)}
@@ -422,7 +422,7 @@ class Walk:
         given = operands[first:]
         inner = getattr(eqn.params["body_jaxpr"], "jaxpr", eqn.params["body_jaxpr"])
         carried = slice(eqn.params["body_nconsts"], len(given))
-        # No trace tells how often a `while` runs: what it gathers is planned once.
+        # A trace does not show how often a `while` runs: its gathers are planned once.
         place = _enter_loop(at, eqn, 1)
         return self._loop(inner, given, carried, eqn, finals, place)
 
@@ -478,7 +478,7 @@ _PROGRAMS: Mapping[str, Callable[..., list[Value]]] = {
 def _make_gathers(
     variable: Any, value: Value, axes: Collection[str], times: int, which: Any, at: Place
 ) -> dict[tuple[int, Any], Gather]:
-    """A gather of a value, for each leaf that it comes from; `which` tells gathers apart."""
+    """A gather of a value, for each leaf that it comes from; `which` distinguishes gathers."""
     dtype = variable.aval.dtype
     one = Gather(
         frozenset(axes),

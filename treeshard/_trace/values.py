@@ -1,7 +1,7 @@
-"""What is known of a value in a trace: the leaves that it comes from, and how it is split.
+"""Records which leaves a value in a trace comes from, and how the value is split.
 
-A weight is seldom used as it is: it is cast, transposed, scaled, and cut into layers first. All of
-that runs on each device's shard, so what such a value is must not get lost on the way to its use.
+A step seldom uses a weight directly: it casts, transposes, scales, and slices the weight first.
+Each device does this on its shard, so the record must survive these operations.
 """
 
 import math
@@ -20,9 +20,9 @@ class Value(NamedTuple):
         leaves: The leaves of the state whose elements it has, perhaps changed one by one.
         dims: The mesh axes that split each dim, as far as they are known.
         size: Its number of elements before it was broadcast.
-        parts: Into how many slices its leaf was cut, of which it is one.
-        part: Which of these, to tell them apart.
-        is_changed: Whether elements differ from those of the leaf.
+        parts: The number of slices into which its leaf was cut; the value is one slice.
+        part: A key of the slice.
+        is_changed: Whether its elements differ from the leaf's.
         is_zero: Whether all elements are 0, as updates of frozen leaves are.
         gathers: The gathers that made it whole.
         gradients: What it depends on: gradients of arrays (`OF_ARRAYS`) and of scalars
@@ -75,7 +75,7 @@ def dims_of(spec: Any, rank: int) -> Dims:
 
 def merge_values(values: Sequence[Value]) -> Value:
     """A value that is computed from several of one shape, element by element."""
-    # Zeros, as of updates that optax masks, add nothing to what a value is.
+    # Zeros, as for updates that optax masks, do not change what a value is.
     values = [value for value in values if not value.is_zero] or [values[0]]
     of_leaves = [value for value in values if value.leaves]
     like = (of_leaves or [x for x in values if x.axes] or values)[0]
@@ -85,7 +85,7 @@ def merge_values(values: Sequence[Value]) -> Value:
 
 
 def join_branches(first: Value, second: Value) -> Value:
-    """What holds for both of two values, such as those of two branches."""
+    """What holds for both of two values, such as the results of two branches."""
     common = {
         "is_zero": first.is_zero and second.is_zero,
         "gradients": first.gradients | second.gradients,

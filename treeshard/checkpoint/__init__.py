@@ -1,8 +1,8 @@
-"""Saves trees from any mesh, restores them to any other, and never returns damaged values.
+"""Saves trees from any mesh, restores them on any mesh, and detects damaged values.
 
-A checkpoint is a directory: arrays as zarr, written by TensorStore in the layout that Orbax reads,
-with a checksum of each chunk, and a table of all leaves and files. Saves are atomic and durable. A
-checkpoint contains no code, and reading one runs nothing from it.
+A checkpoint is a directory with a table of all leaves and files, and with the arrays as zarr in the
+layout of Orbax. TensorStore writes them with a checksum for each chunk. Saves are atomic and
+durable. A checkpoint contains no code.
 
 Examples:
     >>> from treeshard import checkpoint
@@ -51,7 +51,7 @@ def save(
     timeout: float = TIMEOUT,
     progress: bool = False,
 ) -> None:
-    """Saves a tree as a checkpoint. Each process writes its own shards; nothing is gathered.
+    """Saves a tree as a checkpoint, where each process writes its own shards.
 
     Examples:
         >>> w = shard(np.ones((256, 64), np.float32), P("fsdp"), make_mesh("fsdp=8"))
@@ -62,39 +62,43 @@ def save(
         >>> again["w"].sharding.spec, again["step"], again["act"] is jax.nn.relu
         (P('data',), 7, True)
 
-    Leaves are checked, and compared between processes, before anything is written. Saves are
-    atomic and durable: the checkpoint gets its name once it is complete and on the disk, and an
+    Leaves are checked, and compared between processes, before the first byte is written. The save
+    is atomic and durable. The checkpoint gets its name once it is complete and on the disk. An
     error on any process leaves no checkpoint.
 
     Args:
         path: The directory to create, on a file system or object store that all processes share. It
-            must not exist. `Checkpoints.save` can replace a step.
-        tree: Any pytree. Arrays, typed PRNG keys, Python numbers, strings, bytes, `None`, and enums
-            and flags, by name, are saved. Functions, types, modules and dtypes are not: `restore`
-            takes them from its like-tree. A numpy array must be equal on all processes.
-        on_divergence: What to do if replicas of an array, or the processes' copies of one, differ
-            in a bit: `"error"` raises a `CheckpointError`; `"warn"` saves the first replica of
-            each shard, and the copy of process 0.
-        timeout: Seconds to wait for other processes; waits for their writes have no limit.
+            must not exist yet. `Checkpoints.save` can replace a step.
+        tree: Any pytree. Arrays, typed PRNG keys, Python numbers, strings, bytes, `None`, enums and
+            flags are saved. `restore` takes functions, types, modules and dtypes from its `like`
+            instead. A numpy array must be equal on all processes.
+        on_divergence: What to do if replicas of an array, or copies on several processes, differ in
+            a bit. `"error"` raises a `CheckpointError`. `"warn"` saves the first replica of each
+            shard, or the copy of process 0.
+        timeout: Seconds to wait for other processes. Their writes may take longer, as long as they
+            are alive.
         progress: Whether to show a progress bar of the bytes on disk (needs `tqdm`).
 
     Raises:
-        LeafError: If a leaf is a tracer, a `ShapeDtypeStruct`, a mutable reference (`jax.Ref`), of
-            a dtype that JAX does not support, or of a class that JAX does not know, such as a plain
-            dataclass or a deque; if there is nothing to save.
+        LeafError: If a leaf is a tracer, a `ShapeDtypeStruct` or a mutable reference (`jax.Ref`),
+            has a dtype that JAX does not support, or has a class that JAX does not know, such as a
+            plain dataclass or a deque. Also if the tree has no leaf to save.
         DeletedLeafError: If a leaf was deleted or donated.
-        CheckpointError: If `path` exists or cannot be written; if another run is writing there
-            (not detected on object stores); if the processes do not share its directory; if
-            several leaves have the same path; if replicas differ; if there is not enough host
-            memory.
-        ProcessError: If the processes save different trees, or one of them fails before anything
-            is written or does not arrive.
+        CheckpointError: If `path` exists or cannot be written, for example because the disk is
+            full. If another run is writing there, except in object stores. If the processes do not
+            share the directory. If several leaves have the same path. If replicas differ. If the
+            host has too little memory.
+        ProcessError: If the processes save different trees, or if a process does not arrive, or
+            fails before the first byte is written.
         ValueError: If `on_divergence` is another word.
         ImportError: If `progress` is set and `tqdm` is not installed.
 
     Warns:
-        ShardingWarning: With `on_divergence="warn"`, if replicas differ. If a killed save
-            had left an unfinished checkpoint at this path, which is removed.
+        ShardingWarning: If replicas differ, with `on_divergence="warn"`. If an unfinished
+            checkpoint of a killed save is removed from this path.
+
+    Source:
+        Orbax, for the layout of the arrays.
     """
     if progress:
         show_progress((), "save")  # raises without tqdm, before anything is written
@@ -103,24 +107,25 @@ def save(
         tree,
         on_divergence=on_divergence,
         timeout=timeout,
+        in_background=False,
     )
     writing.wait(progress=progress)
 
 
 def inspect(path: PathLike) -> Contents:
-    """Lists the contents of a checkpoint. No array is read, and no other process takes part.
+    """Lists the leaves of a checkpoint without reading its arrays, on this process alone.
 
     Args:
         path: The checkpoint.
 
     Returns:
-        The `Contents`, with a `SavedLeaf` for each leaf; `print` shows them as a table.
+        The `Contents`, with a `SavedLeaf` for each leaf. `print` shows a table.
 
     Raises:
-        CheckpointError: If there is no checkpoint at `path`: it says what is there instead.
-        DamagedError: If its table of leaves is not as saved.
-        RemovedError: If its writer removes or replaces it meanwhile.
-        FormatError: If another version of treeshard wrote it.
+        CheckpointError: If `path` is not a checkpoint. The message says what it is instead.
+        DamagedError: If the table of leaves is damaged.
+        RemovedError: If the writer of the checkpoint removes or replaces it during the call.
+        FormatError: If another version of treeshard wrote the checkpoint.
 
     Examples:
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -136,19 +141,19 @@ def inspect(path: PathLike) -> Contents:
 
 
 def verify(path: PathLike, *, progress: bool = False) -> None:
-    """Reads every leaf of a checkpoint, and checks that it is as saved.
+    """Reads every leaf of a checkpoint and compares its checksums.
 
-    Its files are compared with those that were saved, too, even if no leaf is read from them. It
-    needs no model, no mesh and no other process, and host memory for a few chunks at a time.
+    Files without leaves are compared with the list of saved files too. The call needs no model, no
+    mesh and no other process, and holds a few chunks in host memory.
 
     Args:
         path: The checkpoint.
         progress: Whether to show a progress bar with a step per leaf (needs `tqdm`).
 
     Raises:
-        DamagedError: If leaves or files cannot be read, or are not as saved: all are listed.
-        CheckpointError, FormatError, RemovedError: As `inspect`.
-        CheckpointError: Also if there is not enough host memory.
+        DamagedError: If leaves or files cannot be read or have changed. All of them are listed.
+        CheckpointError: As `inspect`. Also if the host has too little memory.
+        FormatError, RemovedError: As `inspect`.
         ImportError: If `progress` is set and `tqdm` is not installed.
 
     Examples:

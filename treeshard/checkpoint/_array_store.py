@@ -1,20 +1,20 @@
-"""The arrays of a checkpoint: zarr arrays in an OCDBT database, by TensorStore.
+"""The arrays of a checkpoint: zarr arrays in an OCDBT database, written by TensorStore.
 
-A file per shard would make a million files of 20,000 leaves on 64 devices. A database has a few
-files and one index. Processes that write to one database wait for each other, so each writes its
-own, and `merge` then makes one index for the files of all; it copies no array. Orbax stores arrays
-in the same way, and reads these.
+With a file per shard, 20,000 leaves on 64 devices would become a million files. A database has a
+few files and one index. Processes that write to the same database wait for each other, so each
+process writes its own. `merge` then writes one index for all files, without copying arrays. Orbax
+stores arrays in the same way, and reads these.
 
-What is in a checkpoint's `state`, and what finds damage to it:
+The directory `state` has these parts, and each is protected against damage:
 
-1. Chunks, the values of the arrays. Each ends in its CRC-32C (zarr's own codec), so TensorStore
-   itself refuses a chunk that is damaged, on whatever mesh it is read.
-2. The index: nodes of a B-tree and a manifest, each with a CRC-32C, too.
-3. Files that hold these, under random names. A chunk of another checkpoint is not damaged. So the
-   checkpoint lists its files, with a checksum of both ends of each (`changed_files`). In an object
-   store it lists the manifest, which names the others.
-4. A description of each array, for Orbax alone. The table of leaves has the same facts, and to open
-   an array by its description takes ten times as long as to read it.
+1. Chunks hold the values of the arrays. Each ends in its CRC-32C, a codec of zarr, so TensorStore
+   rejects a damaged chunk on any mesh.
+2. The index has nodes of a B-tree and a manifest, each with a CRC-32C.
+3. Files with random names hold the chunks and the index. A chunk from another checkpoint is intact,
+   so the checkpoint lists its files, with a checksum of both ends (`changed_files`). In an object
+   store it lists the manifest, which names the other files.
+4. A description of each array serves Orbax. Here the table of leaves is used instead: to open an
+   array by its description takes ten times as long as to read it.
 """
 
 import json
@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property, lru_cache
-from itertools import product
+from itertools import chain, product
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -41,30 +41,30 @@ from treeshard._core.arrays import (
     region_shape,
     regions_here,
     to_host,
+    to_read,
 )
 from treeshard._core.text import parse_dtype
 from treeshard._disk.leaves import SavedLeaf, Shape
 from treeshard.checkpoint._paths import ARRAYS, MANIFEST, is_local
-from treeshard.errors import CheckpointError, short
+from treeshard.errors import CheckpointError, DeletedLeafError, short
 
 Arrays = Mapping[str, jax.Array | np.ndarray]
-Parts = list[tuple[Region, np.ndarray]]  # parts of an array in host memory
+Parts = list[tuple[Region, Any]]  # parts of an array: of numpy, or on devices
 
-SMALL = 2**20  # bytes up to which a local array is one chunk, however it is sharded
-IN_FLIGHT = 2**27  # bytes that are read or written at a time, unless a single part has more
+SMALL = 2**20  # bytes; a smaller local array is one chunk, however it is sharded
+IN_FLIGHT = 2**27  # bytes that are read or written at a time, unless a single part is larger
 
 _NODES = "cache_pool#nodes"  # TensorStore's name of the cache for the nodes of the index
 _NEW_DATABASE = {
-    # Values up to this size are in the nodes of the index, and need no further read. Descriptions
-    # of arrays are among them: what protects the nodes protects these.
+    # Values up to this size are stored in the nodes of the index, and need no further read. The
+    # checksums of the nodes also protect these values, such as descriptions of arrays.
     "max_inline_value_bytes": 1024,
-    # TensorStore's default is zstd. Most of what is in the nodes are small arrays of weights, which
-    # hardly shrink.
+    # TensorStore's default is zstd, which hardly shrinks the small weights in the nodes.
     "compression": None,
 }
 
-# The threads that TensorStore may start, which has two pools, and those that compare replicas or
-# write in the background.
+# The threads of TensorStore's two pools, and the threads that compare replicas or write in the
+# background.
 _CORES = os.cpu_count() or 1
 THREADS = max(4, _CORES) + _CORES + min(8, _CORES) + 2
 
@@ -77,7 +77,7 @@ def _context() -> Any:
 def _files(path: epath.Path, folder: str = "") -> Any:
     """TensorStore's name of the directory of the arrays, or of one in it."""
     name = f"{path / ARRAYS}/{folder}"
-    # As text it would be a URL, in which `%` and `?` have a meaning.
+    # Text would be a URL, in which `%` and `?` have a meaning.
     return {"driver": "file", "path": name} if is_local(path) else name
 
 
@@ -97,7 +97,7 @@ def written_by(path: epath.Path, process: int) -> epath.Path:
 # ------------------------------------------------------------------ how an array is stored
 
 # The dtypes of zarr 3 in TensorStore, beyond numpy's own. All others have one byte, and are stored
-# as that.
+# as uint8.
 _STORED = {"bfloat16", "int4", "float8_e4m3fn", "float8_e5m2"}
 _STORED |= {"float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e5m2fnuz"}
 
@@ -149,8 +149,8 @@ def _zarr(kvstore: Any, shape: Shape, dtype: str, chunk: Shape) -> dict[str, Any
             "codecs": [bytes_in_order, {"name": "crc32c"}],
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
         },
-        # By default a chunk of zeros is left out, and looks like one that was lost: which is read
-        # as zeros, by default.
+        # By default, a chunk of zeros is left out, and a lost chunk is read as zeros. The two could
+        # not be told apart.
         "store_data_equal_to_fill_value": True,
         "fill_missing_data_reads": False,
     }
@@ -158,18 +158,17 @@ def _zarr(kvstore: Any, shape: Shape, dtype: str, chunk: Shape) -> dict[str, Any
 
 @lru_cache(maxsize=1024)
 def _description(shape: Shape, dtype: str, chunk: Shape) -> bytes:
-    """What TensorStore writes to describe an array."""
+    """The description that TensorStore writes for an array."""
     spec = _zarr("memory://", shape, dtype, chunk)
     array: Any = tensorstore.open(spec, create=True, context=tensorstore.Context()).result()
     return array.kvstore["zarr.json"]
 
 
 def _open(database: Mapping[str, Any], row: SavedLeaf, context: Any) -> Any:
-    """The array of a leaf, as the table of leaves describes it: nothing is read for that."""
+    """The array of a leaf, opened from the table of leaves without a read."""
     kvstore = {**database, "path": f"{store_key(row.path)}/"}
     spec = _zarr(kvstore, row.stored_shape, row.stored or "", row.chunk or ())
-    # By default each read asks the file system, or the object store, whether the index in memory is
-    # still the newest.
+    # By default, each read asks the file system or object store whether the index has changed.
     spec["recheck_cached_data"] = False
     return tensorstore.open(spec, context=context, open=True, assume_metadata=True).result()
 
@@ -181,57 +180,68 @@ def _index(region: Region) -> tuple[slice, ...]:
 # ------------------------------------------------------------------ writing
 
 
-def _own_parts(x: Any) -> list[tuple[Region, Any]]:
-    """The parts of an array that this process stores, not copied: its shards, or all of it."""
-    if isinstance(x, jax.Array) and not _is_one_part(x):
-        regions = regions_here(x.sharding, x.shape)
-        return [(regions[shard.device], shard.data) for shard in primary_shards(x)]
-    # Each process has a numpy array of its own, and process 0 stores it for all.
-    is_stored = isinstance(x, jax.Array) or jax.process_index() == 0
-    return [(full_region(x.shape), x)] if is_stored else []
+def own_parts(arrays: Arrays) -> dict[str, Parts]:
+    """What this process stores, by leaf path: no part is copied."""
+    return {leaf: _own_parts(x) for leaf, x in arrays.items()}
 
 
-def memory_to_save(arrays: Arrays) -> int:
-    """The host memory that `copies` and `write_arrays` take, and to compare replicas before."""
-    copied = small = read = 0
-    for x in arrays.values():
-        sizes = [part.nbytes for _, part in _own_parts(x)]
-        copied += sum(sizes)
-        small += sum(size for size in sizes if size < SMALL)
-        if isinstance(x, jax.Array) and not is_on_host(x):
-            read = max([read, *sizes])
-    # TensorStore copies what is small, and refers to the rest. To compare replicas on accelerators,
-    # each thread copies a shard.
-    return copied + min(small, IN_FLIGHT + 2**24) + min(8, _CORES) * read
+def _own_parts(x: Any) -> Parts:
+    if not isinstance(x, jax.Array):
+        # Each process has a numpy array of its own, and process 0 stores it for all.
+        return [(full_region(x.shape), x)] if jax.process_index() == 0 else []
+    if _is_one_part(x):
+        return [(full_region(x.shape), to_read(x))]
+    regions = regions_here(x.sharding, x.shape)
+    return [(regions[shard.device], shard.data) for shard in primary_shards(x)]
 
 
-def copies(arrays: Arrays) -> dict[str, Parts]:
-    """Copies of what this process stores, by leaf path, so that the arrays may change."""
-    # All transfers from devices begin before the first is waited for. The shards are kept until
-    # they are copied, since a new handle of a shard would not have what was transferred.
-    parts = {leaf: _own_parts(x) for leaf, x in arrays.items()}
-    for leaf, of_leaf in parts.items():
-        for _, part in of_leaf:
-            if part is not arrays[leaf]:
-                part.copy_to_host_async()
-    return {
-        leaf: [(region, _copied(x, part)) for region, part in parts.pop(leaf)]
-        for leaf, x in arrays.items()
-    }
+def memory_to_save(parts: Mapping[str, Parts], *, copied: bool) -> int:
+    """The host memory to write parts, or `copies` of them, and to compare replicas before."""
+    total = small = largest = read = 0
+    for _, part in chain.from_iterable(parts.values()):
+        size = part.nbytes
+        is_away = isinstance(part, jax.Array) and not is_on_host(part)
+        small += size if size < SMALL else 0
+        read = max(read, size) if is_away else read
+        # TensorStore copies what is not contiguous.
+        if copied or is_away or (isinstance(part, np.ndarray) and not part.flags.carray):
+            total, largest = total + size, max(largest, size)
+    held = total if copied else min(total, max(IN_FLIGHT, largest))
+    # TensorStore copies what is small, too, and refers to the rest. To compare replicas on
+    # accelerators, each thread copies a shard.
+    return held + min(small, IN_FLIGHT + 2**24) + min(8, _CORES) * read
 
 
-def _copied(x: Any, part: Any) -> np.ndarray:
-    if part is x:
-        return to_host(x)
-    # On the host, `np.asarray` of a shard is a view of memory that a donation gives away.
-    return np.array(part) if is_on_host(x) else np.asarray(part)
+def copies(parts: dict[str, Parts]) -> dict[str, Parts]:
+    """Copies of parts in host memory, so that the arrays may change. Takes them out of `parts`."""
+    for _, part in chain.from_iterable(parts.values()):
+        _start_transfer(part)
+    return {leaf: [(region, _copied(x)) for region, x in parts.pop(leaf)] for leaf in [*parts]}
+
+
+def _copied(part: Any) -> np.ndarray:
+    if isinstance(part, jax.Array) and not is_on_host(part):
+        return _values(part)
+    return to_host(part)
+
+
+def _start_transfer(part: Any) -> None:
+    """Starts to copy a part from an accelerator, so that many are on their way at a time."""
+    if isinstance(part, jax.Array) and not is_on_host(part):
+        part.copy_to_host_async()
+
+
+def _values(part: Any) -> np.ndarray:
+    """The values of a part: on the host a view, and JAX does not donate what has one."""
+    if isinstance(part, jax.Array) and is_on_host(part) and len(part.sharding.device_set) > 1:
+        return to_host(part)  # or JAX would keep a copy on the array
+    return np.asarray(part)
 
 
 def write_arrays(path: epath.Path, rows: Iterable[SavedLeaf], parts: dict[str, Parts]) -> bool:
-    """Writes what this process stores, and frees it. `merge` makes it visible.
+    """Writes and frees the parts that this process stores. `merge` makes them visible.
 
-    Returns whether it has written anything. Process 0 describes all arrays, even those that it has
-    no part of.
+    Returns whether anything was written. Process 0 writes the descriptions of all arrays.
     """
     rows = [row for row in rows if row.path in parts]
     describes = jax.process_index() == 0
@@ -251,26 +261,43 @@ def write_arrays(path: epath.Path, rows: Iterable[SavedLeaf], parts: dict[str, P
             for row in rows
         ]
         _commit(transaction, described)
-    # Each transaction writes the index anew, and holds in memory what it will write.
+    # Each transaction rewrites the index, and holds its writes in memory.
     for batch in in_batches(_take_parts(rows, parts), lambda part: part[2].nbytes):
-        transaction = tensorstore.Transaction()
-        arrays = {row.path: _open(database, row, context) for row, _, _ in batch}
-        writes = [
-            arrays[row.path]
-            .with_transaction(transaction)[_index(region)]
-            # By default TensorStore copies what it is given.
-            .write(data, can_reference_source_data_indefinitely=True)
-            for row, region, data in batch
-        ]
-        for write in writes:
-            write.copy.result()
-        _commit(transaction, writes)
+        _write_batch(database, context, batch)
+        batch.clear()
     return True
+
+
+def _write_batch(
+    database: Mapping[str, Any], context: Any, batch: list[tuple[SavedLeaf, Region, Any]]
+) -> None:
+    for row, _, part in batch:
+        if isinstance(part, jax.Array) and part.is_deleted():
+            raise DeletedLeafError(
+                f"{row.path}: it was deleted or donated while it was saved. Run the next step once"
+                " `save` has returned, or save with `Checkpoints`, which copies the state first."
+            )
+        _start_transfer(part)
+    transaction = tensorstore.Transaction()
+    arrays = {row.path: _open(database, row, context) for row, _, _ in batch}
+    writes = [
+        arrays[row.path]
+        .with_transaction(transaction)[_index(region)]
+        # By default TensorStore copies what it is given.
+        .write(
+            _values(part).view(parse_dtype(row.stored or "")),
+            can_reference_source_data_indefinitely=True,
+        )
+        for row, region, part in batch
+    ]
+    for write in writes:
+        write.copy.result()
+    _commit(transaction, writes)
 
 
 def _take_parts(
     rows: Iterable[SavedLeaf], parts: dict[str, Parts]
-) -> Iterator[tuple[SavedLeaf, Region, np.ndarray]]:
+) -> Iterator[tuple[SavedLeaf, Region, Any]]:
     for row in rows:
         while parts[row.path]:
             yield row, *parts[row.path].pop()
@@ -283,7 +310,7 @@ def _commit(transaction: Any, writes: Iterable[Any]) -> None:
 
 
 def merge(path: epath.Path, writers: Iterable[int], leaves: Iterable[str]) -> None:
-    """Merges what the processes `writers` have written, and describes it for Orbax."""
+    """Merges the databases of the processes `writers`, and describes the result for Orbax."""
     context, transaction = _context(), tensorstore.Transaction(atomic=True)
     database = {**_database(path), "config": _NEW_DATABASE}
     merged = tensorstore.KvStore.open(database, context=context).result()
@@ -293,14 +320,14 @@ def merge(path: epath.Path, writers: Iterable[int], leaves: Iterable[str]) -> No
             raise CheckpointError(f"what process {process} has written is not in {folder}.")
         of_process = _database(path, f"{_folder_of(process)}/")
         part = tensorstore.KvStore.open(of_process, context=context).result()
-        # Copies entries of the index. They refer to the files of the process.
+        # This copies entries of the index, which refer to the files of the process.
         part.experimental_copy_range_to(merged.with_transaction(transaction)).result()
     transaction.commit_async().result()
     (path / ARRAYS / "_METADATA").write_text(json.dumps(_for_orbax(map(store_key, leaves))))
 
 
 def _for_orbax(keys: Iterable[str]) -> dict[str, Any]:
-    """What Orbax reads in `_METADATA`: a flat dict of arrays, in zarr 3 and OCDBT."""
+    """The `_METADATA` of Orbax for a flat dict of arrays, in zarr 3 and OCDBT."""
     value = {"value_type": "jax.Array", "skip_deserialize": False}
     rows = {
         str((key,)): {"key_metadata": [{"key": key, "key_type": 2}], "value_metadata": value}
@@ -317,7 +344,7 @@ def _for_orbax(keys: Iterable[str]) -> dict[str, Any]:
 
 # ------------------------------------------------------------------ reading
 
-_LEAST = 2**16  # bytes that a part counts at least
+_LEAST = 2**16  # bytes; smaller parts count as this much
 
 Read = tuple[SavedLeaf, Region]
 
@@ -333,8 +360,8 @@ def chunk_bytes(row: SavedLeaf) -> int:
 
 
 def bytes_to_read(read: Read) -> int:
-    """What a read takes in host memory: the region, and all chunks that it has a part of, which
-    TensorStore holds meanwhile."""
+    """The host memory of a read: the region, and the chunks that overlap it, which TensorStore
+    holds during the read."""
     row, region = read
     pairs = zip(region, row.chunk or (), strict=True)
     count = math.prod(-(-stop // step) - start // step for (start, stop), step in pairs)
@@ -362,7 +389,7 @@ def read_ahead(reads: Iterable[Read], start: Callable[[Read], Any]) -> Iterator[
             nbytes = bytes_to_read(read)
             while started and in_flight + nbytes > IN_FLIGHT:
                 in_flight -= bytes_to_read(started[0][0])
-                yield started.popleft()  # no variable keeps what was read
+                yield started.popleft()  # no variable keeps the array in memory
             started.append((read, start(read)))
             in_flight += nbytes
         while started:
@@ -373,7 +400,7 @@ def read_ahead(reads: Iterable[Read], start: Callable[[Read], Any]) -> Iterator[
 
 
 class ArrayStore:
-    """The arrays of a checkpoint, to be read as the rows of its table say."""
+    """Reads the arrays of a checkpoint, by the rows of its table."""
 
     def __init__(self, path: epath.Path) -> None:
         self._path, self._database, self._context = path, _database(path), _context()
@@ -384,16 +411,16 @@ class ArrayStore:
     ) -> Iterator[tuple[SavedLeaf, Region, np.ndarray]]:
         """Reads regions of arrays, a few at a time; yields them in order.
 
-        `errors` gets why arrays cannot be read, by leaf path. Raises `CheckpointError` if this
-        process may not read a file.
+        Errors of arrays that cannot be read go to `errors`, by leaf path. Raises `CheckpointError`
+        if this process lacks the permission to read a file.
         """
         for (row, region), future in read_ahead(reads, self._start):
             try:
                 values = [future.result()]
-            except Exception as error:  # TensorStore raises types of Python's own, by status
+            except Exception as error:  # TensorStore raises a built-in exception for each status
                 errors[row.path] = f"it cannot be read: {self._why(error)}"
                 continue
-            del future  # no variable keeps what was read
+            del future  # no variable keeps the array in memory
             yield row, region, values.pop()
 
     def _start(self, read: Read) -> Any:
@@ -403,7 +430,7 @@ class ArrayStore:
         return self._opened[1][_index(region)].read()
 
     def _why(self, error: Exception) -> str:
-        """Why an array cannot be read. If it may not be, it is not damaged: `CheckpointError`."""
+        """Why an array cannot be read. Raises `CheckpointError` if permission is missing."""
         text = " ".join(str(error).split()) or type(error).__name__
         text = _DETAILS.sub("", text).replace(f"{self._path}/", "")
         if "PERMISSION_DENIED" in text:
@@ -424,9 +451,9 @@ class ArrayStore:
 
     @cached_property
     def files_by_key(self) -> dict[str, list[str]]:
-        """The files that hold each value of the database, and then the nodes of the index above it.
+        """For each key, the files that hold its value and the index nodes above it.
 
-        Only errors are worth reading the index for. It has what can be read of it.
+        The index is read only after an error. Nodes that cannot be read are left out.
         """
         found: dict[str, list[str]] = {}
         base = tensorstore.KvStore.open(_files(self._path), context=self._context).result()
@@ -439,7 +466,7 @@ class ArrayStore:
             files = [_file_of(location), *above]
             try:
                 node = tensorstore.ocdbt.dump(base, location, context=self._context).result()
-            except ValueError:  # it is damaged, and each leaf below it cannot be read
+            except ValueError:  # a damaged node: the leaves below it cannot be read
                 continue
             for entry in node["entries"]:
                 key = prefix + entry["key"]
@@ -465,7 +492,7 @@ _LOST_CHUNK = re.compile("NOT_FOUND: chunk ")
 
 
 def _file_of(location: str) -> str:
-    """The file of `value:ocdbt.process_0/:d/1f3:0:67108868`, as it is named in `ARRAYS`."""
+    """The file of `value:ocdbt.process_0/:d/1f3:0:67108868`, relative to `ARRAYS`."""
     _, folder, name, _, _ = location.split(":")
     return f"{folder}{name}"
 
@@ -474,7 +501,7 @@ T = TypeVar("T")
 
 
 def in_batches(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """Splits items into lists of at most `IN_FLIGHT` bytes, or of one item that has more."""
+    """Splits items into lists of at most `IN_FLIGHT` bytes, or of a single larger item."""
     batch: list[T] = []
     held = 0
     for item in items:

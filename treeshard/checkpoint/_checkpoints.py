@@ -1,8 +1,8 @@
-"""The checkpoints of a training run: a directory with a checkpoint per saved step.
+"""The checkpoints of a training run: a directory with a checkpoint for each saved step.
 
-There is no list of the steps, which could disagree with the directory: the names are the list.
-Older checkpoints are removed once a later one is durable. Each is renamed first, which hides it
-from readers, so that none ever sees half of one; then a thread removes the files.
+The names in the directory are the list of steps. Older checkpoints are removed once a later one is
+durable. Each is first renamed, so that readers never see half of it, and then a thread removes its
+files.
 """
 
 import atexit
@@ -67,17 +67,17 @@ from treeshard.errors import (
 
 LATEST, REMOVE_AFTER = "restore_latest", "remove_after"
 
-# The saves in the background of which nobody has been told yet how they ended.
+# The saves in the background whose outcome has not been reported yet.
 _untold: set[Writing] = set()
 os.register_at_fork(after_in_child=_untold.clear)
 
 
 @atexit.register
 def _tell_at_exit() -> None:
-    """Ends the process with status 1 if a save has failed that nothing waited for.
+    """Ends the process with status 1 if a save has failed whose error was never raised.
 
-    Python has joined the threads by now, unless a Ctrl-C interrupted it: then the threads would end
-    in the middle of code in C++. Python prints what `atexit` functions raise, but keeps the status.
+    Python has joined the threads by now, unless a Ctrl-C interrupted it. Python prints an exception
+    of an `atexit` function, but keeps the exit status, so the process is ended here.
     """
     failures = [f"failed: {error}" for writing in _untold if (error := writing.error())]
     failures += ["was interrupted." for writing in _untold if not writing.has_ended]
@@ -88,35 +88,38 @@ def _tell_at_exit() -> None:
 
 
 class Checkpoints:
-    """The checkpoints of a training run, in one directory, by step.
+    """Saves and restores the checkpoints of a training run, by step, in one directory.
 
-    They are written in the background: `save` returns once the state may change or be donated.
-    Until `close`, a lock keeps other runs from writing to the directory. Unfinished checkpoints of
-    killed runs are removed, with a `ShardingWarning` that names them. Object stores have no locks:
-    there, what a run that is still alive has not finished is removed, too.
+    Saves run in the background. `save` returns once the state may change or be donated. Until
+    `close`, a lock keeps other runs from writing to the directory. Unfinished checkpoints of killed
+    runs are removed, with a `ShardingWarning` that names them. Object stores have no locks, so the
+    unfinished checkpoint of a run that is still alive is removed there too.
 
-    Use it in a `with` statement, the same on every process.
+    Use it in a `with` statement, with the same arguments on every process.
 
     Args:
-        directory: The directory, created if it does not exist. All processes share it.
-        keep: How many of the latest checkpoints to keep; `None` keeps all. Older ones are removed
-            once another one is complete. What treeshard did not write is never removed, and
-            neither is the checkpoint that was just saved.
-        every: Only steps that are a multiple of it are saved.
-        background: Whether to write in the background. The next `save`, `wait` or `close` raises
-            what went wrong. Without one, the process prints it when it ends, with status 1.
-        read_only: Whether only to read. Then nothing is locked, and another run may be writing.
+        directory: A directory that all processes share. It is created if it does not exist.
+        keep: How many of the latest checkpoints to keep. `None` keeps all. Older checkpoints are
+            removed once a new one is complete, so the disk must hold `keep + 1`. The checkpoint
+            that was just saved, and files that treeshard did not write, are never removed.
+        every: Only steps that are multiples of it are saved.
+        background: Whether to write in the background. If a write fails, the next `save`, `wait` or
+            `close` raises the error. Otherwise the process prints it at exit, and ends with status
+            1.
+        read_only: Whether to read only. Then the directory is not locked, and another run may be
+            writing.
         on_divergence: As in `save`.
-        timeout: Seconds to wait for other processes; waits for their reads and writes have no
+        timeout: Seconds to wait for other processes. Waits for their reads and writes have no
             limit.
-        progress: Whether to show progress bars, as `save` and `restore` do. Of a save in the
-            background, the bar is shown while something waits for it.
+        progress: Whether to show progress bars, as `save` and `restore` do. The bar of a save in
+            the background is shown while a call waits for the save.
 
     Raises:
-        CheckpointError: If another run is writing to the directory: it says which. If the directory
-            cannot be written to, or a process does not see what process 0 creates in it.
-        ProcessError: If the processes pass another directory, `keep` or `every`; if others fail, or
-            do not arrive.
+        CheckpointError: If another run is writing to the directory. The message names the run. If
+            the directory cannot be written to, or a process does not see the files that process 0
+            creates in it.
+        ProcessError: If the processes pass different directories, `keep` or `every`, or if a
+            process fails or does not arrive.
         ValueError: If `keep` or `every` is not positive.
         ImportError: If `progress` is set and `tqdm` is not installed.
 
@@ -130,6 +133,9 @@ class Checkpoints:
         ...     steps = checkpoints.steps()
         >>> steps, step, restored["step"]
         ((3, 4), 4, 4)
+
+    Source:
+        Orbax's `CheckpointManager`.
     """
 
     def __init__(
@@ -150,7 +156,7 @@ class Checkpoints:
         self._keep, self._every, self._background = keep, every, background
         self._timeout, self._read_only, self._progress = timeout, read_only, progress
         show_progress((), "Checkpoints", show=progress)  # raises without tqdm, before all else
-        self._begin = partial(begin, on_divergence=on_divergence)
+        self._begin = partial(begin, on_divergence=on_divergence, in_background=background)
         self._writing: tuple[int, Writing] | None = None
         self._removing: list[Outcome[None]] = []
         self._preemption: Preemption | None = None
@@ -178,27 +184,35 @@ class Checkpoints:
                     check_mark(mark, marks.answer, self._timeout)
 
     def save(self, step: SupportsIndex, state: PyTree, *, force: bool = False) -> bool:
-        """Saves a state, if its step is a multiple of `every`.
+        """Saves a state if its step is a multiple of `every`.
 
-        A checkpoint of this step that exists is replaced once the new one is complete: a killed
-        save leaves the old one or the new one. Object stores cannot do that.
+        An existing checkpoint of this step is replaced once the new one is complete. A killed save
+        leaves the old or the new checkpoint. In an object store, an existing step is an error.
 
         Args:
-            step: The step: not negative.
+            step: The step, from 0 on.
             state: Any pytree, as in `treeshard.checkpoint.save`.
-            force: Whether to save it whatever `every` says, as before the run ends.
+            force: Whether to save a step that is not a multiple of `every`, for example before the
+                run ends.
 
         Returns:
-            Whether it is saved or being saved; `False` if its step is skipped. A `ShardingWarning`
-            says if the directory has later steps.
+            Whether the state is being saved. `False` if the step is skipped.
 
         Raises:
-            CheckpointError: If there is something else than a checkpoint of treeshard at the name
-                of the step, or, in an object store, anything; if this object is closed or
-                read-only; if the state cannot be written, or an earlier one could not be. What
-                existed before is unchanged.
+            CheckpointError: If the name of the step is taken by files that are not a checkpoint of
+                treeshard, or in an object store by any file. If this object is closed or read-only.
+                If this state or an earlier one cannot be written, for example because the disk is
+                full. Existing checkpoints are unchanged.
             ValueError: If the step is negative.
             LeafError, DeletedLeafError, ProcessError: As `treeshard.checkpoint.save`.
+
+        Warns:
+            ShardingWarning: If the directory has later steps.
+
+        Examples:
+            >>> with tempfile.TemporaryDirectory() as run, Checkpoints(run, every=10) as steps:
+            ...     [steps.save(step, {"w": np.ones(8)}) for step in (9, 10)]
+            [False, True]
         """
         number = self._step_to_write("save", step)
         if number % self._every and not force:
@@ -238,21 +252,21 @@ class Checkpoints:
 
     @breaking_if_left()
     def remove_after(self, step: SupportsIndex) -> tuple[int, ...]:
-        """Removes all later steps, for a run that goes back to an earlier one.
+        """Removes all later steps, so that a run can go on from an earlier one.
 
-        It waits for writes in progress first, and returns once the removal would survive a power
-        cut. The step itself stays, if it exists.
+        The call first waits for writes in progress. It returns once the removal would survive a
+        power cut. The step itself is kept.
 
         Args:
-            step: The step: not negative, and the same on all processes.
+            step: The step, from 0 on, and the same on all processes.
 
         Returns:
             The removed steps, ascending.
 
         Raises:
-            CheckpointError: If this object is closed or read-only; if a step cannot be removed: the
-                ones after it are removed by then; if an earlier save could not be written.
-            ProcessError: If the processes pass different steps, or one does not arrive.
+            CheckpointError: If this object is closed or read-only. If a step cannot be removed:
+                steps after it are removed by then. If an earlier save could not be written.
+            ProcessError: If the processes pass different steps, or a process does not arrive.
             ValueError: If the step is negative.
 
         Examples:
@@ -292,15 +306,15 @@ class Checkpoints:
         self._wait_for_removals()
 
     def preempted(self, step: SupportsIndex) -> bool:
-        """Whether the run should save this step and end, since it received SIGTERM or Ctrl-C.
+        """Returns whether to save this step and stop, after SIGTERM or Ctrl-C.
 
         Schedulers send SIGTERM some seconds before they kill a process. Call it once in each step,
-        on all processes. With several, it is true on all of them at the same step, whichever
-        received the signal: JAX's `reached_preemption_sync_point` decides the step.
+        on all processes. All processes get `True` at the same step, whichever received the signal.
+        JAX's `reached_preemption_sync_point` chooses the step.
 
-        The first call installs handlers, which no longer end the process or interrupt its code, and
-        `close` restores those before. Handlers of your own are still called. A second Ctrl-C, at
-        least a second after the first signal, interrupts as usual.
+        The first call installs signal handlers that only set a flag, and `close` restores the
+        previous handlers. Your own handlers are still called. A second Ctrl-C, at least a second
+        after the first signal, interrupts as usual.
 
         Args:
             step: The number of the step that has just run.
@@ -309,8 +323,8 @@ class Checkpoints:
             Whether to stop. It stays true at later steps.
 
         Raises:
-            CheckpointError: If this object is closed or read-only; if there is one process, and the
-                first call is not in the main thread, which alone can install handlers.
+            CheckpointError: If this object is closed or read-only. If a single process makes the
+                first call outside of the main thread: only that thread can install handlers.
             ProcessError: If there are several processes, and JAX's preemption service is disabled.
             ValueError: If the step is negative.
 
@@ -327,6 +341,9 @@ class Checkpoints:
             ...     steps = checkpoints.steps()
             >>> steps
             (8, 11)
+
+        Source:
+            `jax.experimental.multihost_utils.reached_preemption_sync_point`.
         """
         number = self._step_to_write("preempted", step)
         if self._preemption is None:
@@ -337,16 +354,16 @@ class Checkpoints:
     def restore_latest(
         self, like: PyTree = None, **options: Unpack[RestoreOptions]
     ) -> tuple[int, PyTree] | None:
-        """Reads the checkpoint of the latest step, after waiting for writes in progress.
+        """Restores the checkpoint of the latest step, after waiting for writes in progress.
 
-        Initialise a state only if there is no step, so that a restart holds it once:
+        Initialise a state only if it returns `None`, so that a restart holds the state once:
 
             plan = ts.plan(eqx.filter_eval_shape(init, key), rules, mesh)
             latest = checkpoints.restore_latest(plan)
             done, state = latest or (0, init_sharded(init, key, rules=rules, mesh=mesh)[0])
 
-        If another run removes it meanwhile, a read-only reader reads the later one. All processes
-        return the same step, or all raise.
+        All processes return the same step, or all raise. If another run removes this step during
+        the call, a read-only reader restores the next latest step.
 
         Args:
             like: The tree to restore, as in `treeshard.checkpoint.restore`.
@@ -354,12 +371,20 @@ class Checkpoints:
                 `progress`, as in `treeshard.checkpoint.restore`.
 
         Returns:
-            The step and the state; or `None` if there is no checkpoint yet. What cannot be looked
-            at is an error, and never `None`.
+            The step and the state, or `None` if there is no checkpoint yet. A directory that cannot
+            be read raises.
 
         Raises:
             CheckpointError, DamagedError, MismatchError, ProcessError: As `wait` and
                 `treeshard.checkpoint.restore`.
+
+        Examples:
+            >>> with tempfile.TemporaryDirectory() as run, Checkpoints(run) as checkpoints:
+            ...     before = checkpoints.restore_latest()
+            ...     saved = checkpoints.save(7, {"w": np.ones(8)})
+            ...     step, state = checkpoints.restore_latest()
+            >>> before, step, state["w"].shape
+            (None, 7, (8,))
         """
         self.wait()
         step = self._agreed_latest()
@@ -377,10 +402,10 @@ class Checkpoints:
     def _read_by_all(
         self, step: int, like: PyTree, options: RestoreOptions
     ) -> tuple[PyTree, TreeShardError | None]:
-        """The state of a step; or on every process an error, if any cannot read the checkpoint.
+        """The state of a step, or an error on every process if one cannot read the checkpoint.
 
-        A process that returned what it read would leave the others waiting for it. Raises errors
-        that another step would not change.
+        If one process returned its state, the others would wait for it. An error that another step
+        would not change is raised.
         """
         state: PyTree = None
         error: TreeShardError | None = None
@@ -414,10 +439,10 @@ class Checkpoints:
     def restore(
         self, step: SupportsIndex, like: PyTree = None, **options: Unpack[RestoreOptions]
     ) -> PyTree:
-        """Reads the checkpoint of a step, after waiting for writes in progress.
+        """Restores the checkpoint of a step, after waiting for writes in progress.
 
         Args:
-            step: The step.
+            step: The step, one of `steps()`.
             like: The tree to restore, as in `treeshard.checkpoint.restore`.
             **options: `rules`, `mesh`, `min_size`, `cast`, `partial`, `timeout` and
                 `progress`, as in `treeshard.checkpoint.restore`.
@@ -428,6 +453,13 @@ class Checkpoints:
         Raises:
             CheckpointError, RemovedError, DamagedError, MismatchError, ProcessError: As `wait` and
                 `treeshard.checkpoint.restore`.
+
+        Examples:
+            >>> with tempfile.TemporaryDirectory() as run, Checkpoints(run) as checkpoints:
+            ...     saved = checkpoints.save(7, {"w": np.ones(8)})
+            ...     state = checkpoints.restore(7)
+            >>> state["w"].shape
+            (8,)
         """
         self.wait()
         path = self._directory / str(operator.index(step))
@@ -438,27 +470,27 @@ class Checkpoints:
         """The steps of the complete checkpoints, ascending.
 
         Raises:
-            CheckpointError: If the directory, or a checkpoint in it, cannot be looked at.
+            CheckpointError: If the directory, or a checkpoint in it, cannot be read.
         """
         return steps_in(self._directory)
 
     @property
     def latest(self) -> int | None:
-        """The latest step with a complete checkpoint; `None` without any.
+        """The latest step with a complete checkpoint, or `None` if there is no such step.
 
-        A step that lacks files, as while `rsync` copies it, does not count, and a
+        A step that lacks files, for example while `rsync` copies it, does not count. A
         `ShardingWarning` names it.
         """
         while True:
-            with suppress(RemovedError):  # then a later one is there, or an earlier one
+            with suppress(RemovedError):  # look again: the directory has changed
                 return _latest_with_all_files(self._directory)
 
     def wait(self) -> None:
-        """Waits for writes in progress to complete.
+        """Waits until the writes in progress are complete.
 
         Raises:
-            CheckpointError: If one could not be written. It is raised once. If this process was
-                forked from one that is saving.
+            CheckpointError: If a state could not be written. It is raised once. Also if this
+                process was forked from a process that is saving.
         """
         if self._writing is None:
             return
@@ -479,9 +511,12 @@ class Checkpoints:
             self._remove_all_but(self._keep, step)
 
     def close(self) -> None:
-        """Waits as `wait` does, and releases the directory for other writers.
+        """Waits as `wait` does, and then releases the directory for other writers.
 
-        In a process that was forked from the one that opened it, it does neither.
+        In a fork of the process that opened the directory, it does nothing.
+
+        Raises:
+            CheckpointError: As `wait`.
         """
         self._closed = True
         if self._process != os.getpid():  # the locks and the save are those of the other process
@@ -534,18 +569,18 @@ def _lock(directory: epath.Path, held: ExitStack) -> Lock | None:
     lock = None
     if is_local(directory):
         lock = held.enter_context(Lock(lock_in(directory), str(directory)))
-    # In a file system without locks, nobody knows whether what is unfinished is being written.
-    # Object stores never have locks, and there it is removed all the same: the warning says so.
+    # Without locks, an unfinished checkpoint may still be being written. Object stores never have
+    # locks, and unfinished checkpoints are removed there all the same. The warning says so.
     if lock is None or lock.is_held:
         tell_removed("Checkpoints", directory, sweep_run(directory))
     return lock
 
 
 def _latest_with_all_files(directory: epath.Path) -> int | None:
-    """The latest step of which all files are there; `None` without any.
+    """The latest step that has all its files, or `None`.
 
-    A program that copies checkpoints, such as `rsync`, creates the directory of a step first. Such
-    a step has all its files later. One that lost files has not: a warning names it.
+    A program that copies checkpoints, such as `rsync`, creates the directory of a step first, and
+    its files later. A warning names a step that lacks files.
     """
     for step in reversed(steps_in(directory)):
         path = directory / str(step)
@@ -571,10 +606,10 @@ def _unread(errors: list[bytes]) -> bytes:
 
 
 def _lacking_files(path: epath.Path) -> list[str]:
-    """The files of a step that are not there, or have another size.
+    """The files of a step that are missing or have another size.
 
-    Programs that copy directories do so in the order of names. So a step that is being copied has
-    its table before its arrays, and the seal, the last file of these, at the end.
+    Programs copy directories in the order of names. So a step that is being copied gets its table
+    before its arrays, and the seal, which is the last file of the arrays, at the end.
     """
     if not is_local(path):
         return []

@@ -1,8 +1,8 @@
-"""What is at a path: a checkpoint, an incomplete one, a directory of several, or something else.
+"""Paths of checkpoints: whether one is complete, incomplete, removed, or something else.
 
-Whether a checkpoint is complete is seen from its name, since a file system renames a directory at
-once or not at all. Object stores cannot rename one: there a file that is written last says it. The
-names are those of Orbax, so that its tools ignore incomplete checkpoints, too.
+In a file system, the name says whether a checkpoint is complete, because a rename happens at once
+or not at all. Object stores cannot rename directories, so there a last file marks a complete
+checkpoint. Orbax uses the same names, so its tools ignore incomplete checkpoints too.
 """
 
 import errno
@@ -36,31 +36,32 @@ from treeshard.errors import (
 )
 
 ARRAYS, TABLE = "state", "leaves"  # the parts of a checkpoint
-MANIFEST = "manifest.ocdbt"  # the root of the arrays, which names all files that have their values
+MANIFEST = "manifest.ocdbt"  # the root of the index, which names all files with values
 TABLE_FILE = "table.json"
 SEAL = "table.crc32"  # the CRC-32 of the table that was saved with these arrays
-MARK = "treeshard-mark"  # which every process must see before it writes
-TEMPORARY = ".orbax-checkpoint-tmp"  # suffix of the name of an incomplete checkpoint
-COMMITTED = "commit_success.txt"  # marks a complete checkpoint where directories cannot be renamed
+MARK = "treeshard-mark"  # a file that every process must see before it writes
+TEMPORARY = ".orbax-checkpoint-tmp"  # the suffix of an incomplete checkpoint
+COMMITTED = "commit_success.txt"  # marks a complete checkpoint in an object store
 
 # The names beside a checkpoint `7`. Readers ignore all of them:
-# 1. `7.orbax-checkpoint-tmp`: it is being written. Or it was replaced, by an exchange of names.
-# 2. `7.orbax-checkpoint-tmp-replaced`: it is being replaced where names cannot be exchanged. After
-#    a kill between two renames it gets its name back.
+# 1. `7.orbax-checkpoint-tmp`: the checkpoint is being written, or was replaced by an exchange of
+#    names.
+# 2. `7.orbax-checkpoint-tmp-replaced`: it is being replaced, and names cannot be exchanged. After a
+#    kill between two renames it gets its name back.
 # 3. `7.orbax-checkpoint-tmp-1f2e3d4c-removed`: a thread is removing it.
-# 4. `.7.treeshard-lock` while it is written, and `.treeshard-lock` while a run is open.
-# The next save of `7` removes 1 and 2; the next run that opens the directory removes all.
+# 4. `.7.treeshard-lock`, while it is written, and `.treeshard-lock`, while a run is open.
+# The next save of `7` removes 1 and 2. The next run that opens the directory removes all.
 _LOCK = "treeshard-lock"
 _OF_ORBAX = ("_CHECKPOINT_METADATA", "_METADATA", "orbax.checkpoint")
 _STEP = re.compile("0|[1-9][0-9]*")
-_REMOVED = "-removed"  # behind the name of a step that is being removed
-_REPLACED = "-replaced"  # behind the name of a step that another one is about to replace
-_LEFT_STEP = re.compile(rf"(?P<step>[0-9]+){re.escape(TEMPORARY)}")  # with one of these, or not
+_REMOVED = "-removed"  # the suffix of a step that is being removed
+_REPLACED = "-replaced"  # the suffix of a step that is about to be replaced
+_LEFT_STEP = re.compile(rf"(?P<step>[0-9]+){re.escape(TEMPORARY)}")  # with or without a suffix
 _LOCK_OF_STEP = re.compile(rf"\.(?P<step>[0-9]+)\.{_LOCK}")
 
 
 def checkpoint_path(path: PathLike) -> epath.Path:
-    """The path, made absolute if it is in a file system; or a `CheckpointError`."""
+    """The path of a checkpoint, absolute in a file system. Raises `CheckpointError`."""
     check_path(path, "checkpoint", "save(path, tree)`, `restore(path, like)")
     text = os.fspath(path)
     if "://" in text and not text.startswith("file:///"):
@@ -116,11 +117,7 @@ def _in_object_store(text: str) -> epath.Path:
 
 
 def _forget_listings(text: str) -> None:
-    """Lets each look at an object store ask the store.
-
-    fsspec remembers what a directory had when it was listed, and then does not see what another
-    process has written since.
-    """
+    """Turns off the cache of listings in fsspec, which would hide the files of other processes."""
     files = fsspec_backend.fs(text)
     files.dircache.use_listings_cache = False
     files.invalidate_cache()
@@ -135,10 +132,7 @@ def is_local(path: epath.Path) -> bool:
 
 
 def is_there(path: epath.Path) -> bool:
-    """Whether anything is at `path`.
-
-    Raises `CheckpointError` if that cannot be known: a disk that does not answer is not empty.
-    """
+    """Whether `path` exists. Raises `CheckpointError` if the disk does not answer."""
     if not is_local(path):
         return path.exists()
     try:
@@ -156,18 +150,18 @@ def is_complete(path: epath.Path) -> bool:
 
 
 def steps_in(directory: epath.Path) -> tuple[int, ...]:
-    """The steps of which a directory holds complete checkpoints, ascending.
+    """The steps with complete checkpoints in a directory, ascending.
 
-    Directories that treeshard did not write do not count, whatever their name. Raises
-    `CheckpointError` if one of them cannot be looked at.
+    Directories that treeshard did not write do not count. Raises `CheckpointError` if a directory
+    cannot be read.
     """
     before: list[str] | None = None
     while True:
         names = _names_in(directory)
         paths = [directory / name for name in names if _STEP.fullmatch(name)]
         steps = [path for path in paths if is_ours(path) and is_complete(path)]
-        # A writer with `keep=1` replaces a step by the next. A listing may name the one that is
-        # gone by now, or, since it takes a while, neither.
+        # A writer with `keep=1` replaces a step by the next. A listing takes a while, so it may
+        # name the removed step, or neither.
         gone_now = [path for path in paths if path not in steps and not os.path.lexists(path)]
         if (steps and not gone_now) or names == before:
             return tuple(sorted(int(path.name) for path in steps))
@@ -175,7 +169,7 @@ def steps_in(directory: epath.Path) -> tuple[int, ...]:
 
 
 def _names_in(directory: epath.Path) -> list[str]:
-    """The names in a directory, sorted; none if it does not exist."""
+    """The sorted names in a directory. Empty if the directory does not exist."""
     if not (is_local(directory) or directory.is_dir()):
         return []
     try:
@@ -187,9 +181,9 @@ def _names_in(directory: epath.Path) -> list[str]:
 
 
 def changed_files(path: epath.Path, files: FileFacts) -> dict[str, str]:
-    """How the files of its arrays differ from those that a checkpoint was saved with, by name.
+    """How the files of a checkpoint differ from the saved files, by name.
 
-    Raises `CheckpointError` if this process may not read one: that is not damage.
+    Raises `CheckpointError` if this process lacks the permission to read a file.
     """
     changed: dict[str, str] = {}
     for name, (size, crc) in files.items():
@@ -214,7 +208,7 @@ def changed_files(path: epath.Path, files: FileFacts) -> dict[str, str]:
 
 
 def lacking_files(path: epath.Path, files: FileFacts) -> list[str]:
-    """The files of its arrays that are not there, or have another size. None is read."""
+    """The files of the arrays that are missing or have another size, without reading them."""
     lacking: list[str] = []
     for name, (size, _) in files.items():
         file = f"{ARRAYS}/{name}"
@@ -224,17 +218,17 @@ def lacking_files(path: epath.Path, files: FileFacts) -> list[str]:
         except FileNotFoundError:
             lacking.append(file)
         except OSError:
-            pass  # it may be intact: whoever reads it gets the error
+            pass  # the file may be intact, and a reader will get the error
     return lacking
 
 
 def is_ours(path: epath.Path) -> bool:
-    """Whether there is a checkpoint at `path`, perhaps one whose table of leaves is lost."""
+    """Whether `path` is a checkpoint of treeshard, even if its table of leaves is lost."""
     return is_there(path / TABLE / TABLE_FILE) or is_there(path / ARRAYS / SEAL)
 
 
 def table_text(path: epath.Path) -> str:
-    """The table of leaves of a checkpoint; the error for anything else says what is there."""
+    """The text of the table of leaves. Raises an error that says what `path` is instead."""
     if not is_complete(path) and is_there(path):
         steps = _steps(path.parent)
         raise CheckpointError(f"{path} is incomplete: its writer did not finish.{steps}")
@@ -251,7 +245,7 @@ def table_text(path: epath.Path) -> str:
 
 
 def seal(path: epath.Path) -> str:
-    """The CRC-32 of the table that was saved with the arrays, as text; empty if it is lost."""
+    """The CRC-32 of the table that was saved with the arrays, or the empty text if it is lost."""
     try:
         return (path / ARRAYS / SEAL).read_bytes().decode()
     except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
@@ -262,11 +256,11 @@ def seal(path: epath.Path) -> str:
 
 @contextmanager
 def reading(path: epath.Path, *, listed: bool = False) -> Iterator[Callable[[], None]]:
-    """Raises `RemovedError` for whatever fails to be read because the writer removes it meanwhile.
+    """Raises `RemovedError` instead of other errors if the writer has removed the checkpoint.
 
-    A writer removes old steps (`keep=`), and replaces a step that is saved again. Yields a function
-    that raises the error at once, for reads that end without one. `listed` says that a listing had
-    the checkpoint, so that it was removed if it is not there.
+    A writer removes old steps (`keep=`), and replaces a step that is saved again. The context
+    yields a function that raises the error if the checkpoint has changed, for use after reads
+    without an error. With `listed`, a listing had the checkpoint, so a missing one was removed.
     """
     # While a directory is open, no other one gets its inode.
     handle = _open_directory(path) if is_local(path) else None
@@ -289,7 +283,7 @@ def reading(path: epath.Path, *, listed: bool = False) -> Iterator[Callable[[], 
 
 @contextmanager
 def explaining(check: Callable[[], None]) -> Iterator[None]:
-    """Raises what the function of `reading` raises, if anything, instead of another error."""
+    """Calls the function of `reading` before it passes on a `CheckpointError`."""
     try:
         yield
     except CheckpointError:
@@ -304,7 +298,7 @@ def _open_directory(path: epath.Path) -> int | None:
 
 
 def _change_of(path: epath.Path, handle: int | None) -> str:
-    """How a checkpoint that was there has changed; empty if it has not."""
+    """How an existing checkpoint has changed. Empty if it has not."""
     if not (is_there(path) if is_local(path) else is_complete(path)):
         return f"removed while it was read, as `keep=` of its writer does.{_steps(path.parent)}"
     if handle is None or is_open_as(path, handle):
@@ -336,7 +330,7 @@ def _none_at(path: epath.Path) -> CheckpointError:
 
 
 def _steps(directory: epath.Path) -> str:
-    """What an error adds about the steps in a directory, if it has any and can be listed."""
+    """A sentence for an error about the steps in a directory. Empty if there are no steps."""
     steps: tuple[int, ...] = ()
     with suppress(CheckpointError):
         steps = steps_in(directory)
@@ -387,10 +381,10 @@ def check_vacant(path: epath.Path, *, replace: bool = False) -> None:
 
 
 def sweep(path: epath.Path) -> dict[str, int | None]:
-    """Removes what failed saves of a checkpoint left behind. No save may be running.
+    """Removes the unfinished files of earlier saves of a checkpoint. No save may be running.
 
-    A checkpoint that was about to be replaced gets its name back. Returns the bytes of each
-    directory that was removed; `None` in an object store, where nobody counts them.
+    A checkpoint that was about to be replaced gets its name back. Returns the bytes of each removed
+    directory, or `None` for its bytes in an object store.
     """
     removed: dict[str, int | None] = {}
     if not is_local(path):
@@ -408,9 +402,9 @@ def sweep(path: epath.Path) -> dict[str, int | None]:
 
 
 def _is_unfinished(path: epath.Path) -> bool:
-    """Whether an object store has a checkpoint of treeshard at `path` that no save has finished.
+    """Whether `path` in an object store is an unfinished checkpoint of treeshard.
 
-    A file system has it under another name.
+    In a file system, an unfinished checkpoint has another name.
     """
     if is_local(path) or is_there(path / COMMITTED):
         return False
@@ -436,21 +430,22 @@ def sweep_run(directory: epath.Path) -> dict[str, int | None]:
             if not lock.is_held:
                 continue
             removed |= sweep(path)
-            # A run that is alive removes these in a thread of its own, so `sweep` leaves them.
+            # A run that is alive removes these in its own thread, so `sweep` keeps them.
             if name.endswith(_REMOVED) and (directory / name).is_dir():
                 removed |= remove_left(Path(directory / name))
     return removed
 
 
 def partial_path(path: epath.Path) -> epath.Path:
-    """Where a checkpoint is written until it is complete."""
+    """The path at which a checkpoint is written until it is complete."""
     return path.with_name(f"{path.name}{TEMPORARY}") if is_local(path) else path
 
 
 def put_in_place(partial: epath.Path, path: epath.Path, *, replace: bool) -> None:
-    """Renames a complete checkpoint to its name, where `replace` allows another one to be.
+    """Renames a complete checkpoint to its final name.
 
-    The other one is then at a name that `sweep` removes. A kill leaves one of the two.
+    With `replace`, an existing checkpoint gets a name that `sweep` removes. A kill leaves either
+    the old or the new one.
     """
     if not (replace and is_ours(path)):
         partial.rename(path)
@@ -464,17 +459,17 @@ def _replaced_path(path: epath.Path) -> epath.Path:
 
 
 def mark_removed(path: epath.Path) -> epath.Path:
-    """Marks a checkpoint as incomplete, so that it can then be removed slowly."""
+    """Marks a checkpoint as incomplete, before its files are removed."""
     if not is_local(path):
         (path / COMMITTED).unlink(missing_ok=True)
         return path
-    # An earlier checkpoint of this step may still be being removed.
+    # The removal of an earlier checkpoint of this step may still be running.
     name = f"{path.name}{TEMPORARY}-{os.urandom(4).hex()}{_REMOVED}"
     try:
         return path.rename(path.with_name(name))
     except OSError as error:
-        if error.errno != errno.EXDEV:  # of a directory in a lower layer of an overlay
+        if error.errno != errno.EXDEV:  # a directory in a lower layer of an overlay
             raise
-    for name in (f"{TABLE}/{TABLE_FILE}", f"{ARRAYS}/{SEAL}"):  # without both it is no step
+    for name in (f"{TABLE}/{TABLE_FILE}", f"{ARRAYS}/{SEAL}"):  # without them it is not a step
         (path / name).unlink(missing_ok=True)
     return path

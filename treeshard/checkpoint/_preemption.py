@@ -1,12 +1,11 @@
-"""Notices that a run should end: SIGTERM from a scheduler, or Ctrl-C.
+"""Detects that a run should end, by SIGTERM from a scheduler or by Ctrl-C.
 
-An exception in the middle of a step loses the state: the old one is donated, the new one not
-assigned. So the handlers only take note, and the loop asks between two steps.
+An exception in the middle of a step loses the state, because the old state is donated and the new
+one is not assigned yet. So the handlers only set a flag, and the loop reads it between two steps.
 
-Processes receive a signal at different steps, and a flag in each would end them at different steps.
-With several, JAX receives SIGTERM, and its service tells all of them after which step to stop. A
-Ctrl-C is passed on to it as a SIGTERM: a terminal sends it to all of its processes, but `srun` or
-`ssh` may have the others elsewhere.
+Processes receive a signal at different steps. With several processes, JAX receives SIGTERM, and its
+preemption service chooses the step after which all stop. A Ctrl-C is passed on as a SIGTERM, since
+a terminal sends it only to its own processes, and `srun` or `ssh` may run the others elsewhere.
 """
 
 import os
@@ -21,8 +20,8 @@ from jax.experimental.multihost_utils import reached_preemption_sync_point
 
 from treeshard.errors import CheckpointError, ProcessError
 
-# Seconds in which more than one Ctrl-C is the same one: launchers pass on what the terminal has
-# already sent to their children.
+# Seconds in which several Ctrl-C count as one, because launchers pass on a signal that the terminal
+# has already sent to their children.
 _SAME_CTRL_C = 1.0
 _NOTE = b"Ctrl-C: the run stops after this step. Press it again to interrupt it at once.\n"
 
@@ -30,8 +29,8 @@ _NOTE = b"Ctrl-C: the run stops after this step. Press it again to interrupt it 
 class Preemption:
     """The handlers of SIGTERM and SIGINT of a run, and whether they were called.
 
-    Made in the main thread, unless there are several processes: then SIGTERM alone is noticed in
-    other threads, where a Ctrl-C does not interrupt the loop.
+    A single process must create it in the main thread. With several processes, another thread may
+    create it too. Then only SIGTERM is detected, because a Ctrl-C does not interrupt that thread.
     """
 
     def __init__(self, step: int) -> None:
@@ -55,7 +54,7 @@ class Preemption:
 
     def _install(self, number: int) -> None:
         before = signal.getsignal(number)
-        # A signal that is ignored, as under `nohup`, stays so; code in C could not be restored.
+        # An ignored signal, as under `nohup`, stays ignored. A handler in C cannot be restored.
         if before not in (signal.SIG_IGN, None):
             self._before[number] = before
             signal.signal(number, self._notice)
@@ -91,7 +90,7 @@ class Preemption:
             before(number, frame)
 
     def release(self) -> None:
-        """Restores the handlers from before, unless others were installed since."""
+        """Restores the previous handlers, unless others were installed since."""
         self._released = True
         if threading.current_thread() is threading.main_thread():
             for number, before in self._before.items():
@@ -100,7 +99,7 @@ class Preemption:
 
 
 def _handle(number: int, frame: Any, handler: Any) -> None:
-    """Does what another handler would do."""
+    """Calls another handler."""
     if callable(handler):
         handler(number, frame)
     else:

@@ -1,12 +1,12 @@
 """Restores a tree from a checkpoint: all processes agree, then each reads its shards.
 
-No array is read in one place and sent to others: every process opens the store and reads the
-regions that its devices will hold, whoever wrote them. All that the processes exchange is whether
-they make the same call, and what they could not read.
+Every process opens the store and reads the regions that its devices will hold, whichever process
+wrote them. The processes exchange no arrays. They compare their calls and report what they could
+not read.
 
-A region that is read is converted in host memory, moved to its devices, and freed, before many
-others are read. TensorStore compares the checksum of each chunk. An intact chunk of another step
-has a valid checksum, too, so the files are compared with the ones that were saved.
+Each region is converted in host memory, moved to its devices and freed before many others are
+read. TensorStore compares the checksum of each chunk. An intact chunk of another step has a valid
+checksum too, so the files are compared with the list of saved files.
 """
 
 import json
@@ -106,7 +106,7 @@ def restore(
     timeout: float = TIMEOUT,
     progress: bool = False,
 ) -> PyTree:
-    """Reads a checkpoint directly into shards, on any mesh and any number of processes.
+    """Restores a tree from a checkpoint, on any mesh and with any number of processes.
 
     Examples:
         >>> like = {"w": jax.ShapeDtypeStruct((256, 64), "float32"), "act": jax.nn.relu}
@@ -117,49 +117,54 @@ def restore(
         >>> tree["w"].sharding.spec, list(host)
         (P('fsdp',), ['w'])
 
-    Requested and stored leaves are compared before any array is read.
+    Each process reads only its own shards. The requested leaves are compared with the stored ones
+    before the first array is read.
 
     Args:
         path: The checkpoint.
-        like: A `Plan`, or a tree of arrays or `jax.ShapeDtypeStruct`s, or of plans. The result has
-            its structure and its static leaves. Without it, the result is dicts in dicts, by the
-            parts of the paths: `tree["layers"]["0"]["weight"]`. The plan of a subtree,
-            `plan["params"]`, reads the subtree alone.
-        rules: How to shard the arrays, by their paths, as in `plan`. By default arrays are placed
-            like those of `like`; without `like` they stay in host memory.
-        mesh: The mesh for the rules, as in `plan`; by default the current one.
+        like: A `Plan`, a tree of plans, or a tree of arrays or `jax.ShapeDtypeStruct`s. The result
+            has the structure and the static leaves of `like`. The plan of a subtree, such as
+            `plan["params"]`, reads only this subtree. Without `like`, the result is nested dicts by
+            the parts of the paths, such as `tree["layers"]["0"]["weight"]`.
+        rules: Rules to shard the arrays by their paths, as in `plan`. By default, arrays are placed
+            like the arrays of `like`. Without `like` they stay in host memory.
+        mesh: The mesh for the rules, as in `plan`. The default is the current mesh.
         min_size: For the rules, as in `plan`.
-        cast: A floating-point dtype to convert floating-point arrays to, where `like` requests
-            it (or is not given).
-        partial: Whether leaves may be missing from the checkpoint or from `like`. A `None` is
-            missing, in `like` and in the checkpoint, and so is `...` in `like`. Leaves that the
-            checkpoint lacks stay as they are in `like`, and a `ShardingWarning` lists them.
-        timeout: Seconds to wait for other processes; waits for their reads have no limit.
+        cast: A floating-point dtype. Floating-point arrays are converted to it if `like` requests
+            it, or if there is no `like`.
+        partial: Whether leaves may be missing from the checkpoint or from `like`. `None` counts as
+            missing in both, and `...` in `like`. Leaves that the checkpoint lacks stay as they are
+            in `like`, and a `ShardingWarning` lists them.
+        timeout: Seconds to wait for other processes. Their reads may take longer, as long as they
+            are alive.
         progress: Whether to show a progress bar with a step per array (needs `tqdm`).
 
     Returns:
-        The tree. Its arrays share memory with nothing else, nor with each other.
+        The tree. No two of its arrays share memory.
 
     Raises:
-        CheckpointError: If there is no checkpoint at `path`; if there is not enough host memory.
-        RemovedError: If its writer removes or replaces the checkpoint meanwhile.
-        DamagedError: If the checkpoint is not as saved: the leaves are listed.
-        MismatchError: If leaves are missing, not requested, or of another kind, shape or dtype
-            than requested; if they have 64 bits without JAX's x64 mode; if JAX does not know the
-            class of a leaf of `like`.
-        FormatError: If another version of treeshard wrote the checkpoint; if `cast` is not a
+        CheckpointError: If `path` is not a checkpoint, or the host has too little memory.
+        RemovedError: If the writer of the checkpoint removes or replaces it during the call.
+        DamagedError: If leaves are damaged. All of them are listed.
+        MismatchError: If leaves are missing, are not requested, or have another kind, shape or
+            dtype than requested. If arrays have 64 bits, and JAX's x64 mode is off. If JAX does not
+            know the class of a leaf of `like`.
+        FormatError: If another version of treeshard wrote the checkpoint. If `cast` is not a
             floating-point dtype.
-        ShardingRuleError: If the rules do not decide every leaf, or a spec does not fit its leaf.
+        ShardingRuleError: If a leaf matches no rule, or a spec does not fit its leaf. If `like` is
+            a `Plan` with errors, as `Plan.check_before_use`, whose warnings apply too.
         NoMeshError: If there is no mesh for the rules.
         MeshError: If the mesh is abstract.
-        ProcessError: If the processes request different trees, or one fails or does not arrive.
+        LeafError: If `like` has a mutable reference (`jax.Ref`).
+        ProcessError: If the processes request different trees, or a process fails or does not
+            arrive.
         ValueError: If `mesh` or `min_size` is given without `rules`.
         ImportError: If `progress` is set and `tqdm` is not installed.
-        ShardingRuleError: Also if `like` is a `Plan` with errors, as `Plan.check_before_use`, whose
-            warnings apply too.
-        LeafError: If `like` has a mutable reference (`jax.Ref`).
+
+    Source:
+        Orbax restores to the shardings of a target tree in the same way.
     """
-    # A restore to host memory alone needs no other process.
+    # A restore to host memory needs no other process.
     among = [jax.process_index()] if like is None and rules is None else None
     checkpoint = checkpoint_path(path)
     with reading(checkpoint) as check:
@@ -188,7 +193,7 @@ def table_at(path: epath.Path) -> LeafTable:
         table = from_text(text)
     except (DamagedError, FormatError) as error:
         raise type(error)(f"{path}: {error}") from None
-    # The table is whole, and may still be from another checkpoint. The seal is beside the arrays.
+    # An intact table may still belong to another checkpoint. The seal is stored with the arrays.
     if seal(path) != str(crc32(text.encode())):
         raise DamagedError(f"{path}: the table of leaves does not belong to the arrays beside it.")
     return table
@@ -249,13 +254,13 @@ def _read_together(
         errors: dict[str, str] = {}
         shown = show_progress(rows, WHERE, show=progress)
         arrays = _read_arrays(store, _reads(shown, targets), targets, errors)
-        # Each of N processes has written files, and N times N would be opened if all compared all:
-        # one process does. The others compare the root of the index alone. It names every file that
-        # they read, by names that no other save has drawn, and they may see a copy of the
-        # checkpoint of their own.
+        # Each of N processes has written files. If every process compared all files, N times N
+        # files would be opened, so process 0 does. The other processes, which may see a copy of
+        # their own, compare only the root of the index. It names every file that they read, by
+        # names that are unique to the save.
         if among is None and jax.process_index() != 0:
             files = {name: facts for name, facts in files.items() if name == MANIFEST}
-        # An error of its own says more about a leaf than that its file has changed.
+        # The error of a leaf says more than the fact that its file has changed.
         errors = _leaves_in(changed_files(path, files), rows, store) | errors
         check()
         messages.own = json.dumps(errors).encode() if errors else b""
@@ -289,14 +294,14 @@ def _read_arrays(
     targets: Mapping[str, RequestedLeaf],
     errors: dict[str, str],
 ) -> dict[str, Any]:
-    """Arrays in their places. `errors` gets why others cannot be read."""
+    """Reads arrays to where they belong. Errors of arrays that cannot be read go to `errors`."""
     on_host: dict[str, np.ndarray] = {}
 
     def read_parts() -> Iterator[Part[str]]:
         for row, region, stored in store.read(reads, errors):
             target = targets[row.path]
             values = [_converted(row, stored, parse_dtype(target.dtype))]
-            del stored  # no variable keeps it
+            del stored  # frees it before the next read
             if target.sharding is None:
                 on_host[row.path] = values.pop()
             else:
@@ -313,7 +318,7 @@ def _converted(row: SavedLeaf, values: np.ndarray, dtype: np.dtype) -> np.ndarra
 
 
 def _memory_to_read(reads: Iterable[Read], targets: Mapping[str, RequestedLeaf]) -> int:
-    """The host memory that `_read_arrays` takes at most, by a run that reads nothing."""
+    """The most host memory that `_read_arrays` takes, from a run without reads."""
     meter, buffers = Meter(), list[tuple[int, int]]()
 
     def start(read: Read) -> int:
@@ -325,7 +330,7 @@ def _memory_to_read(reads: Iterable[Read], targets: Mapping[str, RequestedLeaf])
         stored = region_bytes(row, region)
         buffers += (stored, stored), (chunk_bytes(row), taken - stored)
         meter.add(stored - taken)
-        # What the store has as `uint8` is viewed in its own dtype, which copies nothing.
+        # Arrays that are stored as `uint8` are viewed in their own dtype, without a copy.
         converts = row.kind == "array" and row.dtype != target.dtype
         add_part(meter, target, region, nbytes=stored, converts=converts)
     return meter.peak + kept_by_allocator(buffers, IN_FLIGHT)
@@ -345,10 +350,9 @@ def _join_errors(messages: list[bytes]) -> bytes:
 def _leaves_in(
     changed: Mapping[str, str], rows: Iterable[SavedLeaf], store: ArrayStore
 ) -> dict[str, str]:
-    """The leaves whose values, or the index of them, are in changed files, each with the reason.
+    """The leaves with values or index entries in changed files, each with the reason.
 
-    Each chunk there may be intact, and still be from another step, so these leaves count as
-    damaged.
+    An intact chunk in such a file may be from another step, so these leaves count as damaged.
     """
     if not changed:  # the index need not be read
         return {}
@@ -374,7 +378,7 @@ def read_each(path: epath.Path, table: LeafTable, rows: Iterable[SavedLeaf]) -> 
         arrays = _read_arrays(store, reads, targets, errors)
         for row in batch:
             damage = errors.get(row.path, "") or in_changed.get(row.path, "")
-            # No variable keeps what was yielded while the next batch is read.
+            # Without a variable, each leaf is freed before the next batch is read.
             yield _read_leaf(row, arrays.pop(row.path, None), damage)
 
 
@@ -393,11 +397,11 @@ def find_damages(
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Reads all leaves, chunk by chunk. Returns how leaves are damaged, by path, and other files.
 
-    `rows` are the rows of the table. The other files belong to the checkpoint too, but no leaf is
-    read from them: the index of a single process, and what Orbax reads.
+    `rows` are the rows of the table. The other files are the index of a single process, and the
+    metadata for Orbax.
     """
     stored = [row for row in table.leaves if row.stored]
-    # What is in flight, each chunk once more as TensorStore decodes it, and the one before.
+    # The chunks in flight, a decoded copy of each by TensorStore, and the previous chunk.
     largest = max(map(chunk_bytes, stored), default=0)
     needed = min(2 * sum(row.bytes for row in stored), max(IN_FLIGHT, 2 * largest) + largest)
     needed += kept_by_allocator(((chunk_bytes(x), 2 * x.bytes) for x in stored), IN_FLIGHT)

@@ -1,12 +1,12 @@
 """Saves a tree as one directory, atomically and durably, on all processes together.
 
-A save has three stages, each of which ends on all processes before the next begins: process 0
-creates a directory under a temporary name; each process writes its arrays into it; process 0 merges
-their indexes and renames the directory. A rename in a file system happens at once or not at all,
-and readers ignore the temporary name, so they need not know about writers.
+A save has three stages, and each ends on all processes before the next begins. First, process 0
+creates a directory with a temporary name. Second, each process writes its arrays into it. Third,
+process 0 merges the indexes and renames the directory. In a file system, a rename happens at once
+or not at all, and readers ignore the temporary name.
 
-`begin` returns once the arrays are copied to the host, and a thread does the rest. Without the copy
-no step could donate its state until everything is written.
+A thread writes. For a save in the background, `begin` first copies the arrays to the host, so that
+the next step can donate its state. Other saves copy only the parts in flight, and none on the host.
 """
 
 import json
@@ -52,6 +52,7 @@ from treeshard.checkpoint._array_store import (
     copies,
     memory_to_save,
     merge,
+    own_parts,
     write_arrays,
     written_by,
 )
@@ -75,7 +76,7 @@ from treeshard.errors import CheckpointError, LeafError, counted, listed, warn
 
 
 class Writing:
-    """A save in the background, of arrays with `size` bytes."""
+    """A save that a thread writes, with `size` bytes of arrays."""
 
     def __init__(self, path: epath.Path, size: int, end: Outcome[None]) -> None:
         self._path, self._size, self._end = path, size, end
@@ -85,7 +86,7 @@ class Writing:
         return self._end.done
 
     def wait(self, *, progress: bool = False) -> None:
-        """Returns once all processes have written everything; or raises what failed on any."""
+        """Waits until all processes have finished. Raises if the save failed on any process."""
         try:
             if progress and jax.process_index() == 0:
                 for percent in show_progress(range(1, 101), WHERE, unit="%"):
@@ -97,11 +98,11 @@ class Writing:
             raise
 
     def error(self) -> BaseException | None:
-        """What went wrong, if it has ended."""
+        """The error of a save that has ended, or `None`."""
         return self._end.error() if self._end.done else None
 
     def _on_disk(self) -> int:
-        """The bytes of all files so far; 0 in an object store, which shows only complete ones."""
+        """The bytes of all files so far, or 0 in an object store, which shows complete files."""
         if not is_local(self._path):
             return 0
         return bytes_in(Path(partial_path(self._path)))
@@ -113,34 +114,37 @@ def begin(
     *,
     on_divergence: str,
     timeout: float,
+    in_background: bool,
     run: Lock | None = None,
     replace: bool = False,
 ) -> Writing:
-    """Begins to save a tree, as `checkpoint.save` does. Its leaves may then change or be donated.
+    """Begins to save a tree, as `checkpoint.save` does.
 
-    Either all processes save it or all raise, here or in `Writing.wait`. If they raise, process 0
-    removes the unfinished checkpoint. `run` is the lock of the directory, if it is held. `replace`
-    says whether a checkpoint that is at `path` is replaced, which is otherwise an error.
+    With `in_background`, its leaves may change or be donated before `Writing.wait` returns. Either
+    all processes save the tree, or all raise, here or in `Writing.wait`. After an error, process 0
+    removes the unfinished checkpoint. `run` is the lock of the directory, if it is held. With
+    `replace`, an existing checkpoint at `path` is replaced. Otherwise it is an error.
     """
     if on_divergence not in ("error", "warn"):
         raise ValueError(f"{WHERE}(on_divergence={on_divergence!r}): it is 'error' or 'warn'.")
     first = jax.process_index() == 0
     with ExitStack() as held:
-        # What can be known to fail fails here, on all processes, before anything is written.
+        # These checks run on all processes before the first byte is written.
         with require_agreement(WHERE, timeout=timeout, reads=False) as facts:
             facts["the path"] = str(path)
             table, arrays = pack(tree, facts)
             if not table.leaves:
                 raise LeafError(f"{WHERE}: the tree has no array, number, text or `None` to save.")
+            parts = own_parts(arrays)
             if first:
                 _lock(path, run, held)
                 check_vacant(path, replace=replace)
-        needed, lacks = memory_to_save(arrays), partial(_no_memory, path)
+        needed, lacks = memory_to_save(parts, copied=in_background), partial(_no_memory, path)
         check_memory_of_hosts(WHERE, needed, lacks, threads=THREADS, timeout=timeout)
-        # Once all have the same arrays: to read one waits for the program that makes it.
+        # Only now, because a read of an array waits for the program that computes it.
         _check_copies(arrays, timeout, on_divergence)
         if first:
-            # After a failure, or of what was replaced; before the lock is released.
+            # Removes an unfinished or replaced checkpoint before the lock is released.
             held.callback(_clean_up, path)
         running: list[Outcome[Any]] = []
         try:
@@ -148,12 +152,12 @@ def begin(
                 with _stage(path, "begin", timeout) as mark:
                     if first:
                         mark.own = _create(path)
-                    copied = copies(arrays)
-                size = sum(x.nbytes for parts in copied.values() for _, x in parts)
+                    if in_background:
+                        parts = copies(parts)
                 with interrupts_deferred():  # the thread takes over the locks
-                    parts = table, copied, mark.answer, timeout
-                    end = start_thread(running, _finish, path, *parts, replace, held.pop_all())
-            return Writing(path, size, end)
+                    given = table, parts, mark.answer, timeout
+                    end = start_thread(running, _finish, path, *given, replace, held.pop_all())
+            return Writing(path, sum(row.bytes for row in table.leaves if row.stored), end)
         except BaseException:
             for outcome in running:  # hold the locks until the last byte is written
                 outcome.wait()
@@ -162,7 +166,7 @@ def begin(
 
 def _no_memory(path: epath.Path, fact: str, _free: int) -> CheckpointError:
     return CheckpointError(
-        f"{path} was not saved: the copies of the arrays need {fact} Free some, or shard the arrays"
+        f"{path} was not saved: copies of its arrays need {fact} Free some, or shard the arrays"
         " over more processes."
     )
 
@@ -184,7 +188,7 @@ def _why_differing(x: Any) -> str:
 
 
 def _check_copies(arrays: Arrays, timeout: float, on_divergence: str) -> None:
-    """Raises, or warns, if what several devices or processes hold of an array differs."""
+    """Raises or warns if the copies of an array on several devices or processes differ."""
     differing = compare_copies(WHERE, arrays, timeout=timeout)
     if not differing:
         return
@@ -206,12 +210,12 @@ def _check_copies(arrays: Arrays, timeout: float, on_divergence: str) -> None:
 
 
 def _clean_up(path: epath.Path) -> None:
-    with suppress(Exception):  # the first error is the one to raise, and the next save sweeps again
+    with suppress(Exception):  # the first error is raised, and the next save sweeps again
         sweep(path)
 
 
 def _create(path: epath.Path) -> bytes:
-    """Creates the unfinished checkpoint; returns the mark that every process must see in it."""
+    """Creates the unfinished checkpoint, and returns the mark that every process must see."""
     partial = partial_path(path)
     tell_removed(WHERE, path.parent, sweep(path))
     partial.mkdir()
@@ -222,23 +226,23 @@ def _create(path: epath.Path) -> bytes:
 def _finish(
     path: epath.Path,
     table: LeafTable,
-    copied: dict[str, Parts],
+    parts: dict[str, Parts],
     mark: bytes,
     timeout: float,
     replace: bool,
     held: ExitStack,
 ) -> None:
-    """Writes the arrays, and gives the checkpoint its name, durably."""
+    """Writes the arrays durably, and gives the checkpoint its name."""
     me, partial = jax.process_index(), partial_path(path)
-    leaves = list(copied)
+    leaves = list(parts)
     with held:
         with _stage(path, "written", timeout, to_first, works=True) as reports:
             if me != 0:  # before a byte is written where process 0 would not find it
                 check_mark(partial / MARK, mark, timeout)
-            has_written = write_arrays(partial, table.leaves, copied)
-            files: FileFacts = {}  # in a file system, what process 0 must see
+            has_written = write_arrays(partial, table.leaves, parts)
+            files: FileFacts = {}  # the files that process 0 must see in a file system
             if me != 0 and has_written and is_local(path):
-                # On a network file system, `fsync` covers what its own machine wrote.
+                # On a network file system, `fsync` covers only the writes of its own machine.
                 folder = written_by(partial, me)
                 facts = flush_tree(folder)
                 files = {f"{folder.name}/{name}": x for name, x in facts.items()}
@@ -257,20 +261,20 @@ def _finish(
 
 
 def _commit(path: epath.Path, table: LeafTable, written: Sequence[FileFacts], replace: bool) -> str:
-    """Makes a written checkpoint visible under its name, if it can be read back.
+    """Gives a written checkpoint its name, if its table can be read back.
 
-    `written` are the files that each other process has written. Returns why the name could not be
-    flushed; empty if it was.
+    `written` has the files of each process. Returns why the name could not be flushed, or the empty
+    text.
     """
     partial = partial_path(path)
     (partial / MARK).unlink()
     if is_local(path):
-        # The rename may reach the disk before the files do, unless these are flushed first; and it
-        # is on the disk only once the directory that has the name is.
+        # Without a flush, the rename may reach the disk before the files. The rename itself is
+        # durable once the parent directory is flushed.
         table = table._replace(files=flush_tree(partial / ARRAYS))
         _check_seen(partial, table.files, written)
     else:
-        # Without it, the tables of two steps would be alike, and each would fit to both.
+        # The manifest makes the tables of two steps differ, so that neither fits the other.
         with (partial / ARRAYS / MANIFEST).open("rb") as file:
             table = table._replace(files={MANIFEST: file_facts(file)})
     text = to_text(table)
@@ -282,14 +286,14 @@ def _commit(path: epath.Path, table: LeafTable, written: Sequence[FileFacts], re
         flush(partial / ARRAYS / SEAL)
         flush(partial / ARRAYS)
         flush(partial)
-    # All else is found in the table, so it is read once more before it may replace a checkpoint.
+    # The table locates everything else, so it is read back before it may replace a checkpoint.
     if (partial / TABLE / TABLE_FILE).read_text() != text:
         raise CheckpointError("the table of leaves that was written reads otherwise.")
     if not is_local(path):
         (path / COMMITTED).write_text("")
         return ""
     put_in_place(partial, path, replace=replace)
-    # From here on there is a checkpoint, so what fails must not say that there is none.
+    # The checkpoint exists from here on, so a later error must not deny it.
     try:
         flush(path.parent)
     except OSError as error:
@@ -298,7 +302,7 @@ def _commit(path: epath.Path, table: LeafTable, written: Sequence[FileFacts], re
 
 
 def _check_seen(partial: epath.Path, files: FileFacts, written: Sequence[FileFacts]) -> None:
-    """Raises unless process 0 sees the files that the others have written, as they see them."""
+    """Raises unless process 0 sees the same files as the processes that have written them."""
     for process, of_process in enumerate(written):
         seen = {name: files[name] for name in of_process if name in files}
         if seen != of_process:
@@ -322,9 +326,9 @@ def _stage(
     *,
     works: bool = False,
 ) -> Iterator[Messages]:
-    """A part of a save on all processes: if it raises on one, even for a Ctrl-C, all raise.
+    """A stage of a save on all processes. If one process raises, even by a Ctrl-C, all raise.
 
-    Like `all_or_none`, but the error lists the errors of all processes.
+    It is like `all_or_none`, but its error lists the errors of all processes.
     """
     messages = Messages()
     raised: BaseException | None = None
@@ -338,7 +342,7 @@ def _stage(
         what = f"{channel}: {name}"
         told, failures = exchange_outcomes(what, raised, messages.own, combine, **options)
     if raised is not None and not isinstance(raised, Exception):
-        raise raised  # a Ctrl-C stays one
+        raise raised  # a Ctrl-C stays a KeyboardInterrupt
     if failures:
         if jax.process_count() == 1:
             failures = [failures[0].removeprefix("process 0 raised ")]

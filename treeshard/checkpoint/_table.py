@@ -1,8 +1,8 @@
-"""The table of leaves of a checkpoint: made from a tree, written as JSON, and read.
+"""The table of leaves of a checkpoint: built from a tree, written as JSON, and read back.
 
-The array store alone could list the arrays, and Orbax's metadata does. The table has what neither
-holds: leaves that are not arrays, the order of the tree, shardings, and which files belong to the
-arrays. It is text, so that a person can read it without any of these libraries.
+The array store and the metadata of Orbax list the arrays. The table adds leaves that are not
+arrays, the order of the tree, shardings, and the list of files. It is JSON, so that you can read it
+without these libraries.
 """
 
 import json
@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.tree_util import tree_leaves
 
-from treeshard._core.arrays import array_text, data_of, has_shape, is_key, map_shards, to_read
+from treeshard._core.arrays import array_text, data_of, has_shape, is_key, to_read
 from treeshard._core.facts import Facts
 from treeshard._core.mesh import axis_sizes
 from treeshard._core.paths import PyTree, leaf_paths, shared_names
@@ -52,11 +52,11 @@ class LeafTable(NamedTuple):
     """The table of leaves of a checkpoint.
 
     Attributes:
-        meshes: The axes and sizes of the meshes that the arrays were on, usually one.
+        meshes: The axes and sizes of the meshes of the arrays, usually one mesh.
         leaves: A row for each leaf that is not static, in JAX's order.
-        files: The files of the arrays, which a save does not know until it has written them. In an
-            object store, whose objects are whole or not there, only the one that names the others.
-        empty: The containers that have no children, by path: `dict`, `list` or `tuple`.
+        files: The files of the arrays, which are known once they are written. In an object store,
+            where writes are atomic, only the manifest, which names the other files.
+        empty: The containers without children, by path: `dict`, `list` or `tuple`.
     """
 
     meshes: tuple[dict[str, int], ...]
@@ -69,12 +69,12 @@ class LeafTable(NamedTuple):
 
 
 def pack(tree: PyTree, facts: Facts) -> tuple[LeafTable, Arrays]:
-    """A tree as a table, and the arrays to store, by path.
+    """Builds the table of a tree, and collects the arrays to store, by path.
 
-    Arrays of dtypes that the store has are not copied; numpy scalars are arrays of shape `()`.
-    Leaves other than arrays, keys, numbers, strings, bytes, enums and `None` are static, and left
-    out. `facts` gets what must be the same on all processes. Raises as `checkpoint.save` does for
-    leaves and paths.
+    Arrays are copied only if the store lacks their dtype. Numpy scalars become arrays of shape
+    `()`. Leaves other than arrays, keys, numbers, strings, bytes, enums and `None` are static, and
+    left out. The facts that must agree on all processes go to `facts`. Raises as `checkpoint.save`
+    does for leaves and paths.
     """
     check_known(tree, WHERE)
     misfits = {i: _unstorable(x) for i, x in enumerate(tree_leaves(tree))}
@@ -91,11 +91,13 @@ def pack(tree: PyTree, facts: Facts) -> tuple[LeafTable, Arrays]:
         facts[path] = f"{row.kind} {row.value}"
         if row.dtype and x.size:  # an array without elements is not stored
             array = arrays[path] = _as_stored(x)
-            row = row._replace(stored=dtype_name(array.dtype), chunk=chunk_shape(array))
+            row = row._replace(
+                stored=dtype_name(stored_dtype(array.dtype)), chunk=chunk_shape(array)
+            )
         if row.dtype:
             facts[path] = f"{array_text(row)} as {row.spec}, {row.impl or row.stored}"
         rows.append(row)
-    # After all shapes: a message that lists the first few facts should say if these differ.
+    # After all shapes, because messages list only the first differences.
     for path, x in named.items():
         facts.add_origin(path, x, range(jax.process_count()))
     empty = _empty_containers(tree)
@@ -104,7 +106,7 @@ def pack(tree: PyTree, facts: Facts) -> tuple[LeafTable, Arrays]:
 
 
 def paths_of(tree: PyTree, where: str, error: type[Exception]) -> dict[int, str]:
-    """The paths of the leaves that are not static, by leaf index. Raises if several share one."""
+    """The paths of the leaves that are not static, by leaf index. Raises if paths are shared."""
     leaves = tree_leaves(tree, is_leaf=is_none)
     paths = leaf_paths(tree, is_leaf=is_none)
     names = [path if kind_of(x) else None for path, x in zip(paths, leaves, strict=True)]
@@ -135,12 +137,12 @@ def _empty_kind(x: Any) -> str:
 
 
 def empty_containers(table: LeafTable) -> dict[str, Any]:
-    """The containers of a table that have no children, by path; a named tuple is a tuple."""
+    """The containers of a table without children, by path. A named tuple becomes a tuple."""
     return {path: _CONTAINERS.get(kind, dict)() for path, kind in table.empty.items()}
 
 
 def unpack(row: SavedLeaf, array: Any) -> Any:
-    """The leaf of a row, from its array, or from the data of its keys."""
+    """Makes the leaf of a row, from its array or from the data of its keys."""
     if row.kind == "none":
         return None
     if row.value is not None:
@@ -149,7 +151,7 @@ def unpack(row: SavedLeaf, array: Any) -> Any:
 
 
 def in_its_dtype(row: SavedLeaf, stored: np.ndarray) -> np.ndarray:
-    """The numbers of a row, or the data of its keys, from how the array store has them."""
+    """The values of a row, or the data of its keys, in their own dtype."""
     dtype = np.dtype("uint32") if row.kind == "key" else parse_dtype(row.dtype)
     return stored if stored.dtype == dtype else stored.view(dtype)
 
@@ -165,14 +167,14 @@ def _unstorable(x: Any) -> TreeShardError | None:
             why = "its PRNG implementation has no name, so no other program could restore it."
             return LeafError(f"{why} Save `jax.random.key_data` of it.")
         return None
-    # numpy's strings are Python's too.
+    # numpy's strings are subclasses of Python's.
     if isinstance(x, np.ndarray | np.generic) and not isinstance(x, str | bytes):
         return LeafError("JAX does not support this dtype. Use `.astype`, or `.tolist()`, first.")
     return None
 
 
 def _check_unicode(named: Mapping[str, Any]) -> None:
-    """Python's strings may hold half of a surrogate pair, which no UTF-8 file can."""
+    """Raises if a path or string has half of a surrogate pair, which UTF-8 cannot encode."""
     facts: list[str] = []
     for path, x in named.items():
         try:
@@ -186,7 +188,7 @@ def _check_unicode(named: Mapping[str, Any]) -> None:
 
 
 def _row_of(path: str, x: Any) -> SavedLeaf:
-    """The row of a leaf, but for how an array is stored."""
+    """The row of a leaf, without the fields of the array store."""
     if x is None:
         return SavedLeaf(path, "none")
     if not has_shape(x):
@@ -214,18 +216,10 @@ def _as_stored(x: Any) -> jax.Array | np.ndarray:
     x = data_of(x)
     if not isinstance(x, jax.Array):
         x = np.asarray(x)
-        x = x.astype(x.dtype.newbyteorder("="), copy=False)
-    elif jax.process_count() > 1 and x.is_fully_addressable:
-        x = np.asarray(to_read(x))  # each process has a copy: process 0 stores its own
-    stored = stored_dtype(np.dtype(x.dtype))
-    return x if stored == x.dtype else _viewed_as(x, stored)
-
-
-def _viewed_as(x: jax.Array | np.ndarray, dtype: np.dtype) -> Any:
-    """A copy of the bytes of `x`, viewed as another dtype of one byte."""
-    if isinstance(x, jax.Array):
-        return map_shards(x, lambda values: np.array(values).view(dtype), dtype)
-    return np.array(x).view(dtype)
+        return x.astype(x.dtype.newbyteorder("="), copy=False)
+    if jax.process_count() > 1 and x.is_fully_addressable:
+        return np.asarray(to_read(x))  # each process has a copy: process 0 stores its own
+    return x
 
 
 # ------------------------------------------------------------------ as JSON
@@ -267,10 +261,10 @@ def to_text(table: LeafTable) -> str:
 
 
 def from_text(text: str) -> LeafTable:
-    """Reads what `to_text` wrote.
+    """Reads a table from the text of `to_text`.
 
-    Raises `DamagedError` if it is not what was written, and `FormatError` if another version of
-    treeshard wrote it, or another program wrote a row that is not one of a leaf.
+    Raises `DamagedError` if the text has changed. Raises `FormatError` if another version of
+    treeshard wrote it, or if another program wrote an invalid row.
     """
     try:
         raw = parse_json(text.encode())
@@ -297,7 +291,7 @@ def from_text(text: str) -> LeafTable:
 
 
 def _row_of_json(raw: Any, where: str) -> SavedLeaf:
-    """The row in JSON. What would fail later, where no error could name the leaf, fails here."""
+    """Parses a row, and checks all fields here, where an error can name the leaf."""
     try:
         if raw.keys() != set(_FIELDS.get(raw["kind"], _OF_VALUES)):
             raise FormatError(f"its fields are {', '.join(raw)}.")

@@ -1,9 +1,8 @@
-"""What a compiled program communicates, and whether that is what was planned.
+"""Reports what a compiled program communicates, and compares that with a plan.
 
-`Step.communication` compares a step with its plan and explains each difference, and
-`compare_communication` does so for a step of your own loop. `collectives` lists what any program
-communicates. In tests, `assert_collectives` checks a budget. Nothing runs: a program that is only
-compiled is enough.
+`Step.communication` compares a step with its plan and explains each difference.
+`compare_communication` compares a step of your own loop. `collectives` lists what any program
+communicates. `assert_collectives` checks a budget in a test. Programs are compiled and do not run.
 
 Examples:
     >>> mesh = ts.make_mesh("fsdp=8")

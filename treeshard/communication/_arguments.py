@@ -1,7 +1,7 @@
 """Names the arguments of a compiled program by their paths in the trees that it was called with.
 
-By position: JAX drops arguments that a program does not use, so that the others have other numbers
-in its text, and its compiler may change or leave out names.
+Arguments are matched by position. JAX drops arguments that a program does not use, so the numbers
+in the text differ, and the compiler may change or leave out names.
 """
 
 import re

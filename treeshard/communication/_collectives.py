@@ -1,7 +1,7 @@
 """Lists the collectives of a compiled program, and asserts budgets on them.
 
-Of the compiled program, and not of a jaxpr or a lowered one: XLA's partitioner adds most of them,
-and backends then combine, fuse, widen and split them, each in its own way.
+A jaxpr or a lowered program is not enough: XLA's partitioner adds most collectives, and each
+backend then combines, fuses, widens and splits them in its own way.
 """
 
 import math
@@ -44,37 +44,36 @@ Budget = int | tuple[int | None, int | None] | None
 
 @dataclass(frozen=True)
 class Collective:
-    """One buffer that a program moves between devices.
+    """One buffer that a program communicates between devices.
 
     Attributes:
         kind: `"all-gather"`, `"reduce-scatter"`, `"all-reduce"`, `"all-to-all"`,
             `"collective-permute"`; rarely `"collective-broadcast"`, `"ragged-all-to-all"`,
-            `"send"`, or `"unknown"` for an op whose name looks like that of a collective.
-        dtype: The dtype that is moved. A backend may have widened it.
+            `"send"`, or `"unknown"` for an op whose name looks like a collective's.
+        dtype: The dtype that is communicated. A backend may have widened it.
         bytes: The payload of one execution, measured on the full-size side: an all-gather's
             output, a reduce-scatter's input, and for other kinds one device's buffer.
-        wire_bytes: The bytes that a device sends in one execution, if devices form a ring. Twice as
-            many as needed for an all-gather that a backend makes an all-reduce, of shards in arrays
-            of zeros.
+        wire_bytes: The bytes that a device sends in one execution, if the devices form a ring. If a
+            backend turns an all-gather into an all-reduce of shards in arrays of zeros, these are
+            twice the bytes of a gather.
         axes: The mesh axes that its device groups span; `None` if they do not span whole axes,
             or the mesh is unknown.
         count: The number of executions, including trips of loops; `None` if it depends on data.
-        path: The argument whose data it moves, such as `state/layers/0/w`; `None` for computed
-            values, such as activations and gradients.
-        op_name: JAX's name of the operation. One that the partitioner inserted without a name has
+        path: The argument whose data it communicates, such as `state/layers/0/w`; `None` for
+            computed values, such as activations and gradients.
+        op_name: JAX's name of the operation. If the partitioner inserted it without a name,
             the name of the first operation that uses its result.
         source: The line of user code that this operation comes from, as `file:line`.
         is_async: Whether it can overlap with other work (`-start` and `-done`).
         rank: The number of dims of the buffer; 0 for a scalar such as a loss.
         completes: The kind of the collective that it belongs to, if it only shifts the rows of
             a padded result into place; else `None`.
-        is_widened: Whether the text shows a wider dtype than the data has before: of a cast of the
-            step, or of the backend.
+        is_widened: Whether the step or the backend has cast the data to a wider dtype before.
         is_inserted: Whether XLA marks it as inserted by its partitioner; only newer versions do.
         within: The mesh axes along which the devices of a group differ, where groups span only
             a part of them, as with `axis_index_groups`; else `None`.
-        part: Which part: the number of devices of a group, and how far apart they are along the
-            axes of `within`; `None` if unevenly, or if groups span whole axes.
+        part: The number of devices of a group, and how far apart they are along the axes of
+            `within`; `None` if the distances differ, or if groups span whole axes.
 
     Examples:
         >>> Collective("all-gather", "float32", 4096, 3584, ("fsdp",), count=12).total_bytes
@@ -105,29 +104,28 @@ class Collective:
 
 
 def collectives(program: CompiledProgram, mesh: MeshLike | None = None) -> list[Collective]:
-    """Lists what a program moves between devices, with the tree paths of the arrays it moves.
+    """Lists what a program communicates, with the tree paths of the arrays.
 
-    An op on several buffers gives one entry per buffer; only an all-to-all gives one for all,
-    since its buffers are the parts of one array. What cannot be determined is `None`, never a
-    guess.
+    An op on several buffers gives one entry per buffer. An all-to-all gives one entry, because its
+    buffers are the parts of one array. Attributes that the program does not show are `None`.
 
     Args:
         program: A `jax.stages.Compiled`, also as `Step.compile` or `eqx.filter_jit` wraps it, or
-            the text of one (HLO). A `jax.stages.Lowered` is refused: the partitioner adds most
-            collectives when it compiles.
+            its text (HLO). A `jax.stages.Lowered` raises an error, because the partitioner adds
+            most collectives when it compiles.
         mesh: The mesh that the program runs on, to name its axes: a mesh, or text such as
             `"data=2,fsdp=4"`. By default it is read from the program's shardings; the text of
             HLO alone does not name axes.
 
     Returns:
-        A `Collective` per buffer, in program order. If a program calls one function from several
-        places, there is one per place.
+        A `Collective` per buffer, in program order. A function that the program calls from several
+        places has a `Collective` per place.
 
     Raises:
         FormatError: If the text is not HLO, is truncated, or contains a collective that cannot be
             parsed.
         MeshError: If the program is partitioned over another number of devices than `mesh` has.
-        TypeError: If `program` is none of these, such as a function that was not compiled.
+        TypeError: If `program` is something else, such as a function that was not compiled.
 
     Examples:
         >>> mesh = make_mesh("fsdp=8")
@@ -154,22 +152,22 @@ def assert_collectives(
     collective_permute: Budget = None,
     max_bytes: int | None = None,
 ) -> None:
-    """Checks how often a program runs each kind of collective, and how many bytes it moves.
+    """Checks how often a program runs each kind of collective, and how many bytes it communicates.
 
-    An op that looks like a collective but cannot be read fails the check, whatever the budgets.
-    The rare kinds, such as `"send"`, have no budget of their own: `max_bytes` counts them too.
+    An op that looks like a collective but cannot be read fails the check, whatever the budgets are.
+    Rare kinds, such as `"send"`, have no budget of their own, and `max_bytes` includes them.
 
     Args:
         program: As in `collectives`.
         mesh: As in `collectives`.
         all_gather: The exact number of executions, per buffer and including trips of loops; or
-            `(count, bytes)`, where `bytes` is the most that all executions together may move,
-            and either may be `None`. `None` leaves the kind unchecked.
+            `(count, bytes)`, where `bytes` is the maximum for all executions together, and either
+            may be `None`. `None` leaves the kind unchecked.
         reduce_scatter: As `all_gather`.
         all_reduce: As `all_gather`.
         all_to_all: As `all_gather`.
         collective_permute: As `all_gather`.
-        max_bytes: The most that all kinds together may move, in bytes of payload.
+        max_bytes: The maximum for all kinds together, in bytes of payload.
 
     Raises:
         CommunicationError: If a budget is exceeded, or a number in it is unknown. It is also an
@@ -357,7 +355,7 @@ class CollectiveReader:
         self._started = set[str]().union(*map(_find_chain_starts, computations))
 
     def all(self) -> Iterator[Collective]:
-        """The collectives that the entry reaches, and those of computations without a caller."""
+        """The collectives that the entry reaches, and all of computations without a caller."""
         for context, op, count in executions(self.flow, lambda op: _kind(op) != ""):
             kind = self._kind_in(context, op)
             if kind:
@@ -568,7 +566,7 @@ def _type(of: Value) -> Buffer:
 
 
 def path_of(origins: Origins, paths: Mapping[int, str]) -> str | None:
-    """The argument whose data values are, if it is one and they are nothing else."""
+    """The argument whose data all values are, if there is exactly one."""
     if len(origins.arguments) != 1 or origins.computed:
         return None
     [number] = origins.arguments

@@ -1,8 +1,8 @@
 """Compares what a compiled step communicates with what its plan predicts.
 
-Leaf by leaf, and not by totals: the totals of a step that gathers one weight twice and another not
-at all are right. And always with the trace of the step, which tells what it does with each leaf:
-which leaves are trained, how often each is gathered, and in which dtype.
+The comparison is made leaf by leaf: totals would be right for a step that gathers one weight twice
+and another one never. It needs the trace of the step, which shows what the step does with each
+leaf: which leaves are trained, how often each is gathered, and in which dtype.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -64,29 +64,30 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The communication of a plan beside that of a program; `str()` of it is a table.
+    """What a plan predicts and what a program communicates; `str()` of it is a table.
 
     Attributes:
         planned: What the plan predicts, leaf by leaf.
-        compiled: What the program moves, op by op; the steps of a scatter or a gather that runs
-            over one dim of a torus after the other are one.
-        unplanned: How they differ, and why. Empty if the program moves what was planned.
-        activations: Computed values that are moved along axes that split weights where they are
-            used, as in tensor parallelism and between experts. A plan says nothing of them.
-        batch_sums: Sums over all rows of the batch, such as those of batch norm. Likewise.
-        matrices: What `training.by_matrix` moves: gradients of matrices to the devices that update
-            them, and the updates back. Likewise.
+        compiled: What the program communicates, op by op. A scatter or a gather that runs over one
+            dim of a torus after the other is one entry.
+        unplanned: How the program differs from the plan, and why. Empty if it does not differ.
+        activations: Computed values that are communicated along axes that split weights where they
+            are used, as in tensor parallelism and between experts. No plan predicts them.
+        batch_sums: Sums over all rows of the batch, such as the sums of batch norm. No plan
+            predicts them.
+        matrices: What `training.by_matrix` communicates: gradients of matrices to the devices that
+            update them, and the updates back. No plan predicts them.
         moments: Vectors of optimizer state that the update broadcasts, such as Adafactor's means of
-            rows and columns. Likewise.
-        by_compiler: What only the platform's compiler decides, a phrase each: on CPUs, full
-            gradients are all-reduced, and 16-bit weights are widened; elsewhere, gathers may be in
-            a narrower dtype, or become all-reduces.
+            rows and columns. No plan predicts them.
+        by_compiler: Choices of the platform's compiler, a phrase each. On CPUs it all-reduces full
+            gradients and widens 16-bit weights. On other platforms, gathers may have a narrower
+            dtype, or become all-reduces.
         other_dtypes: The gradients and updates that are communicated in another dtype than planned,
             a phrase for each pair of dtypes. The step may cast them, or the compiler.
         platform: The platform of the program, such as `"cpu"`.
-        leaves: For each of `compiled`, the leaf that it moves or whose gradient it reduces, by its
-            path in the plan; `None` for other values. Gradients of one size have one of the leaves
-            of that size.
+        leaves: For each entry of `compiled`, the path of the leaf that it gathers or whose gradient
+            it reduces; `None` for other values. For a gradient, the leaf is one with the right
+            size.
 
     Examples:
         >>> planned = PlannedTransfer("all-gather", ("fsdp",), 4096, 2, "float32", "w", "weight")
@@ -146,17 +147,23 @@ class Comparison:
         )
         notes = [
             f"including {counted(len(moved), what)}{of_what}, {bytes_text(total_bytes(moved))},"
-            " of which a plan says nothing"
+            " which a plan does not predict"
             for moved, what, of_what in groups
             if moved
         ]
         if self.by_compiler:
             name = f"{self.platform.upper()} compiler" if self.platform else "compiler"
-            others = " Compilers for TPUs and GPUs need not." if self.platform == "cpu" else ""
-            notes.append(f"The {name} {' and '.join(self.by_compiler)}.{others}")
+            # Whether those for accelerators do so depends on the mesh and the types of its axes.
+            hint = _COMPILE_FOR_TARGET if self.platform == "cpu" else ""
+            notes.append(f"The {name} {' and '.join(self.by_compiler)}.{hint}")
         if self.other_dtypes:
             notes.append(f"Gradients and updates: {' and '.join(self.other_dtypes)}.")
         return notes
+
+
+_COMPILE_FOR_TARGET = (
+    ' For a TPU or GPU, compile the step on its mesh: `make_mesh("fsdp=8", topology="v5e:2x4")`.'
+)
 
 
 def compare_communication(plan: Plan, step: Any, state: PyTree, batch: PyTree) -> Comparison:
@@ -247,7 +254,7 @@ def compare_step(plan: Plan, batch: SpecTree, roles: Roles, read: ReadProgram) -
 def _idle_axes(
     plan: Plan, batch_axes: Sequence[str], compiled: Sequence[Collective]
 ) -> Iterator[Unplanned]:
-    """The axes that shard neither the plan nor the batch, and along which nothing is moved."""
+    """The axes that shard neither the plan nor the batch, and along which no data is sent."""
     moved = [x.axes for x in compiled]
     # What has unknown axes may run along any.
     if None in moved:
@@ -289,9 +296,8 @@ def _is_callback(op: Op) -> bool:
 def _trace_step(step: Callable[[Any, Any], Any], state: PyTree, batch: PyTree) -> jax.stages.Traced:
     """The trace of a step as a function of the arrays of its arguments, in one jit.
 
-    Other leaves are constants of the program, as in `eqx.filter_jit`. Also a jitted function is
-    traced so: only JAX's own have a trace, and the collectives of an inner jit are those of its
-    own program.
+    Other leaves are constants of the program, as in `eqx.filter_jit`. A jitted function is traced
+    in this way too: not every wrapper has `trace`, and an inner jit is part of the program.
     """
     splits = [StaticSplit(*tree_flatten(tree), has_shape) for tree in (state, batch)]
     arrays = [

@@ -1,15 +1,16 @@
-"""Follows a program's values back: to where their data comes from, and to whose memory they are in.
+"""Follows a program's values back to the data that they come from, and to the memory that they use.
 
-By dataflow, and not by names: compilers rename, fuse and clone ops, and an all-gather of a weight
-is named after whatever was traced last. What the gather reads can be followed back, op by op, to
-the parameter `state['w']` of the program.
+Names are not enough: compilers rename, fuse and clone ops, and an all-gather of a weight is named
+after whatever was traced last. The operand of the gather can be followed back, op by op, to the
+parameter `state['w']` of the program.
 
-A value is an op's result in the context of a call, or an element of it. Two questions share that:
+A value is an op's result, or an element of the result, in the context of a call. Two questions
+share this representation:
 
 1. Where does its data come from? `sources` has one table by opcode. An all-gather passes data on,
-   a product does not.
-2. Whose memory is it? `home` follows what is computed in place. An all-gather has memory of its
-   own, a `bitcast` or a loop has that of its operand.
+   and a product does not.
+2. Which memory does it use? `home` follows what is computed in place. An all-gather has memory of
+   its own. A `bitcast` or a loop uses the memory of its operand.
 """
 
 import re

@@ -1,8 +1,8 @@
 """Reads the device groups and shardings in a program's text, and names them by mesh axes.
 
-Every notation becomes a table of device numbers, and axes are found by the coordinates of these
-devices in the mesh. The names in a text are of no use: XLA numbers its axes itself (`axis_0`,
-`axis_1`), also splits and joins the axes of the mesh, and older notations have no names at all.
+Every notation becomes a table of device numbers. The coordinates of these devices in the mesh give
+the axes. The text's own names do not help: XLA numbers its axes (`axis_0`, `axis_1`), splits and
+joins the axes of the mesh, and older notations have no names.
 """
 
 import json
@@ -50,7 +50,7 @@ UNKNOWN = Groups(None, None)
 
 
 def groups_of(text: str, devices: int | None, axes: Mapping[str, int]) -> Groups:
-    """The groups in a text; their axes are unknown if `axes` are not those of all devices."""
+    """The groups in a text; their axes are unknown if `axes` do not cover all devices."""
     try:
         table = _group_table(text, devices)
     except _UNREADABLE:

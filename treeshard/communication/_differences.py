@@ -1,7 +1,7 @@
-"""The words for the ways in which a program differs from its plan: ten codes, a sentence each.
+"""The words for each way in which a program differs from its plan: a fact and a hint per code.
 
-All of them are in one table, so that a page or a test can list them without a program. Who finds a
-difference knows its code; the words are chosen here, from what is the same for all of one code.
+All words are in one table, so that a page or a test can list them without a program. The code that
+finds a difference names its code and its values. This module chooses the words.
 """
 
 from collections import Counter
@@ -30,8 +30,8 @@ class Unplanned(NamedTuple):
               the batch
             - `"inside-loop"`: a gradient is reduced in each trip of a loop
             - `"not-moved"`: planned, and not in the program
-            - `"sharded-further"`: a leaf is gathered that the step need not gather, or along an
-              axis along which the plan keeps it split
+            - `"sharded-further"`: a leaf is gathered although the step could use its shards, or
+              along an axis along which the plan keeps it split
             - `"state-unlike-weight"`: a gradient is gathered for optimizer state that is sharded
               less than its weight
             - `"other"`: as `fact` says
@@ -56,34 +56,37 @@ class Unplanned(NamedTuple):
 
 EXPLICIT = "on Explicit axes"
 # The hints for all-reduces of full gradients, by how the step scatters gradients.
+_BY_COMPILER = (
+    "On Auto axes the compiler chooses, and often all-reduces over several axes or over a torus. On"
+    " Explicit axes, `training.value_and_grad(loss, axis_names=...)` scatters gradients, as"
+    " `treeshard.manual` does."
+)
 SCATTER_GRADIENTS = {
-    "": "Use `training.value_and_grad`, which constrains gradients to the plan's specs, or"
-    " reduce-scatter them by hand (`treeshard.manual`).",
-    CONSTRAINT: "The step scatters them already, by a constraint, so this is the compiler's choice."
-    " It may make another one on Explicit axes, or in `treeshard.manual`.",
+    "": _BY_COMPILER,
+    CONSTRAINT: _BY_COMPILER,
     BY_HAND: "The step scatters them already, so this is the compiler's choice.",
-    BY_TYPES: "Gradients of the step wait for one sum already, which scatters those of weights that"
-    " `unshard` gathers for products. JAX's types sum the others in full.",
+    BY_TYPES: "Gradients of the step wait for one sum already, which scatters the gradients of"
+    " weights that `unshard` gathers for products. JAX's types sum other gradients in full.",
     EXPLICIT: "Pass the axes of the batch to `training.value_and_grad(loss, axis_names=...)`: its"
     " gradients wait for one sum, which scatters them.",
 }
 # The hints for what is reduced for each use of a weight, by whether the axes are Explicit.
 _REDUCE_ONCE = {
-    False: "compilers reduce the gradient of each use of a weight, except after"
+    False: "compilers may reduce the gradient of each use of a weight, except after"
     " `training.value_and_grad(loss, axis_names=...)` on Explicit axes and in `treeshard.manual`.",
     True: "JAX's types reduce the gradient of each use of a weight, except after"
     " `training.value_and_grad(loss, axis_names=...)`, in products.",
 }
 _OF_TYPES = (
     " On Explicit axes, call `unshard` before the loop, so that gradients of weights in products"
-    " wait; JAX's types sum others, such as those of biases, in each trip."
+    " wait. JAX's types sum other gradients, such as bias gradients, in each trip."
 )
 # Code -> templates of the fact and of the hint.
 WORDS = {
     "activation": (
         "{kind} of computed values, {size}.",
-        "Gather weights where they are used, with `unshard` (those of a scanned layer at the start"
-        " of the scan's body), and constrain values to the axes of the batch:"
+        "Gather weights where they are used, with `unshard` (a scanned layer at the start of the"
+        " scan's body), and constrain values to the axes of the batch:"
         " `with_sharding_constraint(x, P({batch}))`.",
     ),
     "again": (
@@ -117,7 +120,7 @@ WORDS = {
         "Check that the step uses the leaf, and call `unshard` where it does.",
     ),
     "sharded-further": (
-        "{kind} of a leaf along {axes}, over which the step does not need it whole, {size}.",
+        "{kind} of a leaf along {axes}, although the step could use its shards, {size}.",
         "Shard the leaf like the arrays that it is used with (optimizer state with `Plan.follow`),"
         " or constrain the values that it produces:"
         " `with_sharding_constraint(x, P({batch}, ..., {axes}))`.",

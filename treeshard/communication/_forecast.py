@@ -1,7 +1,7 @@
 """Predicts what a training step has to communicate, from its plan and the roles of its leaves.
 
-Not from the compiled program, which is what the prediction is compared with. And not from the plan
-alone: names and shapes do not say which leaves are trained, nor how often a weight is gathered.
+The compiled program is not used, because the prediction is compared with it. The plan alone is not
+enough: names and shapes do not say which leaves are trained, or how often a weight is gathered.
 """
 
 import math

@@ -1,11 +1,10 @@
 """Parses HLO text, the format of `jax.stages.Compiled.as_text`.
 
-Text, and not the protobuf: every backend gives text, also for devices that are not attached, and it
-is what people save and paste. JAX has no public way to the protobuf, and its schema changes with
-XLA.
+Every backend gives text, also for devices that are not attached, and text is what people save and
+paste. JAX has no public access to the protobuf, and its schema changes with XLA.
 
-A program may have hundreds of thousands of lines, and few of them matter here. Each line is
-parsed up to its opcode; the rest is parsed when one of its properties is read.
+A program may have hundreds of thousands of lines, and few of them matter here. Each line is parsed
+up to its opcode. The rest is parsed when one of its properties is read.
 """
 
 import math

@@ -1,12 +1,14 @@
 """Books the collectives of a program on the transfers that its plan predicts.
 
-Compilers combine, split, reorder and peel collectives, so that the ops of a program and the
-transfers of a plan are seldom one to one. So each planned transfer is an account of elements, from
-which each collective of its kind, axes and leaf takes what it moves. The text of a program names
-the leaf of a gathered weight. It names none for a gradient: one of the same size stands for it.
+Compilers combine, split, reorder and peel collectives, so the ops of a program and the transfers of
+a plan are seldom one to one. Each planned transfer is therefore an account of elements. Each
+collective of the same kind, axes and leaf takes what it moves from the account. The text of a
+program names the leaf of a gathered weight. It does not name the leaf of a gradient, so the size
+decides. Large collectives choose first, and prefer an account that others began: a compiler may
+peel a trip off a loop, and one layer of a leaf may have the size of all of another leaf.
 
-Each collective goes to the first of these rules that takes it. Exact ones come first, so that what
-may stand for a transfer does not use up an account that another one fits exactly.
+Each collective goes to the first of these rules that takes it. Exact rules come first, so that a
+collective that may stand for a transfer does not use up an account that another one fits exactly.
 
  1. Its axes or bytes are unknown: `other`.
  2. An all-gather of a planned leaf, axes and size: booked.
@@ -89,7 +91,7 @@ class _Moved(NamedTuple):
 
     @property
     def is_forward_sum(self) -> bool:
-        """Whether it is a sum of the forward pass, which is no gradient of any size."""
+        """Whether it is a sum of the forward pass, which is not a gradient, whatever its size."""
         is_forward = "jvp(" in self.name and "transpose(" not in self.name
         return is_forward and _SUM.search(self.name) is not None
 
@@ -136,8 +138,9 @@ class _Gather:
 class _Gradient:
     """The account of a leaf's gradient: over which axes how many of its elements are not reduced.
 
-    `units` are the elements that one reduction may have: all, or those of one trip of a loop;
-    `layer` those of one layer of a leaf that is not scattered: no gather tells its layers.
+    `units` are the elements that one reduction may have: all, or the elements of one trip of a
+    loop. `layer` are the elements of one layer of a leaf that is not scattered: no gather shows its
+    layers.
     """
 
     def __init__(self, leaf: PlannedLeaf, planned: Sequence[PlannedTransfer]) -> None:
@@ -225,7 +228,7 @@ class Matcher:
         of_gradients: dict[str, list[PlannedTransfer]] = defaultdict(list)
         leaves = {leaf.path: leaf for leaf in plan.leaves}
         for transfer in planned:
-            # No text tells scalars from a loss.
+            # The text does not distinguish scalars from a loss.
             if transfer.path is None or transfer.bytes <= TINY or not leaves[transfer.path].shape:
                 continue
             if transfer.why == "gradient":
@@ -270,8 +273,10 @@ class Matcher:
             self._file_gradient,  # 14
             self._file_activation,  # 15
         ):
-            # Rule by rule over all collectives: a rule sees what the ones before it left.
-            left = [moved for moved in left if not rule(moved)]
+            # Rule by rule over all collectives: a rule sees what the ones before it left. Large
+            # ones come first: a compiler may peel a trip off a loop, whose sums fit many accounts.
+            booked = {x.number for x in sorted(left, key=lambda x: -x.size) if rule(x)}
+            left = [moved for moved in left if moved.number not in booked]
 
     def _file(
         self,
@@ -379,11 +384,19 @@ class Matcher:
         return fits[0].path
 
     def _sort_by_fit(self, moved: _Moved) -> list[_Gradient]:
-        """All gradients that it may be of, those of which exactly so much is left first: the
+        """All gradients that it may reduce, first the ones with exactly so much left: the
         gradient of a final norm has the size of one layer of the other norms."""
         gradients = () if moved.is_forward_sum else self.gradients.values()
         fits = [x for x in gradients if moved.leaf in (None, x.path)]
-        return sorted(fits, key=lambda x: all(x.left.get(i) != moved.size for i in moved.axes))
+        return sorted(fits, key=lambda x: self._fit(x, moved))
+
+    def _fit(self, gradient: _Gradient, moved: _Moved) -> int:
+        """0 if it completes an account that others began, 1 if it is exactly all of one, else 2."""
+        sizes = {moved.size * parts for parts in self._parts(gradient, moved)}
+        left = {gradient.left.get(axis) for axis in moved.axes}
+        if left.isdisjoint(sizes):
+            return 2
+        return int(gradient.total in left)
 
     def _find_fitting(self, moved: _Moved, *, by_layer: bool) -> list[tuple[_Gradient, int]]:
         """The gradients that have its size if they are split into so many parts; last, if
@@ -504,7 +517,7 @@ class Matcher:
         return any(x.is_vector(by_layer=True) for x in stacks)
 
     def _close_vector(self, moved: _Moved) -> None:
-        """Closes the account of a vector of which each element may be a sum of some of these."""
+        """Closes the account of a vector whose elements may each be a sum of some of these."""
         # The partitioner reduces the gradient of `scale[:, None, None] * image` over the rows, and
         # adds up its pixels after that. It leaves no sum out, so that only which one is a guess.
         for gradient in self.gradients.values():
@@ -526,7 +539,7 @@ class Matcher:
         return False
 
     def _file_product(self, moved: _Moved) -> bool:
-        """Whether it may reduce several gradients as one, that of what is made of their leaves."""
+        """Whether it may reduce one gradient for several leaves that the step combines."""
         if moved.kind not in _REDUCTIONS or "transpose(" not in moved.name:
             return False
         fitting = [x for x, _ in self._find_fitting(moved, by_layer=False)]

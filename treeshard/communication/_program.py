@@ -1,7 +1,7 @@
 """Gets the graph of a compiled program, and the mesh that it runs on.
 
-The mesh is that of the program's arguments and results in JAX: the text has no names of its axes,
-or XLA's own, and for several slices it is the text of one.
+The mesh comes from the program's arguments and results in JAX. The text has XLA's own names of axes
+or none, and for several slices it is the text of one slice.
 """
 
 import math
@@ -89,7 +89,7 @@ def _text_of(program: CompiledProgram) -> str:
 
 
 def _slices_by_device(mesh: MeshLike) -> dict[str, int]:
-    """How many slices each axis runs over, as the devices tell; empty if they do not."""
+    """How many slices each axis runs over; empty if the devices do not know their slices."""
     if not isinstance(mesh, Mesh) or not hasattr(mesh.devices.flat[0], "slice_index"):
         return {}
     numbers = np.vectorize(lambda device: device.slice_index or 0)(mesh.devices)

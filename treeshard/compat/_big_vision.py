@@ -104,7 +104,7 @@ def _warn_about_unmatched(decided: Decided) -> None:
         text = f"No pattern of the strategy matches {unmatched[0]}"
     else:
         text = listed(f"{len(unmatched)} leaves match no pattern of the strategy:", unmatched)
-    warn(f'{text}\nReplicated. To say that this is intended, end with (".*", "replicate").')
+    warn(f'{text}\nThey are replicated. If you intend it, end with (".*", "replicate").')
 
 
 def _replace_boxes(tree: Any, shardings: list[Any]) -> Any:

@@ -1,7 +1,7 @@
-"""Saves trees to safetensors files, which other frameworks read and write, and loads them.
+"""Saves trees to safetensors files and loads them, to exchange weights with other frameworks.
 
-The package safetensors writes what one process has in full, in memory. Here each process writes and
-reads the bytes of its own shards, so that no host needs memory for more than it trains with.
+The package safetensors needs every tensor in full in the memory of one process. Here each process
+writes and reads only the bytes of its own shards.
 """
 
 import functools
@@ -66,7 +66,7 @@ def save_safetensors(
     timeout: float = TIMEOUT,
     progress: bool = False,
 ) -> None:
-    """Writes the arrays of a tree to a safetensors file, with the same bytes as its own package.
+    """Saves the arrays of a tree as safetensors, where each process writes its own shards.
 
     Examples:
         >>> mlp = {"w": shard(np.ones((8, 4), np.float32), P("fsdp"), make_mesh("fsdp=8"))}
@@ -76,53 +76,52 @@ def save_safetensors(
         ...     load_safetensors(file)["mlp.w"].shape
         (8, 4)
 
-    No array is gathered: every process writes the shards that it holds to their positions in the
-    file. Saves are atomic: after an error on any process the earlier files are unchanged. An array
-    at two paths is written twice; Hugging Face's libraries expect tied weights once, so save a
-    tree without the other path.
+    The files have the same bytes as files of the package safetensors. Saves are atomic: after an
+    error on any process, earlier files are unchanged. An array at two paths is written twice.
+    Hugging Face's libraries expect tied weights once, so save the tree without the second path.
 
     Args:
-        path: The file, such as `"model.safetensors"`. Without this suffix it is a folder, in which
-            the file is `model.safetensors`, where `transformers` looks for it. Folders that do not
-            exist are created. It is the same on every process, in a directory that all of them
-            share.
-        tree: Any pytree. Leaves that are not arrays, such as Python numbers, are not written.
-            Of an array that every process holds in full, the copy of the first is written.
-        rename: The name of each tensor: a function of the leaf's path, or a mapping from paths
-            to names. Other paths stay as they are, `"layers/0/weight"`.
-        max_file_size: In bytes, or as `"5GB"`. Trees with more bytes are split into files
-            `model-00001-of-00003.safetensors` with an index, `model.safetensors.index.json`. Only
-            a single tensor may exceed it. By default there is one file. Where an earlier save has
-            these names, the new files are `model-00001-of-00003-2.safetensors`.
-        metadata: Strings for the header. In a folder it is `{"format": "pt"}` by default, which
-            Hugging Face's libraries require. A file has none by default.
-        timeout: Seconds to wait for other processes, without the time in which they write.
+        path: A file, such as `"model.safetensors"`, or a folder. A path without this suffix is a
+            folder, and the file in it is `model.safetensors`, which `transformers` reads. Missing
+            folders are created. All processes pass the same path, in a directory that they share.
+        tree: Any pytree. Only arrays are written. If every process holds an array in full, the copy
+            of process 0 is written.
+        rename: The names of the tensors: a function of the path of a leaf, or a mapping from paths
+            to names. By default, the name is the path, such as `"layers/0/weight"`.
+        max_file_size: The largest size of a file, in bytes or as text such as `"5GB"`. A larger
+            tree is split into files `model-00001-of-00003.safetensors` with an index
+            `model.safetensors.index.json`. A single tensor may exceed the size. If an earlier save
+            has these names, the new files are `model-00001-of-00003-2.safetensors`. By default
+            there is one file.
+        metadata: Strings for the header. The default is `{"format": "pt"}` in a folder, for Hugging
+            Face's libraries, and no metadata in a file.
+        timeout: Seconds to wait for other processes. Their writes may take longer, as long as they
+            are alive.
         progress: Whether to show a progress bar with a step per leaf (needs `tqdm`).
 
     Raises:
-        LeafError: If the format lacks the dtype of a leaf (keys, types of less than a byte), a leaf
-            has no values, or JAX does not know its class.
+        LeafError: If a leaf has a dtype that the format lacks, such as PRNG keys and int4, has no
+            values, is a mutable reference (`jax.Ref`), or has a class that JAX does not know.
         DeletedLeafError: If a leaf was deleted or donated.
-        CheckpointError: If two leaves would have one name, or a name is not allowed; if the files
-            cannot be written, or another run is writing them; if the processes do not share the
-            directory; if there is not enough host memory.
-        FormatError: If `max_file_size` is not an amount of bytes, or the header exceeds 64 MiB.
-        ProcessError: If the processes pass different trees, or one failed or did not arrive; if
-            replicas of a small array differ, as in `gather`.
+        CheckpointError: If two leaves would have the same name, or a name is not allowed. If the
+            files cannot be written, or another run is writing them. If the processes do not share
+            the directory. If the host has too little memory.
+        FormatError: If `max_file_size` is not a number of bytes, or the header exceeds 64 MiB.
+        ProcessError: If the processes pass different trees, or a process fails or does not arrive.
+            If replicas of a small array differ, as in `gather`.
         ImportError: If `progress` is set and `tqdm` is not installed.
-        LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
     Warns:
-        ShardingWarning: If unfinished files of a killed save at this path are removed.
+        ShardingWarning: If unfinished files of a killed save are removed from this path.
 
     Source:
-        The format and its order of tensors: github.com/huggingface/safetensors. The names of
-        several files, and their index: Hugging Face's `save_pretrained`.
+        The format is from github.com/huggingface/safetensors. The names of several files and their
+        index are from Hugging Face's `save_pretrained`.
     """
     where = "save_safetensors"
     check_path(path, where, "save_safetensors(path, tree)")
     to, metadata = destination(file_path(path), metadata)
-    # Everything that can fail is checked here on all processes, before a file is created.
+    # All checks run here on all processes, before a file is created.
     with require_agreement(where, timeout=timeout) as facts:
         most = parse_bytes(max_file_size) if isinstance(max_file_size, str) else max_file_size
         tensors = tensors_of(tree, rename, where)
@@ -132,12 +131,13 @@ def save_safetensors(
         facts["the path"] = str(to)
         facts |= {file.path.name: f"{len(file.head)} bytes of header" for file in files}
         facts |= {x.name: f"{x.code}{list(x.shape)}" for x in rows}
-        # Processes that hold the same array must have made it in the same call: one of them writes.
+        # If several processes hold the same array, one of them writes it, so all must have made it
+        # in the same call.
         for name, x in tensors.items():
             facts.add_origin(name, x, range(jax.process_count()))
     names = names_to_write(tensors, where, timeout)
     names_with_bar = show_progress(names, where, unit="tensor", show=progress)
-    # One after another, so that host memory holds the shards of a single tensor.
+    # A generator, so that host memory holds the shards of a single tensor.
     values = ((name, pieces_of(tensors[name])) for name in names_with_bar)
     write_files(to, files, values, where, timeout)
 
@@ -158,7 +158,7 @@ def load_safetensors(
     timeout: float = TIMEOUT,
     progress: bool = False,
 ) -> Any:
-    """Reads safetensors files directly into shards; each process reads only its own bytes.
+    """Loads safetensors files, where each process reads only its own shards.
 
     Examples:
         >>> like = {"w": jax.ShapeDtypeStruct((512, 64), "float32"), "act": jax.nn.relu}
@@ -169,48 +169,55 @@ def load_safetensors(
         >>> tree["w"].sharding.spec
         P('fsdp',)
 
-    All requested tensors are compared with the stored ones before anything is read.
+    The requested tensors are compared with the stored ones before the first byte is read.
 
     Args:
-        path: A file, an index, or that of `save_safetensors`. In a directory, `model.safetensors`
-            is read, or else the only index, or else the only file.
-        like: A `Plan`, or a tree of arrays or `jax.ShapeDtypeStruct`s, or of plans. The result has
-            its structure and its other leaves. Without it, the result is a flat dict by name. The
-            plan of a subtree, `plan["params"]`, reads the subtree alone, unless there is `rename`.
-        rules: How to shard the arrays, by their paths (without `like`, by their names). By default
-            arrays are placed like those of `like`; without `like` they stay in host memory.
-        mesh: The mesh for the rules; by default the current one.
+        path: A file, an index, or a folder, as for `save_safetensors`. In a folder,
+            `model.safetensors` is read, or `model.safetensors.index.json`, or else the only index,
+            or else the only file.
+        like: A `Plan`, a tree of plans, or a tree of arrays or `jax.ShapeDtypeStruct`s. The result
+            has the structure and the other leaves of `like`. The plan of a subtree, such as
+            `plan["params"]`, reads only this subtree if `rename` is missing. Without `like`, the
+            result is a flat dict by name.
+        rules: Rules to shard the arrays by their paths, or without `like` by their names. By
+            default, arrays are placed like the arrays of `like`. Without `like` they stay in host
+            memory.
+        mesh: The mesh for the rules. The default is the current mesh.
         min_size: For the rules, as in `plan`.
         rename: As in `save_safetensors`, from paths in `like` to names in the file.
-        cast: A floating-point dtype to convert tensors to, where `like` requests it (or is not
-            given).
-        partial: Whether tensors may be missing in the file, or in `like`, where `None` and `...`
-            are missing, too. What the file lacks stays as in `like`, and a `ShardingWarning` lists
-            it.
-        timeout: Seconds to wait for other processes, without the time in which they read.
+        cast: A floating-point dtype. Tensors are converted to it if `like` requests it, or if there
+            is no `like`.
+        partial: Whether tensors may be missing in the file or in `like`. `None` and `...` in `like`
+            count as missing. Leaves that the file lacks stay as they are in `like`, and a
+            `ShardingWarning` lists them.
+        timeout: Seconds to wait for other processes. Their reads may take longer, as long as they
+            are alive.
         progress: Whether to show a progress bar with a step per tensor (needs `tqdm`).
 
     Returns:
-        The tree. Its arrays share memory with nothing else.
+        The tree. No two of its arrays share memory.
 
     Raises:
-        MismatchError: If tensors are missing, were not requested, or have another shape or dtype
-            than requested; if they have 64 bits without JAX's x64 mode; if JAX does not know the
-            class of a leaf of `like`.
-        FormatError: If a header or the index is malformed; if `cast` is not a floating-point
-            dtype.
-        DamagedError: If a file is too short, or too long.
-        CheckpointError: If a file is missing or cannot be read; if a directory has several; if
-            `rename` gives two leaves one name; if there is not enough host memory.
-        ShardingRuleError: If the rules do not decide every leaf, or a spec does not fit.
+        MismatchError: If tensors are missing, are not requested, or have another shape or dtype
+            than requested. If tensors have 64 bits, and JAX's x64 mode is off. If JAX does not know
+            the class of a leaf of `like`.
+        FormatError: If a header or the index is malformed, or `cast` is not a floating-point dtype.
+        DamagedError: If a file is too short or too long.
+        CheckpointError: If a file is missing or cannot be read. If a folder has several candidates.
+            If `rename` gives two leaves the same name. If the host has too little memory.
+        ShardingRuleError: If a leaf matches no rule, or a spec does not fit its leaf. If `like` is
+            a `Plan` with errors, as `Plan.check_before_use`, whose warnings apply too.
         NoMeshError: If there is no mesh for the rules.
         MeshError: If the mesh is abstract.
-        ProcessError: If the processes request different trees, or one failed or did not arrive.
-        ValueError: If `mesh` or `min_size` is given without `rules`, or `rename` without `like`.
-        ImportError: If `progress` is set and `tqdm` is not installed.
-        ShardingRuleError: Also if `like` is a `Plan` with errors, as `Plan.check_before_use`, whose
-            warnings apply too.
         LeafError: If `like` has a mutable reference (`jax.Ref`).
+        ProcessError: If the processes request different trees, or a process fails or does not
+            arrive.
+        ValueError: If `mesh` or `min_size` is given without `rules`, or `rename` without `like`.
+        ImportError: If safetensors is not installed, or if `progress` is set and `tqdm` is not
+            installed.
+
+    Source:
+        github.com/huggingface/safetensors, whose `safe_open` reads slices on one process.
     """
     where, source = "load_safetensors", file_path(path)
     if like is None and rename is not None:
@@ -228,7 +235,7 @@ def load_safetensors(
 
     try:
         with breaking_if_left(), ExitStack() as open_files:
-            # To load into host memory, other processes need not call.
+            # A load into host memory needs no other process.
             if like is None and rules is None:
                 request, stored = open_request(open_files)
                 readings = plan_readings(request, stored)
@@ -239,7 +246,7 @@ def load_safetensors(
                 facts |= {"the path": str(source), "the files": tensor_facts(stored)}
                 request.add_to(facts)
             readings = plan_readings(request, stored)
-            # All processes of a host share its memory, and raise if one host has too little.
+            # The processes of a host share its memory. If one host has too little, all raise.
             too_little = functools.partial(no_memory_to_read, source)
             needed = memory_to_load(readings)
             check_memory_of_hosts(where, needed, too_little, timeout=timeout)
@@ -250,22 +257,26 @@ def load_safetensors(
 
 
 def tensor_shapes(path: PathLike) -> dict[str, jax.ShapeDtypeStruct]:
-    """Lists the tensors of safetensors files, from their headers: no data is read.
+    """Reads the shapes and dtypes of the tensors in safetensors files, from their headers.
 
     Args:
         path: As in `load_safetensors`.
 
     Returns:
-        Shapes and dtypes by name, ordered by file and then by offset, as `plan` takes them.
+        A dict of `jax.ShapeDtypeStruct`s by name, ordered by file and then by offset, which you can
+        pass to `plan`.
 
     Raises:
-        CheckpointError, FormatError, DamagedError: As `load_safetensors`.
+        CheckpointError, FormatError, DamagedError, ImportError: As `load_safetensors`.
 
     Examples:
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     save_safetensors(f"{directory}/w.safetensors", {"w": np.ones((8, 4), np.float32)})
         ...     tensor_shapes(f"{directory}/w.safetensors")
         {'w': ShapeDtypeStruct(shape=(8, 4), dtype=float32)}
+
+    Source:
+        github.com/huggingface/safetensors.
     """
     source = file_path(path)
     try:

@@ -1,12 +1,12 @@
 """Writes parts of an array to a file that holds the full array, and reads them back.
 
-Shards seldom are one run of bytes: of an array split by columns, each row is in all of them.
-So blocks of several shards are joined first, and then written run by run.
+A shard is seldom a single run of bytes. If an array is sharded by columns, every shard has a part
+of every row. So shards are joined into blocks first, and then written run by run.
 
-The package safetensors reads slices, too, through a memory map. A file that another program cuts
-short while it is mapped ends the process with SIGBUS, which Python cannot catch: seen with version
-0.8.0. `preadv` returns fewer bytes, so that the error names the file. To write by a map has the
-same end on a full disk, and its pages count as memory of the process.
+The package safetensors reads slices through a memory map. If another program cuts a mapped file
+short, the process ends with SIGBUS, which Python cannot catch (seen with version 0.8.0). `preadv`
+returns fewer bytes instead, so that the error names the file. A write through a map also ends in
+SIGBUS on a full disk, and its pages count as memory of the process.
 """
 
 import math
@@ -36,9 +36,9 @@ def full_region(shape: Sequence[int]) -> Region:
 def write(file: int, at: int, shape: Sequence[int], pieces: Iterable[Piece]) -> None:
     """Writes pieces of an array to their positions in an open file.
 
-    The array has `shape`, begins at byte `at`, and is in C order, little-endian. Pieces with the
-    same order in memory are written without a copy; others are copied, at most `BLOCK` bytes at a
-    time.
+    The array has `shape`, begins at byte `at`, and is stored little-endian in C order. Pieces with
+    the same order in memory are written without a copy. Others are copied, at most `BLOCK` bytes at
+    a time.
     """
     for block, parts in _blocks(pieces):
         data = parts[0].items
@@ -46,7 +46,7 @@ def write(file: int, at: int, shape: Sequence[int], pieces: Iterable[Piece]) -> 
             data = np.empty(region_shape(block), data.dtype)
             for region, items in parts:
                 data[relative_slices(region, block)] = items
-        # A copy only if the order of the bytes or of the dims is another one.
+        # This copies only if the order of bytes or dims differs.
         little = np.ascontiguousarray(data, data.dtype.newbyteorder("<"))
         _transfer(os.pwrite, file, at, shape, block, little)
 
@@ -56,10 +56,10 @@ def write_bytes(file: int, at: int, data: bytes) -> None:
 
 
 def read(file: int, at: int, shape: Sequence[int], pieces: Iterable[Piece]) -> None:
-    """Fills pieces of an array from where `write` puts them; or raises `EOFError`."""
+    """Fills pieces of an array from the positions of `write`. Raises `EOFError`."""
     for block, parts in _blocks(pieces):
         data = parts[0].items
-        # A run of bytes can be read into an array only where that is contiguous, too.
+        # A run of bytes can only be read into a contiguous array.
         if len(parts) > 1 or not data.flags.c_contiguous:
             data = np.empty(region_shape(block), data.dtype)
         _transfer(_read_into, file, at, shape, block, data)
@@ -93,8 +93,8 @@ def _whole(
 ) -> None:
     """Moves all bytes of a run, in as many system calls as it takes."""
     while run:
-        # Linux moves at most 2 GiB in a call, and fewer bytes if a signal comes. At the end of the
-        # file `preadv` moves none.
+        # Linux moves at most 2 GiB in a call, and fewer bytes if a signal arrives. At the end of
+        # the file, `preadv` returns 0.
         moved = move(file, run, at)
         if not moved:
             raise EOFError(f"the file ends at byte {at}")
@@ -105,7 +105,7 @@ def _whole(
 
 
 def _blocks(pieces: Iterable[Piece]) -> Iterator[tuple[Region, list[Piece]]]:
-    """Splits the region around all pieces into blocks, each with the parts of pieces that fill it.
+    """Splits the region around all pieces into blocks, with the parts of pieces in each block.
 
     Bytes between pieces belong to other processes, so a block with gaps is split into its parts.
     """
@@ -126,17 +126,17 @@ def _parts_in(block: Region, pieces: Iterable[Piece]) -> Iterator[Piece]:
     for piece in pieces:
         region = intersect(piece.region, block)
         if region is not None:
-            # Without the dots, an index of integers would make a number of an array.
+            # Without the dots, an empty index would turn the array into a number.
             index = (*relative_slices(region, piece.region), ...)
             yield Piece(region, piece.items[index])
 
 
 def _cut(region: Region, most: int) -> Iterator[Region]:
-    """Halves a part of an array until none has more than `most` items; in C order."""
+    """Halves a part of an array until each part has at most `most` items, in C order."""
     if math.prod(region_shape(region)) <= most:
         yield region
         return
-    # Of the outermost dim: the rows of either half stay as long as they are in the file.
+    # The outermost dim is halved, so that both halves keep the full rows of the file.
     dim = next(dim for dim, length in enumerate(region_shape(region)) if length > 1)
     start, stop = region[dim]
     middle = (start + stop) // 2

@@ -1,7 +1,7 @@
-"""Tensors in one safetensors file, or in several with an index, as Hugging Face writes them.
+"""Tensors in one safetensors file, or in several files with an index, as Hugging Face writes them.
 
-Of several files the index says which has a tensor. It comes from strangers too, so what it says is
-compared with the headers of the files, and it cannot name files elsewhere on the disk:
+The index names the file of each tensor. It may come from strangers, so it is compared with the
+headers of the files, and it cannot name files in other directories:
 
     {
       "metadata": {"total_size": 2000},
@@ -11,9 +11,8 @@ compared with the headers of the files, and it cannot name files elsewhere on th
       }
     }
 
-A save replaces all files of an earlier one at once, or none, also if it is killed. So the files are
-written to a hidden directory, and a single rename decides which save is read: of the only file, or
-of the index.
+A save replaces all files of an earlier save at once, even if it is killed. The files are written to
+a hidden directory, and a single rename, of the only file or of the index, switches to the new save.
 """
 
 import json
@@ -45,8 +44,8 @@ from treeshard.interchange._byte_ranges import Piece, write, write_bytes
 from treeshard.interchange._format import Tensor, lay_out, read_header
 
 SUFFIX = ".safetensors"
-# `transformers` looks for these two in a folder, for the file first, and by default it reads only
-# files whose header has this metadata.
+# In a folder, `transformers` reads this file, or else its index. Some of its versions reject a
+# header without this metadata.
 _IN_FOLDER = f"model{SUFFIX}"
 _OF_FOLDER = {"format": "pt"}
 
@@ -62,7 +61,7 @@ def _index_of(path: Path) -> Path:
 def destination(
     path: Path, metadata: Mapping[str, str] | None
 ) -> tuple[Path, Mapping[str, str] | None]:
-    """The file to write and its metadata: at `path`, or in a folder if it lacks the suffix."""
+    """The file to write and its metadata. A path without the suffix is a folder."""
     if path.name.endswith(SUFFIX):
         return path, metadata
     return path / _IN_FOLDER, _OF_FOLDER if metadata is None else metadata
@@ -72,7 +71,7 @@ class NewFile(NamedTuple):
     """A file to write."""
 
     path: Path
-    head: bytes  # what comes before the tensors; of an index, everything
+    head: bytes  # the bytes before the tensors, or the whole index
     tensors: list[Tensor]
 
 
@@ -84,8 +83,8 @@ def lay_out_files(
 ) -> list[NewFile]:
     """Assigns tensors to one file at `path`, or to several numbered files and an index.
 
-    There are several if the tensors together have more than `most` bytes. Each of them has at most
-    `most` bytes, unless a single tensor has more. The index comes last.
+    If the tensors have more than `most` bytes, they are split into files of at most `most` bytes,
+    unless a single tensor is larger. The index comes last.
     """
     groups: list[list[Tensor]] = [[]]
     size = 0
@@ -134,10 +133,10 @@ def write_files(
     where: str,
     timeout: float,
 ) -> None:
-    """Writes the files of one save at `path`; all of them are read from the end on, or none.
+    """Writes the files of one save at `path`, which become visible together.
 
-    `values` are names of tensors, each with the pieces that this process writes. One run at a time
-    writes at `path`. Waits for the writes of other processes have no limit.
+    `values` has names of tensors, each with the pieces that this process writes. Only one run can
+    write at `path`. The writes of other processes may take longer than `timeout`.
     """
     try:
         with ExitStack() as held:
@@ -156,10 +155,10 @@ def _write_files(
     timeout: float,
     held: ExitStack,
 ) -> None:
-    # Each phase begins once the one before has succeeded on all processes.
+    # Each phase begins once the previous phase has succeeded on all processes.
     first = jax.process_index() == 0
     hidden = path.with_name(f".{path.name}.part")
-    mark = hidden / f"{path.name}.mark"  # not the name of any of the files
+    mark = hidden / f"{path.name}.mark"  # differs from the names of the files
     with all_or_none(where, phase="create", timeout=timeout) as marks:
         if first:
             make_directory(path.parent)
@@ -180,11 +179,11 @@ def _write_files(
         for name, pieces in values:
             to, tensor = places[name]
             write(to, tensor.start, tensor.shape, pieces)
-            del pieces  # or they would stay in memory while the next ones are made
+            del pieces  # frees them before the next ones are made
         for file, to in zip(files, opened, strict=True):
             if first:
                 write_bytes(to, 0, file.head)
-            os.fsync(to)  # what this process has written; a rename must not be durable before it
+            os.fsync(to)  # the rename must not be durable before these writes
     with all_or_none(where, phase="rename", timeout=timeout, works=True):
         if first:
             _put_in_place(where, path, files, hidden)
@@ -192,17 +191,17 @@ def _write_files(
 
 def _open(path: Path, held: ExitStack) -> int:
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    held.callback(close, file)  # once it is flushed, or an error removes it
+    held.callback(close, file)
     return file
 
 
 def _put_in_place(where: str, path: Path, files: Sequence[NewFile], hidden: Path) -> None:
-    """Renames the files of a save, in an order that power loss does not change.
+    """Renames the files of a save, in an order that a power cut does not change.
 
-    1. Several files get names that no file has, so that the earlier index still names its own.
-    2. One rename decides: of the single file, or of the index. A single file is read instead of an
-       index, so an earlier one is removed then, which decides instead.
-    3. The files of earlier saves go, once the new ones are durable.
+    1. Several files get free names, so that the earlier index still names its own files.
+    2. The rename of the single file or of the index switches to the new save. If an earlier single
+       file exists, which is read instead of an index, its removal switches instead.
+    3. The files of earlier saves are removed once the new files are durable.
     """
     directory = path.parent
     *shards, last = files
@@ -215,7 +214,7 @@ def _put_in_place(where: str, path: Path, files: Sequence[NewFile], hidden: Path
             flush(hidden / last.path.name)
         shards = renamed
         flush(directory)  # the index must not be durable before the files that it names
-    hides_index = bool(shards) and path.exists()  # looked at while an error changes nothing
+    hides_index = bool(shards) and path.exists()  # asked before the rename, as it may raise
     (hidden / last.path.name).replace(last.path)
     if hides_index:
         flush(directory)
@@ -224,7 +223,7 @@ def _put_in_place(where: str, path: Path, files: Sequence[NewFile], hidden: Path
 
 
 def _with_free_names(files: list[NewFile]) -> list[NewFile]:
-    """The files under their names if none is taken, or with `-2`, or `-3`, before the suffix."""
+    """The files with free names: their own, or with `-2`, `-3` and so on before the suffix."""
     for number in count(1):
         tag = f"-{number}" if number > 1 else ""
         renamed = [x._replace(path=x.path.with_stem(f"{x.path.stem}{tag}")) for x in files]
@@ -234,8 +233,8 @@ def _with_free_names(files: list[NewFile]) -> list[NewFile]:
 
 
 def _is_taken(path: Path) -> bool:
-    """Whether a file has this name. `os.path.lexists` denies it where a disk does not answer, and
-    then the file of an earlier save would be overwritten."""
+    """Whether a file has this name. If the disk does not answer, `os.path.lexists` would return
+    False, and the file of an earlier save would be overwritten."""
     try:
         os.lstat(path)
     except FileNotFoundError:
@@ -244,8 +243,8 @@ def _is_taken(path: Path) -> bool:
 
 
 def _remove_earlier(where: str, path: Path, kept: set[Path]) -> None:
-    """Removes the files of earlier saves at `path`, also of killed ones, from now on."""
-    # Of other counts of files and other numbers of the save, too: these have other tensors.
+    """Removes the files of earlier and killed saves at `path`."""
+    # Files with other counts and other numbers of the save too: their tensors are from other saves.
     numbered = rf"{re.escape(path.stem)}-\d{{5}}-of-\d{{5}}(-\d+)?{re.escape(path.suffix)}"
     try:
         flush(path.parent)  # the new names are on the disk before the earlier files go
@@ -264,7 +263,7 @@ def _remove_earlier(where: str, path: Path, kept: set[Path]) -> None:
 
 
 class Stored(NamedTuple):
-    """A tensor, and the open file that has its data."""
+    """A tensor and the open file with its data."""
 
     tensor: Tensor
     file: BinaryIO
@@ -274,8 +273,8 @@ class Stored(NamedTuple):
 def open_tensors(path: Path, shapes_only: bool = False) -> Iterator[dict[str, Stored]]:
     """Opens a safetensors file, an index with all its files, or a directory with one of these.
 
-    Returns the tensors by name, ordered by file and then by offset. With `shapes_only`, data may be
-    missing. Raises as `load_safetensors`, and `OSError` if a file cannot be read.
+    Yields the tensors by name, ordered by file and then by offset. With `shapes_only`, the data may
+    be missing. Raises as `load_safetensors`, and `OSError` if a file cannot be read.
     """
     path = _in_directory(path) if path.is_dir() else path
     if _index_of(path).exists() and not path.exists():  # `path` was saved as several files
@@ -286,9 +285,9 @@ def open_tensors(path: Path, shapes_only: bool = False) -> Iterator[dict[str, St
 
 
 def _in_directory(path: Path) -> Path:
-    """The file in a directory, or the one that its index is named after.
+    """The file in a directory, or the file that its index is named after.
 
-    It is `model.safetensors`, or else the only index, or else the only file.
+    The choice is `model.safetensors`, or else the only index, or else the only file.
     """
     if (path / _IN_FOLDER).exists() or _index_of(path / _IN_FOLDER).exists():
         return path / _IN_FOLDER
@@ -310,10 +309,10 @@ def _open_one(path: Path, open_files: ExitStack, shapes_only: bool) -> dict[str,
 
 
 def _open_several(path: Path, open_files: ExitStack, shapes_only: bool) -> dict[str, Stored]:
-    """Opens an index and its files, which are of one save.
+    """Opens an index and its files, all from the same save.
 
-    Another run may replace the save meanwhile, and remove files that the index named. Then all are
-    opened anew, until the index stays the same. An open file is read even if it is removed.
+    If another run replaces the save during the call, all files are opened again, until the index
+    stays the same. An open file can be read even after its removal.
     """
     while True:
         before = _version(path)
@@ -334,13 +333,13 @@ def _open_several(path: Path, open_files: ExitStack, shapes_only: bool) -> dict[
 
 
 def _version(path: Path) -> tuple[int, ...]:
-    """What differs once a file is replaced by another one of this name."""
+    """An identity of a file, which changes when another file replaces it."""
     found = os.stat(path)
     return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """The file of each tensor: a name beside the index, whoever wrote it."""
+    """The file of each tensor, which is a name beside the index."""
     data = read_file(path)
     try:
         raw = parse(data)
@@ -350,7 +349,7 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(index, dict) or {*map(type, index.values())} - {str}:
         raise FormatError(f"{path} has no 'weight_map', the file of each tensor.")
     for name in dict.fromkeys(index.values()):
-        # On any system: Windows has backslashes. `..` is the parent.
+        # These are separators and parents on any system.
         if name in ("", ".", "..") or {*name} & {"/", "\\", "\0"}:
             raise FormatError(
                 f"{path} names {name!r}, which is not the name of a file beside it. Files outside"
@@ -362,9 +361,9 @@ def _read_index(path: Path) -> dict[str, str]:
 def _check_index(
     path: Path, index: Mapping[str, str], by_file: Mapping[str, Iterable[str]]
 ) -> None:
-    """Raises `FormatError` unless each tensor is in the file that the index says, and only there.
+    """Raises `FormatError` unless each tensor is in the file that the index names, and only there.
 
-    Files may have tensors that the index does not name; these are not read.
+    Tensors that the index does not name are ignored.
     """
     holders: dict[str, list[str]] = defaultdict(list)
     for file, names in by_file.items():

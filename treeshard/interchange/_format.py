@@ -1,15 +1,15 @@
 """The safetensors format: writes the header of a file, and reads it with the safetensors package.
 
-A file is the length of its header (8 bytes, little-endian), the header (JSON, padded with spaces to
-a multiple of 8), and the bytes of its tensors, little-endian and in C order. Offsets count from the
-end of the header, and leave no gaps:
+A file has the length of its header (8 bytes, little-endian), the header (JSON, padded with spaces
+to a multiple of 8 bytes), and the bytes of its tensors, little-endian in C order. Offsets count
+from the end of the header and leave no gaps:
 
     {"__metadata__":{"format":"pt"},
      "head.weight":{"dtype":"F32","shape":[4,8],"data_offsets":[0,128]},
      "head.bias":{"dtype":"BF16","shape":[8],"data_offsets":[128,144]}}
 
-The package writes from full arrays in memory, so the header is written here. A header is read with
-all the checks that the package makes, since files may come from strangers.
+The package writes full arrays from memory, so this module writes the header itself. It reads a
+header with all checks of the package, because files may come from strangers.
 """
 
 import json
@@ -26,7 +26,7 @@ from treeshard._core.text import human_bytes, parse_dtype
 from treeshard._disk.untrusted import MOST_BYTES, check_size
 from treeshard.errors import CheckpointError, DamagedError, FormatError, listed
 
-# In the order of the package's enum of dtypes, by which it sorts the tensors of a file.
+# In the order of the enum of dtypes in the package, which sorts the tensors of a file by it.
 DTYPES = {
     "BOOL": "bool", "F4": "float4_e2m1fn", "F6_E2M3": "float6_e2m3fn", "F6_E3M2": "float6_e3m2fn",
     "U8": "uint8", "I8": "int8", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn",
@@ -35,9 +35,9 @@ DTYPES = {
     "BF16": "bfloat16", "I32": "int32", "U32": "uint32", "F32": "float32", "C64": "complex64",
     "F64": "float64", "I64": "int64", "U64": "uint64",
 }  # fmt: skip
-# Bits of the dtypes that the format packs and numpy does not.
+# The bits of dtypes that the format packs, unlike numpy.
 PACKED = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-# The key that no tensor can have as its name.
+# The key of the metadata, which no tensor can have as its name.
 METADATA = "__metadata__"
 
 _RANKS = {code: rank for rank, code in enumerate(DTYPES)}
@@ -49,8 +49,8 @@ _MOST_DIMS, _MOST_BYTES = 64, 2**63 - 1
 
 
 class Tensor(NamedTuple):
-    """A tensor of a file: its dtype in the format, such as `F32`, and the byte where its data
-    begins."""
+    """A tensor of a file: its dtype code, such as `F32`, its shape, and the byte at which its data
+    starts."""
 
     name: str
     code: str
@@ -59,7 +59,7 @@ class Tensor(NamedTuple):
 
     @property
     def dtype(self) -> np.dtype:
-        """Its dtype in numpy or `ml_dtypes`."""
+        """The dtype in numpy or `ml_dtypes`."""
         return _NUMPY[self.code]
 
     @property
@@ -68,8 +68,8 @@ class Tensor(NamedTuple):
 
 
 def code_of(dtype: Any) -> str | None:
-    """The format's code for a dtype; `None` if the format does not have that dtype."""
-    # Of a dtype in the other byte order, which numpy counts as another.
+    """The code of a dtype in the format, or `None` if the format lacks the dtype."""
+    # numpy treats a dtype in another byte order as a different dtype.
     is_numpy = isinstance(dtype, np.dtype)
     return _CODES.get(dtype.newbyteorder("=")) if is_numpy else None
 
@@ -77,10 +77,9 @@ def code_of(dtype: Any) -> str | None:
 def lay_out(
     tensors: Iterable[Tensor], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, list[Tensor]]:
-    """Lays out a file: returns all bytes before the data, and the tensors in their order.
+    """Lays out a file: returns the bytes before the data, and the tensors in their order.
 
-    The order is the one of the safetensors package: large items first, so that all are aligned,
-    then by name.
+    The order is as in the safetensors package: large items first, for alignment, and then by name.
     """
     ordered = sorted(tensors, key=lambda x: (-_RANKS[x.code], x.name.encode()))
     offsets = [0, *accumulate(x.nbytes for x in ordered)]
@@ -101,7 +100,7 @@ def lay_out(
 
 
 def read_header(file: BinaryIO, shapes_only: bool = False) -> list[Tensor]:
-    """The tensors of an open file, in the order of their data. Raises as `load_safetensors` does.
+    """Reads the tensors of an open file, in the order of their data. Raises as `load_safetensors`.
 
     With `shapes_only`, the data may be missing, as in a download that was cut short.
     """
@@ -110,8 +109,8 @@ def read_header(file: BinaryIO, shapes_only: bool = False) -> list[Tensor]:
     # The package opens the path again.
     if not os.path.samestat(os.fstat(file.fileno()), os.stat(file.name)):
         raise CheckpointError(f"{file.name} was replaced while it was opened. Load it again.")
-    # "Error while deserializing header: incomplete metadata, file not fully covered" is what the
-    # package checks last.
+    # The last check of the package raises "Error while deserializing header: incomplete metadata,
+    # file not fully covered".
     if problem and "not fully covered" not in problem:
         raise FormatError(f"{file.name} is not a safetensors file: {problem}.")
     entries = json.loads(text)
@@ -133,7 +132,7 @@ def read_header(file: BinaryIO, shapes_only: bool = False) -> list[Tensor]:
 
 
 def _header(file: BinaryIO) -> bytes:
-    """The JSON of a file, unless it would take long to parse, and much memory."""
+    """The JSON of a file. Raises `FormatError` if it is too large to parse."""
     length = int.from_bytes(file.read(8), "little")
     text = file.read(min(length, MOST_BYTES + 1))
     try:
@@ -144,7 +143,7 @@ def _header(file: BinaryIO) -> bytes:
 
 
 def _problem_by_package(path: str) -> str:
-    """Why the package would not read a file; empty if it would."""
+    """Why the package rejects a file. Empty if it does not."""
     try:
         from safetensors import SafetensorError, safe_open
     except ModuleNotFoundError:
@@ -179,7 +178,7 @@ def _why_unreadable(entry: Any) -> str:
     shape = tuple(entry["shape"])
     if len(shape) > _MOST_DIMS:
         return f"the shape has {len(shape)} dims, and numpy allows {_MOST_DIMS}."
-    # Without the zeros, as numpy counts.
+    # numpy leaves out zeros when it computes the size.
     if math.prod(filter(None, shape)) * _NUMPY[entry["dtype"]].itemsize > _MOST_BYTES:
         return f"the shape is {shape}, which is too large for numpy."
     return ""

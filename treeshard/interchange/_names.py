@@ -1,7 +1,7 @@
-"""Which tensors of a file make which array of a tree.
+"""Maps the names of tensors in a file to names of your own.
 
-Files have a tensor for each layer, and trees often one array of all layers. A list of patterns says
-this once for all layers, where a mapping from names to names has a line for each tensor.
+Files have a tensor for each layer, and trees often have one array of all layers. A pattern names
+all layers at once, where a mapping from names to names would have a line for each tensor.
 """
 
 import re
@@ -14,35 +14,36 @@ from treeshard.errors import MismatchError, listed
 _NO_LAYER = -1  # the number of a tensor whose pattern has no group `layer`
 
 _UNMATCHED = "{tensor}: no pattern matches it. `(pattern, None)` leaves it out."
-_UNUSED = "pattern {i} {pattern!r}: no tensor matches it first."
+_UNUSED = "pattern {i} {pattern!r}: it matches no tensor that earlier patterns leave over."
 _SHARED = (
-    "{name}: the name of {tensors}. Write the groups that tell them apart into the name (`\\1`), or"
+    "{name}: {tensors} all get this name. Write the groups that differ into the name (`\\1`), or"
     " call the number of a layer `(?P<layer>\\d+)`."
 )
-_GAPS = "{name}: of {count:,} layers, there is none with number {missing}."
+_GAPS = "{name}: layers are missing: {missing} of {count:,}."
 
 
 def map_tensors(
     names: Iterable[str], pairs: Sequence[tuple[str, str | None]]
 ) -> dict[str, str | tuple[str, ...]]:
-    """Gives the tensors of a file the names that your code has for them, one for each layer or one.
+    """Maps the names of tensors in a file to your names, by regular expressions.
 
-    Every tensor goes to exactly one place, and every pair has a tensor; nothing is read. The result
-    is a dict of names: `jax.tree.map(tensors.get, result)` puts arrays in their place.
+    The result has names only, and no file is read. If `tensors` is a dict of arrays,
+    `jax.tree.map(tensors.get, result)` replaces the names by the arrays.
 
     Args:
         names: The names of the tensors, such as the keys of `tensor_shapes(path)`.
-        pairs: `(pattern, name)`. The first pattern that matches a full name (`re.fullmatch`)
-            decides; the name may have `\\1` for its groups. A group `(?P<layer>\\d+)` collects one
-            tensor for each layer. `None` as a name leaves tensors out.
+        pairs: Pairs `(pattern, name)`. The first pattern that matches a full name (`re.fullmatch`)
+            decides. The name may contain groups, such as `\\1`. A group `(?P<layer>\\d+)` collects
+            the tensors of all layers. Tensors with the name `None` are skipped.
 
     Returns:
-        The tensor of each name; for a pattern with `layer`, a tuple of tensors in the order of
-        their numbers.
+        A dict from your names to the names of tensors. A name of a pattern with `layer` gets a
+        tuple of tensors, ordered by their numbers.
 
     Raises:
-        MismatchError: If a tensor has no pattern or a pattern no tensor; if two tensors have one
-            name; if layers are missing, from 0 on. All are listed.
+        MismatchError: If a tensor matches no pattern, or a pattern matches no tensor. If two
+            tensors get the same name. If numbers of layers are missing, from 0 on. All mistakes are
+            listed.
 
     Examples:
         >>> pairs = [("model.embed.weight", "embed"), (r"h.(?P<layer>\\d+).(q|k).weight", r"\\2")]
@@ -50,8 +51,7 @@ def map_tensors(
         {'embed': 'model.embed.weight', 'q': ('h.0.q.weight', 'h.1.q.weight')}
 
     Source:
-        The names of Hugging Face's checkpoints, and the maps from regular expressions of big_vision
-        and kauldron.
+        The maps from regular expressions in big_vision and kauldron.
     """
     patterns = [re.compile(pattern) for pattern, _ in pairs]
     facts: list[str] = []
@@ -64,7 +64,7 @@ def map_tensors(
         if match is None:
             facts.append(_UNMATCHED.format(tensor=tensor))
             continue
-        used.add(i)  # also if it leaves the tensor out: a pattern without any is a typing error
+        used.add(i)  # even if it skips the tensor: a pattern without a tensor is a typing error
         name = pairs[i][1]
         if name is not None:
             layer = int(match.groupdict().get("layer") or _NO_LAYER)
@@ -86,7 +86,7 @@ def _misfits(name: str, layers: Mapping[int, list[str]]) -> Iterator[str]:
     for tensors in groups:
         if len(tensors) > 1:
             yield _SHARED.format(name=name, tensors=" and ".join(tensors))
-    # A name may claim a number of any size, so no more than the first gaps are looked for.
+    # A file may claim a layer of any number, so only the first gaps are listed.
     last = max(layers)
     missing = [*islice((str(i) for i in range(last) if i not in layers), 5)]
     if missing:

@@ -1,7 +1,7 @@
-"""The arrays of a tree as named tensors: their names, what to write of them, what to read.
+"""The arrays of a tree as named tensors: their names, and the parts to write and read.
 
-All names and dtypes are checked before the first byte is written or read: the format has no place
-for a leaf that it cannot hold, and a file without it would load as a tree that lacks it.
+All names and dtypes are checked before the first byte is written or read. If a leaf that the format
+cannot hold were left out, the file would load as another tree.
 """
 
 import json
@@ -58,17 +58,17 @@ Names = Callable[[str], str] | Mapping[str, str]
 
 
 def tensor_names(tree: PyTree, rename: Names | None, where: str) -> dict[int, str]:
-    """The names of the arrays of a tree, by leaf index; `None` is a leaf.
+    """The names of the arrays of a tree, by leaf index. `None` is a leaf.
 
     Raises `CheckpointError` if leaves would share a name, if the format does not allow a name, or
-    if a mapping has other paths.
+    if a mapping has a path that the tree lacks.
     """
     leaves = tree_leaves(tree, is_leaf=is_none)
     paths = leaf_paths(tree, is_leaf=is_none)
     path_of = {i: path for i, path in enumerate(paths) if has_shape(leaves[i])}
     facts: list[str] = []
     if isinstance(rename, Mapping):
-        for path in rename.keys() - set(path_of.values()):  # a typing error would rename nothing
+        for path in rename.keys() - set(path_of.values()):  # such as a typing error
             hint = did_you_mean(str(path), path_of.values())
             facts.append(f"{path}: `rename` has it, but the tree has no such array.{hint}")
     names: dict[int, str] = {}
@@ -100,7 +100,7 @@ def _why_invalid(name: Any) -> str:
         return "which the format reserves."
     try:
         name.encode()
-    except UnicodeEncodeError:  # a lone surrogate, as Python makes of file names that are not UTF-8
+    except UnicodeEncodeError:  # a lone surrogate, as in a file name that is not UTF-8
         return "which is not valid Unicode."
     return ""
 
@@ -109,7 +109,7 @@ def _why_invalid(name: Any) -> str:
 
 
 def tensors_of(tree: Any, rename: Names | None, where: str) -> dict[str, Any]:
-    """The arrays of a tree, all of which can be written, by the names of their tensors."""
+    """The arrays of a tree, by the names of their tensors. Raises if one cannot be written."""
     check_known(tree, where)
     arrays = ((i, leaf) for i, leaf in enumerate(tree_leaves(tree)) if has_shape(leaf))
     misfits = {i: _unwritable(leaf) for i, leaf in arrays}
@@ -137,10 +137,10 @@ def _unwritable(leaf: Any) -> TreeShardError | None:
 
 
 def names_to_write(tensors: Mapping[str, Any], what: str, timeout: float) -> list[str]:
-    """The tensors of which this process writes shards, or all: the first that has all does."""
+    """The tensors that this process writes. The first process with a full array writes it."""
 
     def combine(messages: list[bytes]) -> bytes:
-        has_it_all = zip(*messages, strict=True)  # for each tensor, a 1 or 0 of each process
+        has_it_all = zip(*messages, strict=True)  # for each tensor, a 1 or 0 from each process
         return json.dumps([row.index(1) if any(row) else None for row in has_it_all]).encode()
 
     with all_or_none(what, combine, phase="parts", timeout=timeout) as parts:
@@ -150,7 +150,7 @@ def names_to_write(tensors: Mapping[str, Any], what: str, timeout: float) -> lis
 
 
 def pieces_of(leaf: Any) -> list[Piece]:
-    """The shards of a leaf that this process writes: the first copy of each that it holds."""
+    """The shards of a leaf that this process writes: the shards with replica index 0."""
     if not isinstance(leaf, jax.Array):
         x = np.asarray(leaf)
         return [Piece(full_region(x.shape), x)]
@@ -160,7 +160,7 @@ def pieces_of(leaf: Any) -> list[Piece]:
 
 def check_memory_to_write(path: Path, tensors: Iterable[Any]) -> None:
     """Raises `CheckpointError` unless there is memory for the shards of one tensor."""
-    # Of a block, `write` makes two copies: the joined shards, and their bytes as in the file.
+    # `write` makes two copies of a block: the joined shards, and their bytes as in the file.
     needed = max(map(bytes_to_read, tensors), default=0) + 2 * BLOCK
     if lacking := lacking_memory(needed):
         raise CheckpointError(f"save_safetensors: {path} was not written: it needs {lacking[0]}")
@@ -183,7 +183,7 @@ def tensor_request(
         name: SavedLeaf(name, "array", x.tensor.shape, DTYPES[x.tensor.code])
         for name, x in stored.items()
     }
-    # As of a checkpoint, so that both say the same of what differs.
+    # The same request as for a checkpoint, so that both report differences in the same way.
     request = read_request(
         types,
         like,
@@ -192,7 +192,7 @@ def tensor_request(
         partial=partial,
         names=lambda tree: tensor_names(tree, rename, where),
         where=where,
-        of_subtrees=rename is None,  # which has the names for the paths in `like`
+        of_subtrees=rename is None,  # `rename` has the paths in `like`
     )
     for leaf in request.to_read().values():
         code = stored[leaf.name].tensor.code
@@ -203,7 +203,7 @@ def tensor_request(
 
 
 def tensor_facts(stored: Mapping[str, Stored]) -> str:
-    """The files' tensors in short, for processes to compare."""
+    """A checksum of the tensors in the files, for processes to compare."""
     return f"{crc32(repr([x.tensor for x in stored.values()]).encode()):08x}"
 
 
@@ -213,27 +213,27 @@ class Reading(NamedTuple):
     leaf_index: int  # in the like-tree
     leaf: RequestedLeaf
     stored: Stored
-    regions: list[Region]  # that this process reads; of an array on devices, its own shards
+    regions: list[Region]  # the regions that this process reads
 
 
 def plan_readings(request: Request, stored: Mapping[str, Stored]) -> list[Reading]:
-    """What this process reads for a request, ordered by file and offset."""
+    """The readings of this process for a request, ordered by file and offset."""
     readings = []
     for i, leaf in request.to_read().items():
         regions = [full_region(leaf.shape)]
         if leaf.sharding is not None:
-            # Each once, also if several devices hold it.
+            # A region that several devices hold is read once.
             regions = list(dict.fromkeys(regions_here(leaf.sharding, leaf.shape).values()))
         readings.append(Reading(i, leaf, stored[leaf.name], regions))
     # Disks and network file systems read ahead.
     return sorted(readings, key=lambda row: (row.stored.file.fileno(), row.stored.tensor.start))
 
 
-_KEPT = 2**26  # bytes of freed blocks that the allocator keeps at most, by measurement
+_KEPT = 2**26  # the most bytes of freed blocks that the allocator keeps, as measured
 
 
 def memory_to_load(readings: Iterable[Reading]) -> int:
-    """The host memory that `read_tensors` takes at most, for readings in this order."""
+    """The most host memory that `read_tensors` takes, for readings in this order."""
     meter, sizes = Meter(), list[tuple[int, int]]()
     default = default_sharding()
     for row in readings:
@@ -260,7 +260,7 @@ def read_tensors(request: Request, readings: Sequence[Reading], *, progress: boo
     def read_parts() -> Iterator[Part[int]]:
         for i, leaf, stored, regions in shown:
             parts = _read_regions(stored, regions)
-            # One after another leaves `parts`, so that no variable keeps it.
+            # Each region is taken out of `parts`, so that no variable keeps it in memory.
             while parts and leaf.on_devices:
                 yield (i, *_take(parts, leaf.dtype))
             if parts:
@@ -271,14 +271,14 @@ def read_tensors(request: Request, readings: Sequence[Reading], *, progress: boo
 
 
 def _take(parts: dict[Region, np.ndarray], dtype: str) -> tuple[Region, np.ndarray]:
-    """Takes a region out of those that were read, with the dtype that is requested."""
+    """Takes a region out of `parts`, in the requested dtype."""
     region, x = parts.popitem()
     with np.errstate(all="ignore"):  # out of range becomes inf, as in `jnp.asarray`
         return region, x.astype(parse_dtype(dtype), copy=False)
 
 
 def read_full(stored: Stored) -> np.ndarray:
-    """Reads a tensor. Raises `DamagedError` if its file was cut short meanwhile."""
+    """Reads a tensor in full. Raises `DamagedError` if its file is cut short during the call."""
     full = full_region(stored.tensor.shape)
     return _read_regions(stored, [full])[full]
 

@@ -1,8 +1,8 @@
-"""For code inside `jax.shard_map`, which runs once per device: FSDP and tensor parallelism.
+"""FSDP and tensor parallelism for code inside `jax.shard_map`, which runs once per device.
 
-Each device keeps its shards of the parameters. They are gathered where they are used, and
-their gradients are averaged. How each leaf is sharded is given by a tree of specs, or by boxes
-around the leaves (`Partitioned`, Flax's).
+Each device keeps its shards of the parameters, gathers them where they are used, and averages
+their gradients. A plan, a tree of specs, or boxes around the leaves (`Partitioned` or Flax's) say
+how each leaf is sharded.
 """
 
 from treeshard.manual._boxes import Partitioned, partition_specs

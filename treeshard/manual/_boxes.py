@@ -1,9 +1,8 @@
-"""Which spec each leaf has: from a tree of specs, from the plan in force, or from boxes around the
-leaves, as in Flax.
+"""Looks up the spec of each leaf in a tree of specs, the plan in force, or boxes around the leaves.
 
-Inside `shard_map` an array does not know it: it is this device's shard, and its type says at most
-along which axes it varies, not which dim they split. `Partitioned` is a class of our own, so that
-plain trees need no Flax; Flax's boxes are read without an import of Flax, by their methods.
+Inside `shard_map` an array does not know its spec: it is this device's shard, and its type says
+only along which axes it varies, not which dim they split. `Partitioned` is our own box for trees
+without Flax. Flax's boxes are recognised by their methods, without importing Flax.
 """
 
 from collections.abc import Sequence
@@ -304,7 +303,7 @@ def _differences(
 def _check_no_shards(tree: PyTree, axes: Sequence[str], call: str) -> None:
     """Raises if no leaf has a box, and some differ between devices: they are shards, most likely.
 
-    JAX tells only under `check_vma=True`. What `vary` has marked was equal on all devices.
+    JAX knows this only under `check_vma=True`. What `vary` has marked was equal on all devices.
     """
     nodes = tree_leaves(tree, is_leaf=is_box)
     # One box is enough: whoever puts boxes around what is sharded leaves the rest without.
@@ -341,7 +340,7 @@ def _spec_at(place: _Place, step: PlanInForce | None) -> PartitionSpec:
     spec = spec_of(place.node) if is_box(place.node) else PartitionSpec()
     if step is None or not is_array(place.value) or any(entries(spec)):
         return spec
-    # Not a spec: the array is full here (`None`), or nothing is known of it.
+    # Not a spec: the array is full here (`None`), or its sharding is unknown.
     known = step.known_spec(place.value)
     return known if isinstance(known, PartitionSpec) else spec
 
@@ -416,7 +415,7 @@ def _are_slices(values: Sequence[Any], planned: Sequence[PlannedLeaf | None]) ->
     return bool(ranks) and all(rank + 1 == stacked for rank, stacked in ranks)
 
 
-# Whether dims are divisible means nothing here: the values may be shards already.
+# Divisible dims do not matter here: the values may be shards already.
 _MISFITS = frozenset({"rank", "axis-not-in-mesh", "reduced-type"})
 
 

@@ -1,10 +1,10 @@
-"""FSDP inside `shard_map`: keeps shards of parameters, gathers them, averages their gradients.
+"""FSDP inside `shard_map`: keeps shards of parameters, gathers them, and averages their gradients.
 
-JAX differentiates `jax.lax.all_gather` and `pmean` by itself, but not to the same numbers in both
-modes of `shard_map`: under `check_vma=True` it also sums the gradients of what does not vary, and
-under `check_vma=False` the transpose of a `psum` is a `psum` again. Adam hides such factors. So
-everything is marked as varying first, gradients stay those of each device, and they are averaged
-once, where one can see it. The same program comes out in both modes.
+JAX differentiates `jax.lax.all_gather` and `pmean`, but the numbers depend on the mode of
+`shard_map`. With `check_vma=True`, JAX also sums the gradients of values that do not vary. With
+`check_vma=False`, the transpose of a `psum` is another `psum`. Adam hides such factors. So the
+functions here mark everything as varying first. Then each device has its own gradients, which are
+averaged once and explicitly. The program is the same in both modes.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -58,7 +58,7 @@ MIN_WEIGHT_SIZE = 2**18
 
 
 def fold_rng_over_axis(rng: jax.Array, axis_name: AxisNames) -> jax.Array:
-    """Makes a key that differs on each device along an axis, for dropout for example.
+    """Makes a key that differs on each device along an axis, for example for dropout.
 
     Args:
         rng: A key, the same on these devices.
@@ -96,10 +96,9 @@ def shard_params(
     *,
     specs: SpecTree = None,
 ) -> PyTree:
-    """Keeps this device's shards of parameters that every device has in full.
+    """Returns this device's shards of parameters that every device has in full.
 
-    Axes that shard a leaf already are kept, so a tree can be sharded over one axis after
-    another.
+    Axes that already shard a leaf are kept, so a tree can be sharded over one axis after another.
 
     Args:
         params: Any pytree. Leaves that are not arrays pass through.
@@ -224,7 +223,7 @@ def _decide_by_size(
 
 
 def _decide_by_spec(leaf: Leaf, axes: tuple[str, ...], mesh: AbstractMesh) -> Decision:
-    """Shards a leaf over those of `axes` that its spec has."""
+    """Shards a leaf over the axes of `axes` that its spec has."""
     requested = set(axes) & set(leaf.axes)
     if leaf.passes_through or not requested:
         return Decision()
@@ -232,7 +231,7 @@ def _decide_by_spec(leaf: Leaf, axes: tuple[str, ...], mesh: AbstractMesh) -> De
     if varying_axes(leaf.value) & requested:
         why = f"it varies over the axes of {leaf.spec}, so it is sharded already."
         return Decision(warning=why)
-    # The other axes have to shard the leaf already, so its shape here is that of a shard.
+    # The other axes must shard the leaf already, so its shape here is a shard's shape.
     new = without_axes(leaf.spec, [axis for axis in leaf.axes if axis not in axes])
     _, losses = project(new, mesh, leaf.value.shape)
     reasons = [why_not_innermost(leaf.spec, axes), *(loss.why for loss in losses)]
@@ -270,7 +269,7 @@ def gather_params(
     *,
     dtype: DTypeLike | None = None,
 ) -> PyTree:
-    """Gathers parameters of which every device has a shard; their gradients are means.
+    """Gathers parameters from the shards of all devices, and averages their gradients.
 
     Examples:
         >>> def loss(params, x):
@@ -282,30 +281,30 @@ def gather_params(
         >>> f(w, x)[0]
         Array([0.5, 0.5], dtype=float32)
 
-    In the forward pass, each leaf is all-gathered over those of `axis_name` that shard it. In
-    the backward pass, its gradient is reduce-scattered and divided by the number of devices.
+    The forward pass all-gathers each leaf over the axes of `axis_name` that shard it. The backward
+    pass reduce-scatters its gradient, and divides it by the number of devices.
 
-    With `sync_gradients`, the gradients are those of the mean loss over all devices, if the loss
-    is the mean over *this device's* batch and both functions get the same axes: all that shard
-    the batch or shard parameters to save memory. If the loss was already reduced by
+    Call `sync_gradients` on the gradients, with the same axes: all axes that shard the batch, or
+    shard parameters to save memory. If the loss is the mean over *this device's* batch, the result
+    is the gradient of the mean loss over all devices. If the loss was already reduced by
     `jax.lax.pmean` with `check_vma=True`, return `vary(loss, axis_names)`, or use
     `value_and_grad`, which is right for every loss. Take the gradient inside `shard_map` and in
     reverse mode; `jax.jvp` does not work.
 
-    In a scan over layers, put `jax.checkpoint` around the layer: else all gathered weights are
-    kept for the backward pass. Call `vary` on the parameters before the scan, so that gradients
-    of replicated leaves are averaged once, and not once per layer.
+    In a scan over layers, put `jax.checkpoint` around the layer. Without it, all gathered weights
+    are kept for the backward pass. Call `vary` on the parameters before the scan, to average
+    gradients of replicated leaves once, and not once per layer.
 
     Args:
         params: Any pytree. Leaves that are not arrays pass through.
         axis_name: The axes to gather over, and to average gradients over; by default all
             Manual axes.
         specs: How `params` is sharded: a tree of specs, a prefix of one, or a `Plan`; `None`
-            in it leaves a subtree as it is. By default those of the plan in force, which are found
-            as `treeshard.unshard` finds them. Without a plan they are read from boxes
-            (`Partitioned`, Flax's), and leaves without a box are replicated.
-        dtype: The dtype in which floating leaves are sent, such as `jnp.bfloat16`, and their
-            gradients too, which are converted back after it.
+            in it leaves a subtree as it is. By default, the specs are looked up in the plan in
+            force, as `treeshard.unshard` does. Without a plan, boxes (`Partitioned`, Flax's) give
+            the specs, and leaves without a box are replicated.
+        dtype: The dtype in which floating leaves and their gradients are sent, such as
+            `jnp.bfloat16`. Gradients are converted back afterwards.
 
     Returns:
         The same tree. Leaves that another axis still shards stay in their boxes, and nnx variables
@@ -368,8 +367,8 @@ def _gather_leaf(leaf: Leaf, axes: tuple[str, ...], dtype: DTypeLike | None) -> 
 def sync_gradients(grads: PyTree, axis_names: AxisNames, specs: SpecTree = None) -> PyTree:
     """Averages gradients over the axes that do not shard their leaves.
 
-    `gather_params` has averaged the gradients of a leaf over the axes that shard it. Only
-    gradients that may still differ are averaged here, so a second call changes nothing.
+    `gather_params` averages the gradients of a leaf over the axes that shard it. `sync_gradients`
+    averages only gradients that may still differ, so a second call does not change them.
 
     See `gather_params` for the losses and the axes for which the result is the gradient of the
     mean loss. Without a gather (plain data parallelism), call `vary` on the parameters first:
@@ -417,7 +416,8 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames, specs: SpecTree = None)
             f"sync_gradients: {listed('these leaves are not gradients:', facts)} Remove them"
             " from the tree, or use `value_and_grad`, which differentiates floating leaves only."
         )
-    # The step raises if such a shard was never gathered: nothing has averaged it over these axes.
+    # The step raises if such a shard was never gathered, because it is not averaged over these
+    # axes.
     if (step := current_plan()) is not None:
         for leaf in leaves:
             if over := set(axes).intersection(leaf.axes):
@@ -477,10 +477,10 @@ def value_and_grad(
         >>> f(w, x)[1][0]
         Array([0.5, 0.5], dtype=float32)
 
-    It gathers the parameters, differentiates and averages: FSDP in one call. It is right for
-    every loss: for the mean over this device's batch (the gradients are then those of the mean
-    over all devices), and for a loss that was reduced by `jax.lax.pmean`, `psum`, or a quotient
-    of `psum`s (the gradients are then those of that value).
+    The function gathers the parameters, differentiates and averages: FSDP in one call. It is right
+    for every loss. If the loss is the mean over this device's batch, the gradients are the
+    gradients of the mean over all devices. If the loss was reduced by `jax.lax.pmean`, `psum`, or a
+    quotient of `psum`s, they are the gradients of that value.
 
     Args:
         loss: Called as `loss(params, *args)` with full parameters; returns a scalar, or with
@@ -488,8 +488,8 @@ def value_and_grad(
         axis_names: The axes to gather and average over: all that shard the batch, and all
             that shard parameters to save memory.
         specs: As in `gather_params`; parameters that were gathered before need none.
-        has_aux: Whether `loss` returns more than the scalar. `aux` is returned as it is, this
-            device's own: reduce it yourself.
+        has_aux: Whether `loss` returns `(scalar, aux)`. `aux` is this device's own and is returned
+            unchanged: reduce it yourself.
         dtype: As in `gather_params`.
         gather: Whether to gather before `loss` is called. Otherwise `loss` gets this device's
             shards, and calls `gather_params` itself with the same axes, such as on the weights
@@ -498,7 +498,7 @@ def value_and_grad(
     Returns:
         `f(params, *args) -> (value, grads)`, or `((value, aux), grads)`. Call it inside
         `shard_map`, on this device's shards. The value is the mean over the axes, and the
-        gradients are sharded like `params`; those of leaves that are not floating are `None`.
+        gradients are sharded like `params`; they are `None` for leaves that are not floating.
 
     Raises:
         SpecError: When called, as `gather_params`; under `check_vma=True`, if the loss varies over

@@ -77,11 +77,11 @@ def gather_array_with_mean_grads(x: jax.Array, axis: int, axis_name: AxisNames) 
 def vary(tree: PyTree, axis_names: AxisNames) -> PyTree:
     """Marks arrays that are equal on all devices as varying, so that gradients stay per device.
 
-    Values do not change. Under `check_vma=True`, JAX itself sums the gradient of an array that
-    is equal on all devices, over all of them. The gradient of the result of `vary` stays with
-    each device instead, until `sync_gradients` averages it. Call it on parameters before you
-    differentiate with respect to them, and on a reduced loss before you return it. Under
-    `check_vma=False`, JAX does not track what varies, and `vary` does nothing.
+    Values do not change. With `check_vma=True`, JAX sums the gradient of an array that is equal on
+    all devices. The gradient of the result of `vary` stays per device, until `sync_gradients`
+    averages it. Call `vary` on parameters before you differentiate with respect to them, and on a
+    reduced loss before you return it. With `check_vma=False`, JAX does not track what varies, and
+    `vary` returns its argument.
 
     Args:
         tree: Any pytree. Leaves that are not arrays pass through.

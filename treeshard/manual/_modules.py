@@ -1,8 +1,7 @@
-"""Wraps modules so that their parameters are gathered only while they are called.
+"""Wraps modules so that their parameters are gathered only while the modules are called.
 
-Modules are wrapped, and need no base class and no change of their own, since they come from other
-libraries. A wrapper does not reach the parameters of a Linen module, which exist only inside `init`
-and `apply`: Flax's `map_variables` does.
+Modules come from other libraries, so they need neither a base class nor changes. The parameters of
+a Linen module exist only inside `init` and `apply`, where Flax's `map_variables` reaches them.
 """
 
 import sys
@@ -46,7 +45,7 @@ def shard_module_params(
     dtype: DTypeLike | None = None,
     remat: bool = False,
 ) -> Any:
-    """Wraps a module so that its parameters are gathered when it is called, and only then.
+    """Wraps a module so that its parameters are gathered only while it is called.
 
     Use the result inside `shard_map`. It calls `shard_params` and `gather_params`, whose
     conditions on the loss and the axes apply here too.

@@ -1,13 +1,13 @@
 """Tensor parallel layers: their weights are split over devices that work on the same rows.
 
-Activations enter a region in which each device has its own columns of the weights, and leave it
-as a sum over the devices. The two operations are each other's transpose. They are defined here
-for both modes of `shard_map`: without `check_vma`, JAX does not know that the gradients of
+Activations enter a region in which each device has its own columns of the weights, and leave the
+region as a sum over the devices. The two operations are each other's transpose. They are defined
+here for both modes of `shard_map`: without `check_vma`, JAX does not know that the gradients of
 replicated arrays have to be summed.
 
 Do not pass the axis that splits these weights to `value_and_grad`, `gather_params` and
-`sync_gradients`, which take the axes that split rows or save memory. The gradients of
-parameters that are replicated along it are right without an average.
+`sync_gradients`. They take the axes that split rows or save memory. Parameters that are replicated
+along the tensor axis have right gradients without an average.
 """
 
 from collections.abc import Callable
@@ -35,19 +35,19 @@ _INSTEAD = "under `jax.jit`, specs on the weights are enough"
 def enter_parallel(x: PyTree, axis_names: AxisNames, *, dim: int | None = None) -> PyTree:
     """Passes activations into a region where each device has its own part of the weights.
 
-    In the forward pass nothing is communicated. In the backward pass, the gradients of all
-    devices are summed, by one all-reduce. With `dim`, each device has a shard of `x` only: `x`
-    is all-gathered in the forward pass, and its gradient reduce-scattered in the backward pass.
+    The forward pass communicates nothing. The backward pass sums the gradients of all devices, with
+    one all-reduce. With `dim`, each device has only a shard of `x`: the forward pass all-gathers
+    `x`, and the backward pass reduce-scatters its gradient.
 
-    Replicated parameters that each device applies to its own shard of the activations have to
-    enter too: the scale of a norm on rows that are split, or the weights of heads that all
-    devices share.
+    Call it also on replicated parameters that each device applies to its own shard of the
+    activations, such as the scale of a norm on rows that are split, or the weights of heads that
+    all devices share.
 
     Args:
         x: An array, equal on all devices along the axes; with `dim`, a shard of one. Or a tree
             of arrays, such as a norm's parameters; leaves that are not arrays pass through.
         axis_names: The axis that splits the weights, or several.
-        dim: The dim of `x` that is split over the axes, such as that of the sequence.
+        dim: The dim of `x` that is split over the axes, such as the sequence's dim.
 
     Returns:
         The full `x`, on every device. Reverse-mode gradients work; forward-mode ones do not.
@@ -79,9 +79,9 @@ def enter_parallel(x: PyTree, axis_names: AxisNames, *, dim: int | None = None) 
 def leave_parallel(x: PyTree, axis_names: AxisNames, *, dim: int | None = None) -> PyTree:
     """Sums the results that the devices computed with their parts of the weights.
 
-    This is one all-reduce in the forward pass, and nothing in the backward pass. With `dim`,
-    each device keeps only its shard of the sum: the forward pass reduce-scatters, and the
-    backward pass all-gathers the gradient.
+    The forward pass all-reduces, and the backward pass communicates nothing. With `dim`, each
+    device keeps only its shard of the sum: the forward pass reduce-scatters, and the backward pass
+    all-gathers the gradient.
 
     Use it also to reduce a loss whose rows are split over the axes, as
     `leave_parallel(total / count, axis)`: under `check_vma=False`, the gradient of a plain

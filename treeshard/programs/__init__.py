@@ -1,7 +1,7 @@
-"""Compiled steps before they run: what memory they need, what they move.
+"""Reports what memory a compiled step needs, and what it communicates, before it runs.
 
-`step.compile(state, batch)` returns a `CompiledStep`, for attached devices and for those of
-`make_mesh(topology=...)`; its `memory()` is a `Memory`.
+`step.compile(state, batch)` returns a `CompiledStep`, for attached devices and for the devices of
+`make_mesh(topology=...)`. `CompiledStep.memory()` returns a `Memory`.
 """
 
 from treeshard._core.topologies import CHIPS, Chip

@@ -1,14 +1,14 @@
-"""Which temporary buffers of a scheduled program are live when most bytes are.
+"""Finds the temporary buffers of a scheduled program that are live at its peak of memory.
 
-The compiler tells the bytes of temporaries as one number. Its own buffer assignment comes only as a
-serialized protobuf, for which there is no schema in Python, with ids that the text does not have.
-The text has the order of ops and their layouts: enough to say which arrays are live together and to
-come near that number, but not how the allocator packs them.
+The compiler reports the bytes of temporaries as one number. Its buffer assignment is a serialized
+protobuf without a schema in Python, and its ids are not in the text. The text has the order of ops
+and their layouts. Both show which arrays are live together, and their sum is near the compiler's
+number. The text does not show how the allocator packs the buffers.
 
-1. Each array of an op's result is in the memory of its own, or in that of another value
+1. Each array of an op's result has memory of its own, or shares the memory of another value
    (`Dataflow.home`).
-2. That memory is live from the first op whose result is in it to the last that reads it.
-3. Op by op, what is live is added up, with what a loop or a call needs while it runs.
+2. That memory is live from the first op that writes a result into it to the last op that reads it.
+3. The live bytes are added up op by op, with the bytes that a loop or a call needs while it runs.
 """
 
 import math
@@ -65,7 +65,7 @@ def _array(dtype: str, shape: str, layout: str) -> Array:
 def _pad_to_tiles(dims: list[int], layout: str) -> list[int]:
     """The dims, rounded up to whole tiles."""
     # `{0,1:T(8,128)}`: dim 0 varies fastest in memory, and a tile has 128 of it and 8 of dim 1. A
-    # second tile, `T(8,128)(2,1)`, is the order of elements inside of the first, and pads nothing.
+    # second tile, `T(8,128)(2,1)`, is the order of elements inside of the first, without padding.
     tile = re.search(r"T\(([\d,]+)\)", layout)
     if tile is None:
         return dims
@@ -158,7 +158,7 @@ class Schedule:
         return best
 
     def _inner(self, op: Op) -> Peak:
-        """The largest peak of the computations that an op runs; those of fusions have none."""
+        """The largest peak of the computations that an op runs; fusions have no peak."""
         if op.opcode not in ("while", "conditional", "call", "async-start"):
             return Peak(0, [])
         names = [name for called in op.called.values() for name in called]

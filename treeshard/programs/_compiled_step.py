@@ -1,7 +1,8 @@
-"""A step that is compiled and not yet run, and what its program tells.
+"""A step that is compiled and not yet run, with the reports on its program.
 
-Only TPUs' compiler refuses a program that does not fit. That of GPUs compiles it, and the first
-call fails; so what it says of its memory is compared here with what JAX allocates.
+Only the TPU compiler refuses a program that does not fit. The GPU compiler compiles the program,
+and its first call fails. So the memory that the GPU compiler reports is compared here with the
+memory that JAX allocates.
 """
 
 import re
@@ -68,9 +69,9 @@ class CompiledStep:
         return self.compiled.as_text() or ""
 
     def communication(self) -> Comparison:
-        """Compares what the program moves with the plan.
+        """Compares what the program communicates with the plan.
 
-        What the step does with each leaf follows from its trace: see `Step.plan_of`.
+        The roles of leaves come from the trace of the step: see `Step.plan_of`.
 
         Returns:
             A `Comparison`.
@@ -78,7 +79,7 @@ class CompiledStep:
         return self._compared
 
     def memory(self) -> Memory:
-        """Tells what the program needs in the memory of one device, and what is live at the peak.
+        """Returns what the program needs in the memory of one device, and what is live at the peak.
 
         Returns:
             A `Memory`.
@@ -117,8 +118,8 @@ def compile_step(
         need, available = (f"{size}iB" for size in sizes.groups())
         raise DoesNotFitError(
             f"The step needs at least {need} per device, and {device.device_kind} has {available}."
-            " Shard more of the state, split the batch further, or repeat the forward pass for the"
-            " gradients (`jax.checkpoint`).",
+            " Shard more of the state, split the batch into more minibatches, or recompute"
+            " activations with `jax.checkpoint`.",
             parse_bytes(need),
             parse_bytes(available),
         ) from error

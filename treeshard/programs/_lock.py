@@ -1,7 +1,7 @@
-"""A lock: one file of what a step does with its leaves and what it moves, for pull requests.
+"""Writes a lock: a file of what a step does with its leaves and communicates, for pull requests.
 
-It has sums, and no text of the program, whose lines move with every edit. Numbers are compared
-exactly: any tolerance would let small changes add up unseen.
+A lock has sums and not the text of the program, which changes with every edit. Numbers are compared
+exactly: with a tolerance, small changes would add up unseen.
 """
 
 import json
@@ -103,7 +103,7 @@ def _spec_text(spec: PartitionSpec) -> str:
 
 
 def _sum_moved(collectives: Iterable[Collective]) -> dict[str, int | None]:
-    """The payload of a step by kind, axes and leaf; `None` if that of one collective is unknown."""
+    """The payload of a step by kind, axes and leaf; `None` if one collective's is unknown."""
     groups: dict[str, list[Collective]] = defaultdict(list)
     for moved in collectives:
         what = moved.path or _COMPUTED

@@ -1,7 +1,7 @@
-"""What a compiled step needs in the memory of one device, against what the device has.
+"""Compares the memory that a compiled step needs on one device with the memory of the device.
 
-The compiler's own numbers are the amounts. Which arrays they are it does not say: that comes from
-the text of the program (`_buffers`) and from the plan.
+The amounts are the compiler's own numbers. The compiler does not say which arrays they are: the
+text of the program (`_buffers`) and the plan name the arrays.
 """
 
 from collections.abc import Mapping
@@ -23,12 +23,12 @@ from treeshard.programs._buffers import Buffer, peak_of
 
 
 class LiveBuffer(NamedTuple):
-    """Temporary memory that is in use when a step needs most.
+    """Temporary memory that is in use when a step needs the most memory.
 
     Attributes:
         bytes: Its size on one device.
         array: Its dtype and shape, in the compiler's notation.
-        path: The leaf whose data it has, such as a gathered weight; `None` if it is computed.
+        path: The leaf whose data it holds, such as a gathered weight; `None` if it is computed.
         op_name: JAX's name of the operation that made it.
         source: The line of user code that it comes from, as `file:line`.
 
@@ -63,7 +63,7 @@ class Memory:
         arguments: The bytes of the state and the batch, as the compiler lays them out.
         results: The bytes of results that do not reuse the memory of donated arguments.
         temporaries: The bytes of intermediate values at most.
-        code: The bytes of the program itself, where it is in the device's memory.
+        code: The bytes of the program itself, if it is in the device's memory.
         capacity: The bytes that programs can use on such a device; `None` if that is unknown. On
             GPUs, those that JAX allocates: 75% of the memory, or `XLA_CLIENT_MEM_FRACTION`.
         device: The kind of device.
@@ -131,7 +131,7 @@ class Memory:
         lines = [columns([(name, human_bytes(size)) for name, size in rows], right=1)]
         lines.append(f"of {bytes_text(self.capacity, 'unknown')} on {self.device}")
         if self.at_peak:
-            lines.append("live when most memory is in use:")
+            lines.append("live at the peak:")
             lines += [f"    {buffer}" for buffer in self.at_peak[:10]]
         return "\n".join(lines)
 

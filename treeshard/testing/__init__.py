@@ -1,4 +1,4 @@
-"""For your own tests: is everything sharded as planned, and are the numbers right?"""
+"""Assertions for your own tests: arrays are sharded as planned, and gradients are right."""
 
 from treeshard._inspection.stability import assert_stable_step, diff_shardings
 from treeshard.communication import assert_collectives

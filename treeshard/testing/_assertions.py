@@ -1,7 +1,7 @@
-"""Assertions that plans and trees are sharded as expected.
+"""Asserts that plans and trees are sharded as expected.
 
-They compare what was decided and what is there, not the code that decides: a plan in a file shows
-each leaf that a change of a rule or of a name moves, and a review can refuse it.
+The assertions compare results, and not the rules that lead to them: a plan in a file shows each
+leaf whose sharding a changed rule or name changes, and a review can refuse the change.
 """
 
 import os
@@ -31,9 +31,9 @@ _UPDATE = "TREESHARD_UPDATE_PLANS"
 def assert_same_plan(plan: Plan, path: str | os.PathLike[str], *, update: bool = False) -> None:
     """Checks that a plan is equal to the one stored in a file.
 
-    The file is text, with the mesh and one line per leaf: commit it, and a review shows every
-    leaf whose sharding changes. Run the test with `TREESHARD_UPDATE_PLANS=1` in the
-    environment to write the file, the first time and after an intended change.
+    The file is text, with the mesh and one line per leaf. Commit the file, and a review shows every
+    leaf whose sharding changes. To write the file, the first time and after an intended change, run
+    the test with `TREESHARD_UPDATE_PLANS=1` in the environment.
 
     Plans are equal if their meshes have the same axes and sizes, and their leaves the same
     paths, shapes, dtypes, specs and kinds of memory. Their rules may differ.
@@ -92,15 +92,16 @@ def assert_step(
     *,
     update: bool = False,
 ) -> None:
-    """Checks that a step is sharded, moves and needs what a file says.
+    """Checks a step's shardings, communication and memory against a file.
 
     The step is compiled and not run. The file is JSON: the mesh and the kind of device, the spec
-    and the role of each leaf, the specs of the batch, the bytes moved in a step by kind, axes and
-    leaf, and the memory of one device by kind. Commit it, and a review shows what a change does.
+    and the role of each leaf, the specs of the batch, the bytes communicated in a step by kind,
+    axes and leaf, and the memory of one device by kind. Commit the file, and a review shows what a
+    change does.
 
-    All of it is compared exactly. Names of variables, lines and values are not in it. What a
-    program does not tell is `null`, which equals `null` and no number. The compiler decides what
-    is moved, and the temporaries: another version of JAX may give others.
+    Everything in the file is compared exactly. It has no names of variables, lines or values. A
+    number that the program does not show is `null`, which equals only `null`. The compiler decides
+    the communication and the temporaries, so both may change with the version of JAX.
 
     Args:
         step: A step of `jit_step` or `shard_map_step`.

@@ -22,8 +22,8 @@ from treeshard.testing._report import Report
 from treeshard.training._step import Step
 
 _ROWS_ALIKE = (
-    "{what}: Nothing was compared.\nAll rows of the batch are equal, so each device gets from its"
-    " own rows what all of them give, and a missing reduction changes nothing. Use random numbers:"
+    "{what}: No result was compared.\nAll rows of the batch are equal, so a missing reduction does"
+    " not change the result. Use random numbers:"
     " `np.random.default_rng(0).normal(size=shape)`."
 )
 _QUIET_SECONDS = 10.0
@@ -52,14 +52,13 @@ def check_gradients(
         >>> check_gradients(loss, params, batch, planned).ok
         True
 
-    Compares raw gradients, leaf by leaf: Adam would hide a wrong factor. A result is wrong if it
-    differs from that of one device by more than 12 times the rounding noise, which is measured.
-    Parameters are moved by 1% of their scale first, since a head of zeros makes other gradients
-    zero. The page "Test your sharding" has the details.
+    Raw gradients are compared, leaf by leaf, because Adam would hide a wrong factor. A result is
+    wrong if it differs from the result on one device by more than 12 times the rounding noise,
+    which is measured. The parameters are changed by 1% of their scale first, because a head of
+    zeros makes other gradients zero. The page "Test your sharding" has the details.
 
-    It needs several devices, which may be simulated. On several processes all make the same
-    call. On a terminal, a call of more than 10 seconds shows a progress bar with an estimate of
-    the rest, if `tqdm` is installed.
+    The check needs several devices, which may be simulated. All processes must make the same call.
+    If `tqdm` is installed, a call of more than 10 seconds shows a progress bar on a terminal.
 
     Args:
         loss: Takes `(params, batch)` and returns the loss, or a tuple that starts with it. It
@@ -117,16 +116,16 @@ def check_step(
         >>> check_step(step, {"w": jnp.zeros(8)}, batch).ok
         True
 
-    Compares how each of two steps changes every leaf of the state, and the rest that the step
-    returns. Where float32 rounds an update so much that errors above 1% would not be seen, it
-    compares in float64 too. A first moment shows the scale of the raw gradient, which the
-    parameters of Adam hide. The layouts are the plan's mesh, other axis sizes, the axes in another
-    order, and for a step of `jit_step` the batch split over fewer axes. If the step uses
-    `accumulate_gradients`, its state is also compared with the state after one pass over the batch,
-    on one device: `one pass`. The step is not run on `state` itself. In a layout,
-    `jax.device_count()` is the size of its mesh, and 1 on one device, so that a division by it
-    shows. A key that the step returns as it was is noted. Progress is shown as by
-    `check_gradients`.
+    The check compares how each of two steps changes every leaf of the state, and the other results
+    of the step. If float32 rounds an update so much that an error of 1% would not show, it also
+    compares in float64. A first moment shows the scale of the raw gradient, which the parameters of
+    Adam hide.
+
+    The layouts are the plan's mesh, other axis sizes, the axes in another order, and for a step of
+    `jit_step` the batch split over fewer axes. If the step uses `accumulate_gradients`, the layout
+    `one pass` takes the batch in one pass on one device. `state` is not donated. In a layout,
+    `jax.device_count()` is the size of its mesh, so that a division by it shows. The report notes a
+    key that the step returns unchanged. Progress is shown as by `check_gradients`.
 
     Args:
         step: What `jit_step` or `shard_map_step` returned.

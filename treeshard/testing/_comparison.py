@@ -1,7 +1,8 @@
-"""A computation on one device, and how its results in layouts differ from it.
+"""Compares the results of a computation in several layouts with its results on one device.
 
-Each layout is compared in several precisions. Wide floats show what the program's own dtypes would
-round away, and its own dtypes show errors of rounding, such as a sum in bfloat16.
+Each layout is compared in several precisions. Wide floats show errors that the program's own
+dtypes would round away. The program's own dtypes show errors of rounding, such as a sum in
+bfloat16.
 """
 
 import math
@@ -42,10 +43,11 @@ from treeshard.testing._widening import Widening
 
 # A cell of the second step, where the first is wrong already.
 _WRONG_TOO = "wrong too"
-_SECOND_STEP = "step 2 is not measured where step 1 is wrong already"
+_SECOND_STEP = "step 2 is not measured if step 1 is wrong"
 _RAISED = "{layout}: not compared, since it raised {error}, as expected"
 _OTHER_NUMBERS = (
-    "{layout}: not compared, since the loss draws random numbers, and minibatches draw others"
+    "{layout}: not compared, since the loss draws random numbers, and minibatches draw"
+    " different ones"
 )
 _OTHER_WEIGHTS = (
     "{layout}: minibatches change the result on one device too, since the loss is not a mean of"
@@ -53,28 +55,28 @@ _OTHER_WEIGHTS = (
 )
 _NOT_WIDE = "compared in {dtypes} only, since the program does not run in wider dtypes: {error}"
 _NOT_WIDE_HERE = "{layout}: compared in one precision only, since in the other it raised {error}"
-_KEPT_DTYPES = "{kernels}: runs in its own dtypes also where all else is compared in {wide}"
+_KEPT_DTYPES = "{kernels}: runs in its own dtypes while all other code is compared in {wide}"
 _SEES_LITTLE = "warning: errors of up to {worst} would not be seen in {paths}"
 _SEES_LITTLE_ROUNDING = (
-    "warning: what the program's own dtypes round, such as a sum in bfloat16, hides errors of up to"
-    " {worst} in {paths}; where wider floats take their place, others are seen from {finest}"
+    "warning: rounding in the program's own dtypes, such as a sum in bfloat16, hides errors of up"
+    " to {worst} in {paths}; with wider floats, other errors are seen from {finest}"
 )
 _DIFFERS_IN_ONE_PASS = (
     "one pass: `accumulate_gradients` gives other gradients in one pass over the batch, on one"
-    " device too: it cuts an array that is not one of rows, or the loss is not a mean over rows"
+    " device too: it cuts an array that does not have rows, or the loss is not a mean over rows"
 )
 _RAISED_IN_ONE_PASS = "{layout}: not compared, since it raised {error}"
 _NO_OWN_ROWS = (
-    "the rows of one device alone cannot be computed, so it is not known whether a missing"
-    " reduction would change anything: {error}"
+    "the rows of one device alone cannot be computed, so a missing reduction may stay unseen:"
+    " {error}"
 )
 _MEAN_OF_PARTS = (
-    "the program averages the gradients of parts of the batch, by"
-    " `accumulate_gradients(axis_names=)`: those of the batch, only if the loss is a mean over rows"
+    "`accumulate_gradients(axis_names=)` averages the gradients of parts of the batch, which are"
+    " the gradients of the batch only if the loss is a mean over rows"
 )
 _KEPT_KEY = (
-    "{paths}: the step returns this key as it was, so each step draws the same random numbers"
-    " unless it is folded with a number that changes"
+    "{paths}: the step returns this key unchanged, so every step draws the same random numbers"
+    " unless it folds the key with a number that changes"
 )
 
 # Layouts whose failure is never expected.
@@ -98,7 +100,7 @@ class Comparison:
         if kept := _find_kept_keys(self.precisions[-1]):
             self._note(_KEPT_KEY.format(paths=", ".join(kept)))
         rows = OwnRows(self.precisions[0].computation, layout)
-        # The results of which a comparison shows little, by index: a word of `WHY`.
+        # The results that a comparison says little about, by index: a word of `WHY`.
         self.gaps = uninformative_results(self.precisions, rows)
         if rows.error is not None:
             self._note(_NO_OWN_ROWS.format(error=_first_line(rows.error)))
@@ -167,7 +169,7 @@ class Comparison:
         results = [x for x in results if len(x.unknown) < count] or results
         self.layouts[layout.name] = layout
         self.findings[layout.name] = {i: x for each in results for i, x in each.found.items()}
-        # A wider float rounds nothing, so that an error of rounding is seen without it alone.
+        # A wider float does not round, so only the program's own dtypes show an error of rounding.
         narrow = [x for x in results if x.expected.computation.keeps_16_bits] or results
         for i, output in enumerate(self.computation.outputs):
             if layout.one_pass and output.is_aux:
@@ -220,7 +222,7 @@ class Comparison:
                 return self.gaps[i]
             error = max(max(each.errors(i)) for each in results)
             return "ok" if error < 3 else f"{error:.1f} noise"
-        # A second step that starts from wrong numbers says nothing new.
+        # A second step that starts from wrong numbers is wrong too.
         if i >= self.computation.first > min(findings, default=i):
             return _WRONG_TOO
         if i not in findings:
@@ -268,7 +270,7 @@ class Comparison:
                 raise self.raised[names[0]]
 
     def _find_unexpected(self, expected_to_raise: Collection[str]) -> dict[str, str]:
-        """What layouts raised; that of layouts that may raise becomes a note."""
+        """What layouts raised. What a layout that may raise raises becomes a note."""
         unexpected: dict[str, str] = {}
         for name, error in self.raised.items():
             text = _first_line(error)
@@ -304,7 +306,7 @@ class Comparison:
             self._note(_MEAN_OF_PARTS)
 
     def _explain_gaps(self) -> dict[str, str]:
-        """Why a leaf shows nothing, in no step."""
+        """Why a leaf could not be compared in any step."""
         outputs, first = self.computation.outputs, self.computation.first
         return {
             outputs[i].path: WHY[word]

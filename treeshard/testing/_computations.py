@@ -1,4 +1,4 @@
-"""How a computation runs in a layout: the gradients of a loss, and two steps in a row."""
+"""Runs a computation in a layout: the gradients of a loss, or two steps in a row."""
 
 import tempfile
 from collections import Counter
@@ -104,7 +104,7 @@ class Computation:
 
     @property
     def first(self) -> int:
-        """The number of results that do not follow from other ones: those of step 1."""
+        """The number of results that do not follow from others: the results of step 1."""
         return sum(output.step == 1 for output in self.outputs)
 
     # -------------------------------------------------------------- of each kind

@@ -1,6 +1,7 @@
-"""What a comparison shows: how far a result is from the right one, by which factor, or nothing.
+"""Describes how a result differs from the right one: how far, by which factor, or not at all.
 
-A factor is named only if it takes the right result to that of every device, within the noise.
+A factor is named only if the right result times the factor is the result of every device, within
+the noise.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -34,24 +35,28 @@ _UNREPEATED = (
     " repeat; fold the key by `manual.fold_rng_over_axis`, or by `fold_in(key, axis_index(axes))`"
 )
 _OF_THE_MEAN_GRADIENT = (
-    "{layout}: what is not linear in the gradients is not checked, since each device draws its own"
-    " random numbers, and a step does not return their mean gradient; `check_gradients` compares it"
+    "{layout}: results that are not linear in the gradients are not checked, since each device"
+    " draws its own random numbers and the step does not return the mean gradient; compare it with"
+    " `check_gradients`"
 )
 _ZERO, _HIDDEN, _NOT_FINITE, _ALIKE = "zero", "hidden", "not finite", "alike"
-# Why a result shows nothing, by the word of its cell.
+# Why a result could not be compared, by the word of its cell.
 WHY = {
-    _ZERO: "zero on one device, where every factor and every order of shards gives the same",
+    _ZERO: "zero on one device, so a wrong factor or order of shards would not be seen",
     _HIDDEN: (
-        "rounding moves it by as much as its size, as where an optimizer takes the sign of a"
-        " gradient that is zero but for rounding: a wrong factor would not be seen"
+        "rounding changes it by its own size, as when an optimizer takes the sign of a gradient"
+        " near zero, so a wrong factor would not be seen"
     ),
     _NOT_FINITE: "not finite on one device either",
-    _ALIKE: "all devices get the same from their own rows: a missing reduction would not be seen",
+    _ALIKE: (
+        "all devices get the same result from their own rows, so a missing reduction would not be"
+        " seen"
+    ),
 }
 
 
 def uninformative_results(precisions: Sequence[Tolerance], rows: OwnRows) -> dict[int, str]:
-    """The results of which a comparison shows nothing, or little: by index, a word of `WHY`.
+    """The results that a comparison says little about: by index, a word of `WHY`.
 
     The first of the precisions is the widest. Integers and keys must be equal to the bit, so they
     are compared wherever a layout runs.
@@ -87,7 +92,7 @@ class Compared:
         notes: Sequence[str] = (),
     ) -> None:
         self.expected, self.result = expected, result
-        # The indices of results of which the right ones are not known.
+        # The indices of results whose right values are not known.
         self.unknown = unknown
         # What is wrong with random numbers, by the first result that shows it.
         self.found = found or {}
@@ -219,7 +224,7 @@ def _find_unknown(
 
 
 def _check_folding(axes: Axes, order: Axes) -> Finding | None:
-    """What is wrong with keys that are folded along other axes than those of the batch."""
+    """What is wrong with keys that are folded along other axes than the axes of the batch."""
     if missing := sorted({*axes} - {*order}):
         return Finding(_UNFOLDED.format(axes=_name_axes(missing)), "same key")
     if extra := sorted({*order} - {*axes}):

@@ -1,7 +1,7 @@
-"""The layouts in which a computation must give the same numbers.
+"""Lists the layouts in which a computation must give the same numbers.
 
-Few layouts, each of which differs from the plan in one thing: all combinations would compile for
-minutes, and a difference would not show what it depends on.
+Each layout differs from the plan in one thing. All combinations would compile for minutes, and a
+wrong result would not show its cause.
 """
 
 import math
@@ -90,11 +90,11 @@ def layouts(
 ) -> tuple[Layout, ...]:
     """Returns the layouts that `check_gradients` compares with one device.
 
-    They are: `plan`, as planned; `mesh`, other axis sizes; `axes`, the axes and devices in another
-    order; `batch`, the batch split over fewer axes; `minibatches`, in two minibatches; and
-    `remat`, with `jax.checkpoint`. With a body by hand also `by hand` (`check_vma=True`),
-    `unchecked` (`check_vma=False`), `unchecked mesh` and `unchecked axes`. A layout in which a
-    leaf or the batch does not divide is left out.
+    The layouts are `plan`, as planned; `mesh`, other axis sizes; `axes`, the axes and devices in
+    another order; `batch`, the batch split over fewer axes; `minibatches`, in two minibatches; and
+    `remat`, with `jax.checkpoint`. A body by hand adds `by hand` (`check_vma=True`), `unchecked`
+    (`check_vma=False`), `unchecked mesh` and `unchecked axes`. A layout in which a leaf or the
+    batch does not divide is left out.
 
     Args:
         plan: The plan of the parameters.
@@ -129,7 +129,7 @@ def layouts(
     meshes = [*_resize_axes(planned, batch), _reverse_axes(planned)]
     chosen = [planned, *meshes]
     if split:
-        # Along other axes each row is computed several times, which must change nothing.
+        # Along other axes each row is computed several times, which must not change the result.
         fewer = PartitionSpec(split[0]) if len(split) > 1 else PartitionSpec()
         chosen.append(replace(planned, name="batch", batch_specs=fewer))
     chosen.append(replace(planned, name="minibatches", minibatches=2))
@@ -184,7 +184,7 @@ def _resize_axes(planned: Layout, batch: PyTree) -> list[Layout]:
         count //= 2
     divisors = [n for n in range(1, count + 1) if count % n == 0]
     shapes = [x for x in product(divisors, repeat=len(sizes)) if math.prod(x) == count > 1]
-    # An axis of size 1 splits nothing, and so shows no fault along it.
+    # An axis of size 1 does not split anything, so it shows no error.
     shapes.sort(key=lambda shape: (shape.count(1), shape))
     others = (planned.on(devices, shape, "mesh") for shape in shapes if shape != sizes)
     # All are of one kind, and each costs a compilation: one is enough.

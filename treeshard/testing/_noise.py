@@ -1,8 +1,8 @@
-"""How far results may differ by rounding alone: measured, leaf by leaf.
+"""Measures how far each leaf may differ by rounding alone.
 
-A tolerance to be given, as in `numpy.testing.assert_allclose`, fits no two leaves: a gradient may
-be 1e-9 or 100, and a sum over many rows in bfloat16 may have two right digits. So the computation
-runs again on one device in ways that change nothing but its rounding.
+A fixed tolerance, as in `numpy.testing.assert_allclose`, does not fit all leaves: a gradient may be
+1e-9 or 100, and a sum over many rows in bfloat16 may have two right digits. So the computation runs
+again on one device, in ways that change only its rounding.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +19,8 @@ from treeshard.testing._layouts import Layout
 from treeshard.testing._values import Results, Shards
 from treeshard.testing._widening import Widening
 
-# A result is wrong if it is further from that of one device than this many times the noise.
+# A result is wrong if it differs from the result on one device by more than this many times the
+# noise.
 LIMIT = 12.0
 # A result is not compared if no smaller relative error than this would be seen.
 BLIND = 0.5
@@ -69,7 +70,8 @@ class Tolerance:
         self._of: dict[tuple[int, str], float] = {}
         random = np.random.default_rng(0)
         self._add_perturbed(layout, random)
-        # What rounding moves by its size, such as an optimizer that takes signs, proves nothing.
+        # If rounding changes a result by its size, as with an optimizer that takes signs, a
+        # comparison shows no error.
         self._steady = [i for i in self.noise if self.visible(i) <= BLIND] or [*self.noise]
         most = _NOT_ROUNDING * max(self.eps, self._relative(self.noise))
         for batch in _reorder_rows(computation, layout, random):
@@ -215,7 +217,7 @@ def distance(x: Any, reference: Any) -> float:
 
 
 def finite(x: Any) -> Any:
-    """The array with 0 where it is not finite."""
+    """The array, with 0 for numbers that are not finite."""
     return np.where(np.isfinite(x), x, 0)
 
 
@@ -224,7 +226,7 @@ def _is_float(x: Any) -> bool:
 
 
 def _is_whole(x: Any) -> bool:
-    """Whether an array has whole numbers only, such as a mask or labels: nothing rounds them."""
+    """Whether an array has only whole numbers, such as a mask or labels, which are not rounded."""
     return not _is_float(x) or bool((x == np.trunc(x.astype("float64"))).all())
 
 

@@ -1,7 +1,7 @@
-"""What each device would compute from its own rows of the batch, repeated on one device.
+"""Computes on one device what each device would compute from its own rows of the batch.
 
-Where these are alike, a missing reduction would change nothing. And where each device draws its own
-random numbers, the right result is made of these.
+If these results are alike, a missing reduction would not change anything. If each device draws its
+own random numbers, the right result is made of these results.
 """
 
 from collections.abc import Iterator, Sequence
@@ -110,7 +110,7 @@ class OwnRows:
     def is_explained(
         self, order: Axes, expected: Tolerance, result: Sequence[Shards], i: int
     ) -> bool:
-        """Whether a result is that of keys that are folded so, reduced over any of the axes."""
+        """Whether a result comes from keys folded in this way, reduced over any of the axes."""
         if expected.find_factor(result[i], i) is not None:
             return True
         devices = self.layout.mesh.devices

@@ -1,7 +1,7 @@
-"""What a check says, as a table of layouts and leaves and in words.
+"""Writes the report of a check: a table of layouts and leaves, and a sentence for each problem.
 
-A report has all layouts, where an assertion would stop at the first difference: which of them are
-wrong, and by how much on each mesh, tells more than any of them alone.
+A report has all layouts, while an assertion would stop at the first difference. Which layouts are
+wrong, and by how much on each mesh, often shows the cause.
 """
 
 import math
@@ -39,13 +39,13 @@ class Problem(NamedTuple):
     fact: str
 
 
-# Cells that say nothing of a result.
+# The word of a result that was not checked.
 UNCHECKED = "not checked"
 
 
 @dataclass(frozen=True)
 class Report:
-    """How the results of a computation differ between layouts; `str()` of it is a table and words.
+    """How the results of a computation differ between layouts; `str()` of it is a readable report.
 
     Attributes:
         what: The check.
@@ -54,10 +54,10 @@ class Report:
             larger than the noise of reordering but no more than rounding; `zero`, `hidden`,
             `alike` or `not finite` where a fault would not show; `not checked`; otherwise what is
             wrong.
-        problems: What is wrong. Empty if nothing is.
+        problems: What is wrong. Empty if all results are right.
         notes: What was compared in another way, and why.
-        raised: For each layout that raised, though that was not expected, what it raised.
-        not_compared: For each leaf on which no comparison shows a fault, why.
+        raised: For each layout that raised unexpectedly, what it raised.
+        not_compared: For each leaf that could not be compared, the reason.
         visible: For each leaf of floats that was compared, the smallest relative error that would
             have been seen in every layout, also one of rounding to the program's own dtypes: 0.01
             is 1%. Other errors may be seen with wider floats; a note says from which size.
@@ -77,7 +77,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether a gradient or a leaf of the state was compared, nothing is wrong, nothing raised,
+        """Whether a gradient or a leaf of the state was compared, all are right, no layout raised,
         and all was checked."""
         return bool(self._find_compared()) and not self._complaints()
 
@@ -107,7 +107,7 @@ class Report:
 
     def _verdict(self) -> str:
         of_what = " of the state" if self.what == "check_step" else ""
-        nothing = [] if self._find_compared() else [f"Nothing{of_what} was compared"]
+        nothing = [] if self._find_compared() else [f"No result{of_what} was compared"]
         complaints = nothing + self._complaints()
         if complaints:
             return f"{', '.join(complaints)}."
@@ -119,8 +119,8 @@ class Report:
         if len(ran) < layouts:
             parts.append(f"{len(ran)} of {layouts} layouts")
         if parts:
-            return f"Nothing is wrong in {' and '.join(parts)}; the others were not compared."
-        return "Nothing is wrong."
+            return f"No errors in {' and '.join(parts)}; the others were not compared."
+        return "All results are right."
 
     def _explain_missing(self) -> list[str]:
         """A line for each reason why leaves were not compared."""

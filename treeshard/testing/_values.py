@@ -1,7 +1,7 @@
-"""The values of results on the host, as each device has them.
+"""Reads the values of results from every device, shard by shard.
 
-They are read shard by shard from every device. `np.asarray` of an array would read one replica of
-each shard, and so miss those that differ where JAX was told that they are the same.
+`np.asarray` reads one replica of each shard. It would miss replicas that differ although JAX takes
+them for equal.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,7 @@
-"""A traced program with wider floats: what its own dtypes round away, the wider ones show.
+"""Rewrites a traced program with wider floats, which show errors that its own dtypes round away.
 
-bfloat16 keeps 8 bits of a number, so a gradient that is wrong by 1% is not further from the right
-one than rounding takes it. The program is rewritten, not its inputs alone: code that casts its
-inputs to bfloat16 would round all the same.
+bfloat16 keeps 8 bits of a number, so an error of 1% in a gradient is within the rounding. Wider
+inputs alone would not help: code that casts its inputs to bfloat16 would still round.
 """
 
 from collections.abc import Iterator, Mapping

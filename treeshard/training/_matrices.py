@@ -227,7 +227,7 @@ class _ByMatrix:
         if facts:
             raise SpecError(
                 f"by_matrix: {listed('leaves are not in the plan:', facts)}"
-                " `is_matrix=` can leave them to the optimizer as they are."
+                " To leave them to the optimizer itself, pass `is_matrix=`."
             )
         return [self._describe_stack(paths, indices, planned) for indices in members.values()]
 

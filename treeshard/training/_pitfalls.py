@@ -206,9 +206,9 @@ def check_separate(
 
 def _describe_shared(shared: Mapping[int, str], leaves: Sequence[PlannedLeaf], so: str = "") -> str:
     facts = [
-        f"{leaves[i].path}: it shares its memory with {other}, and a step that donates its state"
-        f" can use that memory once{so}. Make it an array of its own with `jnp.copy`, or make the"
-        " step with `donate=False`."
+        f"{leaves[i].path}: it shares memory with {other}, and a step that donates its state can"
+        f" use that memory only once{so}. Copy the array with `jnp.copy`, or make the step with"
+        " `donate=False`."
         for i, other in shared.items()
     ]
     return listed(f"{len(facts)} arrays of the state share memory:", facts)

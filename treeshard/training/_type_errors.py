@@ -21,10 +21,7 @@ from jax.sharding import AxisType
 from treeshard._core.mesh import AnyMesh, axes_of_type, axis_sizes, is_all_explicit
 from treeshard.errors import ShardingTypeError, TreeShardError, calling_line, user_line
 
-PAGE = (
-    "https://treeshard.github.io/treeshard/guide/explicit-axes/"
-    "#operations-that-fail-and-what-to-write-instead"
-)
+PAGE = "https://treeshard.github.io/treeshard/reference/explicit-axes/"
 
 
 class Suggestion(NamedTuple):
