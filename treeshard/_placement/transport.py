@@ -88,10 +88,7 @@ def _gather_all(
     incoming = dict.fromkeys(total, np.empty(0, np.uint8))
     for i, (x, regions) in enumerate(zip(arrays, published, strict=True)):
         needed.update(_bytes_by_sender(x, regions))
-        whole = np.empty(x.shape, x.dtype) if me in receivers else None
-        if whole is not None:
-            for region, shard in _local_shards(x).items():
-                whole[slices_of(region)] = np.asarray(shard)
+        whole = _with_local_shards(x) if me in receivers else None
         expected = {sender: _Pieces(x, shards, size) for sender, shards in regions.items()}
         behind = _behind(needed, sent)
         with turn(i) if behind else nullcontext():
@@ -158,6 +155,14 @@ def _published(
             # Those that hold a shard take turns, so that no process sends all of it.
             published[[*holders][turn % len(holders)]].append(region)
     return dict(published)
+
+
+def _with_local_shards(x: jax.Array) -> np.ndarray:
+    """A whole array, in which the shards of other processes are missing."""
+    whole = np.empty(x.shape, x.dtype)
+    for region, shard in _local_shards(x).items():
+        whole[slices_of(region)] = np.asarray(shard)
+    return whole
 
 
 def _bytes_by_sender(x: jax.Array, regions: Mapping[int, Iterable[Region]]) -> dict[int, int]:
