@@ -215,7 +215,8 @@ def compare_communication(plan: Plan, step: Any, state: PyTree, batch: PyTree) -
     _check_returns_state(plan, traced.jaxpr.out_avals)
     read = read_program(traced.lower().compile(), plan.mesh)
     # The compiled program knows how its arguments are sharded, also where only the step says so.
-    shardings = [(x.path, x.struct and x.struct.sharding) for x in read.arguments]
+    # A struct of a scalar has no truth value, because JAX gives structs a length.
+    shardings = [(x.path, getattr(x.struct, "sharding", None)) for x in read.arguments]
     count = len(plan.leaves)
     _check_placed(plan, shardings[:count])
     along = _batch_spec(plan, shardings[count:])
