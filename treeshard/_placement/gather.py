@@ -67,7 +67,7 @@ def gather(
     If a tree is spread over several processes, all processes that hold a part must make the call,
     and so must the receiver. For each part, one process sends it to the receivers, leaf by leaf.
     Receivers need memory for the tree, and other processes for a few MiB. If a process dies during
-    the call, the others raise a `ProcessError` on CPUs; on other devices, JAX ends them after its
+    the call, the others raise a `ProcessError` on CPUs. On GPUs and TPUs, JAX aborts them after its
     heartbeat timeout. A tree on devices of this process is copied without communication or
     compilation.
 

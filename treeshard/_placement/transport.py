@@ -18,10 +18,13 @@ messages is one process on one host: it is for kilobytes.
 """
 
 import math
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
+from itertools import product
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -42,6 +45,7 @@ from treeshard._core.arrays import (
 CHUNK_BYTES = 2**21  # of what one process receives at a time; several of these are in flight
 MAX_DISTANCES = 4  # between senders and receivers, each of which has a program
 Pair = tuple[int, int]  # (sender, receiver), by process index
+Range = tuple[int, int]  # (start, stop), in a dim
 
 
 def collect(
@@ -88,10 +92,7 @@ def _gather_all(
     incoming = dict.fromkeys(total, np.empty(0, np.uint8))
     for i, (x, regions) in enumerate(zip(arrays, published, strict=True)):
         needed.update(_bytes_by_sender(x, regions))
-        whole = np.empty(x.shape, x.dtype) if me in receivers else None
-        if whole is not None:
-            for region, shard in _local_shards(x).items():
-                whole[slices_of(region)] = np.asarray(shard)
+        whole = _with_local_shards(x) if me in receivers else None
         expected = {sender: _Pieces(x, shards, size) for sender, shards in regions.items()}
         behind = _behind(needed, sent)
         with turn(i) if behind else nullcontext():
@@ -158,6 +159,14 @@ def _published(
             # Those that hold a shard take turns, so that no process sends all of it.
             published[[*holders][turn % len(holders)]].append(region)
     return dict(published)
+
+
+def _with_local_shards(x: jax.Array) -> np.ndarray:
+    """A whole array, in which the shards of other processes are missing."""
+    whole = np.empty(x.shape, x.dtype)
+    for region, shard in _local_shards(x).items():
+        whole[slices_of(region)] = np.asarray(shard)
+    return whole
 
 
 def _bytes_by_sender(x: jax.Array, regions: Mapping[int, Iterable[Region]]) -> dict[int, int]:
@@ -231,11 +240,16 @@ def _chunks_of(
 ) -> tuple[Chunk, ...]:
     """The chunks that bring each process in `wanted` its region; the same on every process."""
     shards = processes_by_shard(sharding, shape)
+    turns = {held: turn for turn, held in enumerate(shards)}
+    # Shards are a grid: its ranges in each dim find those that a region needs, without looking at
+    # all others for each process.
+    ranges = [sorted({held[dim] for held in shards}) for dim in range(len(shape))]
     chunks = []
     for receiver, region in wanted:
-        for turn, (held, among) in enumerate(shards.items()):
-            if (part := intersect(held, region)) is None:
-                continue
+        near = product(*map(_overlapping, ranges, region))
+        for turn, held in sorted((turns[held], held) for held in near):
+            among, part = shards[held], intersect(held, region)
+            assert part is not None
             sender, pieces = receiver, [part]
             if receiver not in among:
                 # Those that hold a shard take turns, so that no process sends all of it.
@@ -245,6 +259,12 @@ def _chunks_of(
                 nbytes = itemsize * math.prod(region_shape(piece))
                 chunks.append(Chunk((sender, receiver), held, region, piece, nbytes))
     return tuple(chunks)
+
+
+def _overlapping(ranges: Sequence[Range], wanted: Range) -> Sequence[Range]:
+    """The ranges that have a part of the wanted one; they are sorted, and do not overlap."""
+    first = bisect_right(ranges, wanted[0], key=itemgetter(1))
+    return ranges[first : bisect_left(ranges, wanted[1], lo=first, key=itemgetter(0))]
 
 
 def _pieces(part: Region, itemsize: int, limit: int) -> Iterator[Region]:

@@ -135,7 +135,8 @@ def restore(
         partial: Whether leaves may be missing from the checkpoint or from `like`. `None` counts as
             missing in both, and `...` in `like`. Leaves that the checkpoint lacks stay as they are
             in `like`, and a `ShardingWarning` lists them.
-        timeout: Seconds to wait for other processes. Waits for their reads have no limit.
+        timeout: Seconds to wait for other processes. Their reads may take longer, as long as they
+            are alive.
         progress: Whether to show a progress bar with a step per array (needs `tqdm`).
 
     Returns:

@@ -214,8 +214,9 @@ def compare_communication(plan: Plan, step: Any, state: PyTree, batch: PyTree) -
     traced = _trace_step(step, state, batch)
     _check_returns_state(plan, traced.jaxpr.out_avals)
     read = read_program(traced.lower().compile(), plan.mesh)
-    # Only the compiled program has all shardings: the step may constrain its arguments.
-    shardings = [(x.path, x.struct and x.struct.sharding) for x in read.arguments]
+    # Only the compiled program has all shardings: the step may constrain its arguments. A struct of
+    # a scalar has no truth value, because JAX gives structs a length.
+    shardings = [(x.path, getattr(x.struct, "sharding", None)) for x in read.arguments]
     count = len(plan.leaves)
     _check_placed(plan, shardings[:count])
     along = _batch_spec(plan, shardings[count:])

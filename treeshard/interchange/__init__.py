@@ -95,7 +95,8 @@ def save_safetensors(
             there is one file.
         metadata: Strings for the header. The default is `{"format": "pt"}` in a folder, for Hugging
             Face's libraries, and no metadata in a file.
-        timeout: Seconds to wait for other processes. Waits for their writes have no limit.
+        timeout: Seconds to wait for other processes. Their writes may take longer, as long as they
+            are alive.
         progress: Whether to show a progress bar with a step per leaf (needs `tqdm`).
 
     Raises:
@@ -189,7 +190,8 @@ def load_safetensors(
         partial: Whether tensors may be missing in the file or in `like`. `None` and `...` in `like`
             count as missing. Leaves that the file lacks stay as they are in `like`, and a
             `ShardingWarning` lists them.
-        timeout: Seconds to wait for other processes. Waits for their reads have no limit.
+        timeout: Seconds to wait for other processes. Their reads may take longer, as long as they
+            are alive.
         progress: Whether to show a progress bar with a step per tensor (needs `tqdm`).
 
     Returns:

@@ -136,7 +136,7 @@ def write_files(
     """Writes the files of one save at `path`, which become visible together.
 
     `values` has names of tensors, each with the pieces that this process writes. Only one run can
-    write at `path`. Waits for the writes of other processes have no limit.
+    write at `path`. The writes of other processes may take longer than `timeout`.
     """
     try:
         with ExitStack() as held:
