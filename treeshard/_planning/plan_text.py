@@ -20,7 +20,7 @@ from treeshard._core.text import columns, fold, human_bytes
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.planned import PlannedTree
 from treeshard._planning.rules import kind_of
-from treeshard.errors import counted
+from treeshard.errors import counted, short
 
 _HEADS = ("path", "array", "spec", "per device", "why")
 _WITH_ROLES = (*_HEADS[:-1], "in the step", "why")
@@ -67,7 +67,7 @@ def _reason(leaf: PlannedLeaf, rules: Sequence[tuple[Any, Any]]) -> str:
         kind = kind_of(action)
         why = f"rule {leaf.rule} {leaf.pattern!r}"
         if kind == "tactic":
-            why += f" {action!r}"
+            why += f" {short(repr(action), 80)}"
         elif kind != "function" and leaf.asked != leaf.given:
             why += f" {leaf.asked}"
     notes = "; ".join(map(_note, leaf.adjustments))

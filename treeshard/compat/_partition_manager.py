@@ -56,8 +56,10 @@ class PartitionManager:
     def resolve(
         self, axes: Any = None, mode: Any = None, dynamic_axes: Any = None, shape: Any = ()
     ) -> PartitionSpec:
-        """Resolves names to mesh axes. It takes the arguments of `apply_logical_sharding`; a
-        mode that is a dim needs the shape."""
+        """Resolves names to mesh axes. It takes the arguments of `apply_logical_sharding`, or
+        `dynamic_axes` as the first argument. A mode that is a dim needs the shape."""
+        if dynamic_axes is None and hasattr(axes, "mode"):  # EasyDeL's rules: `resolve(ColumnWise)`
+            axes, dynamic_axes = None, axes
         if axes is None or mode is None:
             if dynamic_axes is None:
                 raise SpecError("PartitionManager: pass `axes=` and `mode=`, or `dynamic_axes=`.")
