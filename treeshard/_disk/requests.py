@@ -99,8 +99,10 @@ class Differences(NamedTuple):
     unexpected: tuple[str, ...]
     misfits: dict[str, str]
 
-    def check(self, source: str = "the checkpoint", *, partial: bool = False) -> None:
-        """Raises one `MismatchError` that lists all differences.
+    def check(
+        self, source: str = "the checkpoint", *, partial: bool = False, fix: str = ""
+    ) -> None:
+        """Raises one `MismatchError` that lists all differences, and `fix` if paths differ.
 
         With `partial`, leaves may be missing or unexpected. A `ShardingWarning` lists the missing
         leaves.
@@ -118,7 +120,7 @@ class Differences(NamedTuple):
         above = _path_above(self.missing, self.unexpected)
         whole_path = above and _WHOLE_PATH.format(source=source, path=above)
         if not partial and (missing or unexpected):
-            facts.append(whole_path or _USE_PARTIAL)
+            facts.append(whole_path or fix + _USE_PARTIAL)
         if facts:
             raise MismatchError("\n".join(facts))
         if missing:

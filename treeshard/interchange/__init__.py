@@ -51,6 +51,7 @@ from treeshard.interchange._tensors import (
 
 __all__ = ["load_safetensors", "map_tensors", "save_safetensors", "tensor_shapes"]
 
+_RENAME = "If the file has other names, pass `rename=`, a dict or a function from paths to names. "
 
 # ------------------------------------------------------------------ save
 
@@ -230,7 +231,8 @@ def load_safetensors(
     def open_request(open_files: ExitStack) -> tuple[Request, dict[str, Stored]]:
         stored = open_files.enter_context(open_tensors(source))
         request = tensor_request(stored, like, placing, rename, cast, partial, where)
-        request.differences.check(str(source), partial=partial)
+        fix = _RENAME if rename is None else ""
+        request.differences.check(str(source), partial=partial, fix=fix)
         return request, stored
 
     try:
