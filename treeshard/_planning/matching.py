@@ -311,7 +311,7 @@ class _Rules:
             return PartitionSpec(), ()
 
     def _call_function(self, index: int, path: str, leaf: Any) -> PartitionSpec | None:
-        """The spec that a function returns for a leaf; without one, `None` and a recorded error."""
+        """The spec that a function returns for a leaf. Without one, `None` and a recorded error."""
         pattern, function, *_ = self.rules[index]
         asked = function(path, value_of(leaf))
         if asked is None or isinstance(asked, PartitionSpec):

@@ -380,15 +380,15 @@ def _nodes(treedef: Any, start: int = 0) -> Iterator[tuple[int, Any]]:
         start += child.num_leaves
 
 
-def find_subtrees(structure: Any, tree: PyTree, *, with_gaps: bool = False) -> list[list[int]]:
-    """The indices of the leaves of each subtree that has the structure of a tree.
+def find_subtrees(planned: Any, tree: PyTree, *, with_gaps: bool = False) -> list[list[int]]:
+    """The indices of the leaves of each subtree of a structure that is like a tree.
 
     If none is found and `with_gaps` is true, the tree may have `None` instead of leaves.
     """
     structure = tree_structure(tree)
     count = structure.num_leaves
     # A tree without arrays would match everywhere.
-    nodes = [(start, node) for start, node in _nodes(structure) if 0 < count <= node.num_leaves]
+    nodes = [(start, node) for start, node in _nodes(planned) if 0 < count <= node.num_leaves]
     starts = [start for start, node in nodes if node.num_leaves == count and node == structure]
     if starts or not with_gaps:
         return [list(range(start, start + count)) for start in starts]
