@@ -85,7 +85,7 @@ def from_process_local(
 
     Args:
         tree: Any pytree of numpy arrays, or of JAX arrays on devices of this process. Other leaves
-            pass through. If all arrays are `jax.ShapeDtypeStruct`s, processes compare nothing.
+            pass through. If all arrays are `jax.ShapeDtypeStruct`s, processes do not compare.
         specs: As in `shard`.
         mesh: As in `shard`.
         timeout: Seconds to wait for other processes, the first time.
@@ -260,7 +260,7 @@ def _joint_shape(shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) -> tup
     """The shape of the joint array of parts of `shape`; `None` for dims whose parts overlap.
 
     In each dim, the processes must hold the same part, or parts without a common index, of one
-    length. Devices of a process need not be neighbours: with devices of two processes in turn, one
+    length. Devices of a process may be apart: if the devices of two processes alternate, one
     process has the even shards.
     """
     placeholder = (mesh.size,) * len(shape)  # all axes together divide it

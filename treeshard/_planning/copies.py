@@ -146,11 +146,11 @@ def histories(leaves: Sequence[PlannedLeaf]) -> dict[int, ResolvedSpec]:
         if copy is None or copy.shape != stack.shape[1:]:
             continue
         if copy.rule == stack.rule and copy.rule is not None:
-            histories[i] = _stacked(copy.decision)
+            histories[i] = _stack_decision(copy.decision)
     return histories
 
 
-def _stacked(decision: ResolvedSpec) -> ResolvedSpec:
+def _stack_decision(decision: ResolvedSpec) -> ResolvedSpec:
     """The decision of a parameter, for a stack of its copies."""
     requested, spec = (
         with_entries(of_copy, (None, *entries(of_copy)))

@@ -21,7 +21,7 @@ from treeshard._core.spec_trees import (
     is_spec_function,
     resolve_specs,
 )
-from treeshard._core.specs import trimmed
+from treeshard._core.specs import trim_spec
 from treeshard._planning.logical import resolve_names
 from treeshard._planning.matching import Decided
 
@@ -61,7 +61,7 @@ def decide_by_specs(specs: SpecTree, tree: PyTree, mesh: AnyMesh) -> Decided:
         call_functions(specs, tree),
         mesh,
         choose_mesh=lambda given, leaf: mesh,
-        resolve=lambda names: trimmed(resolve_names(names, mesh)),
+        resolve=lambda names: trim_spec(resolve_names(names, mesh)),
     )
     known = {id(x): _on_devices(x, mesh) for x in resolved if x is not None}
     decisions = [_REPLICATED if x is None else known[id(x)] for x in resolved]

@@ -25,7 +25,7 @@ from treeshard._core.specs import (
     is_logical,
     project,
     shard_size,
-    trimmed,
+    trim_spec,
 )
 from treeshard._planning.logical import (
     current_logical_rules,
@@ -256,7 +256,7 @@ def _resolve_rules(read: ReadRules, mesh: AnyMesh | None) -> list[_Rule]:
         elif is_logical(action):
             notes = tuple(notes_on_names(action, logical, mesh))
             try:
-                action = trimmed(resolve_names(action, mesh))
+                action = trim_spec(resolve_names(action, mesh))
             except SpecError as error:
                 bad.append(f"rule {index}, {pattern.pattern!r}: {error}")
         rules.append(_Rule(pattern, action, by_shape, notes))

@@ -43,8 +43,7 @@ class NamesInBox(NamedTuple):
         names: An entry for each dim.
         rules: The box's own rules.
         logical: Whether names are never mesh axes.
-        adds_rules: Whether its own rules are added to the rules in force. Otherwise they replace
-        them.
+        adds_rules: Whether its own rules are added to the rules in force, or replace them.
     """
 
     names: tuple[Entry, ...]

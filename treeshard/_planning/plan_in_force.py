@@ -32,12 +32,12 @@ from treeshard._core.spec_trees import SpecTree, layer_specs
 from treeshard._core.specs import (
     all_axes,
     dim_entries,
+    drop_axes,
     entries,
     entry_of,
     is_spec,
-    trimmed,
+    trim_spec,
     with_entries,
-    without_axes,
 )
 from treeshard._core.text import fold_paths
 from treeshard._planning.axis_names import splits_rows
@@ -138,11 +138,11 @@ class PlanInForce:
 
     def record_reduced(self, x: Any, spec: PartitionSpec, axes: Iterable[str]) -> None:
         """Records that the gradient of a shard was reduced over axes of its spec."""
-        self._reduced.setdefault((tuple(x.shape), trimmed(spec)), set()).update(axes)
+        self._reduced.setdefault((tuple(x.shape), trim_spec(spec)), set()).update(axes)
 
     def reduced_axes(self, leaf: PlannedLeaf) -> set[str]:
         """The axes of its spec over which the gradient of a leaf, or of its layers, was reduced."""
-        spec, shape = trimmed(leaf.given), self._shard_shape(leaf, leaf.given)
+        spec, shape = trim_spec(leaf.given), self._shard_shape(leaf, leaf.given)
         of_layer = with_entries(spec, entries(spec)[1:])
         of_leaf = self._reduced.get((shape, spec), set())
         return of_leaf | self._reduced.get((shape[1:], of_layer), set())
@@ -206,7 +206,7 @@ class PlanInForce:
         if isinstance(origin, Received) and origin.plan is self.plan:
             # Code in a `shard_map` inside the step may close over the full array.
             is_full = tuple(x.shape) != self._shape_here(origin.leaf)
-            return None if is_full else trimmed(origin.leaf.given)
+            return None if is_full else trim_spec(origin.leaf.given)
         if isinstance(origin, GatheredFrom):
             return origin.rest
         may_be_shard = not self._is_once_per_device() or any(
@@ -231,7 +231,7 @@ class PlanInForce:
         """The part of a spec that code by hand sees: its Manual axes of several devices."""
         seen = self._axes_by_hand()
         others = [axis for axis in self.plan.mesh.axis_names if axis not in seen]
-        return without_axes(spec or PartitionSpec(), others)
+        return drop_axes(spec or PartitionSpec(), others)
 
     def _is_once_per_device(self) -> bool:
         """Whether this code runs once per device along an axis of the plan, of any size."""
@@ -316,7 +316,7 @@ class PlanInForce:
             if len(leaf.shape) != len(shape) + first:  # also for a scalar, which has no layers
                 return None
             if self._shape_here(leaf)[first:] == shape and may_be_shard:
-                specs.append(trimmed(leaf.given))
+                specs.append(trim_spec(leaf.given))
             elif leaf.shape[first:] == shape:
                 specs.append(None)
             else:

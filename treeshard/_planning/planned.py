@@ -17,7 +17,7 @@ from treeshard._core.arrays import StaticSplit
 from treeshard._core.mesh import AnyMesh, axis_sizes
 from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import SpecCarrier, SpecTree
-from treeshard._core.specs import all_axes, entries, trimmed
+from treeshard._core.specs import all_axes, entries, trim_spec
 from treeshard._planning.axis_names import splits_rows
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.tactics import Tactic
@@ -89,7 +89,7 @@ class PlannedTree(SpecCarrier):
         pairs = zip(self.leaves, self.sharding_of_each(), strict=True)
         return [x.given if x.memory is None else sharding for x, sharding in pairs]
 
-    def at_each_leaf(self, tree: PyTree, *, placements: bool = False) -> list[Any] | None:
+    def specs_by_leaf(self, tree: PyTree, *, placements: bool = False) -> list[Any] | None:
         """The specs, or `placements`, for the leaves of a tree, if it has the planned structure."""
         if tree_structure(tree) != self._split.treedef:
             return None
@@ -192,7 +192,7 @@ class PlannedTree(SpecCarrier):
         return hash(self._key())
 
     def _key(self) -> tuple[Any, ...]:
-        short = {spec: trimmed(spec) for spec in {x.given for x in self.leaves}}
+        short = {spec: trim_spec(spec) for spec in {x.given for x in self.leaves}}
         # Sorted, because trees of the same paths may flatten in different orders, as modules and
         # dicts do.
         leaves = sorted(self.leaves, key=lambda leaf: leaf.path)

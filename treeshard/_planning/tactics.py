@@ -30,7 +30,7 @@ from treeshard._core.specs import (
     entry_of,
     part_count,
     project,
-    trimmed,
+    trim_spec,
     with_entries,
 )
 from treeshard._planning.logical import (
@@ -122,8 +122,7 @@ class Tactic:
     def refine(
         self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any, min_size: int
     ) -> Refined:
-        """Applies the steps in turn. The threshold of a step is its own `min_size`, or the
-        argument.
+        """Applies the steps in turn. A step without `min_size` uses the argument as its threshold.
 
         `leaf` may be a box. Raises `SpecError` as the steps do.
         """
@@ -423,7 +422,7 @@ def _shard_by_names(
     by_names = _resolve_box(box, rules, mesh)
     projected, adjustments = project(by_names, mesh, tuple(value_of(leaf).shape))
     notes = notes_on_names(box.names, rules, mesh) if box.logical else ()
-    return trimmed(projected), (*adjustments, *notes)
+    return trim_spec(projected), (*adjustments, *notes)
 
 
 def _rules_for(box: NamesInBox, given: ReadLogicalRules | None) -> ReadLogicalRules | None:

@@ -310,7 +310,7 @@ class Walk:
     ) -> Value:
         """Records that an op needs a value in full, except over the axes `split`.
 
-        Returns the value as it is after the gathers.
+        Returns the value after the gathers.
         """
         if not value.leaves:
             return value

@@ -47,8 +47,8 @@ def arguments_of(program: Any, graph: HloProgram) -> list[Argument]:
         argument = _DROPPED if sharding is None else next(kept)
         path = argument.path or place
         if name:  # `state['w'].value`, of a box of Flax, has the path that the box has in a plan
-            whole = name.removesuffix(keystr(keys[2:]))
-            path = path_under(path_of_name(whole), place.partition("/")[2])
+            full_name = name.removesuffix(keystr(keys[2:]))
+            path = path_under(path_of_name(full_name), place.partition("/")[2])
         struct = jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding)
         arguments.append(argument._replace(path=path, struct=struct))
     return arguments

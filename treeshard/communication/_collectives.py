@@ -162,7 +162,7 @@ def assert_collectives(
         mesh: As in `collectives`.
         all_gather: The exact number of executions, per buffer and including trips of loops; or
             `(count, bytes)`, where `bytes` is the maximum for all executions together. `None`, also
-            in place of either number, disables the check.
+            instead of either number, disables the check.
         reduce_scatter: As `all_gather`.
         all_reduce: As `all_gather`.
         all_to_all: As `all_gather`.

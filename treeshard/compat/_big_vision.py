@@ -23,7 +23,7 @@ from treeshard._core.specs import (
     entry_of,
     is_mesh_axes,
     project,
-    trimmed,
+    trim_spec,
 )
 from treeshard._planning.matching import Decided, decide
 from treeshard._planning.named_dims import value_of
@@ -155,7 +155,7 @@ def _user_op(call: str, update: Update) -> Tactic:
                 f"the op {call} returned {returned!r} for shape {shape}. Return a spec or a"
                 " tuple with one entry per dim: a mesh axis, a tuple of them, or None."
             )
-        return project(trimmed(new), mesh, shape)
+        return project(trim_spec(new), mesh, shape)
 
     return Tactic((Step(call, refine, by_shape=False),))
 

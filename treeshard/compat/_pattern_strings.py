@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from treeshard._core.arrays import has_shape
 from treeshard._core.mesh import MeshLike, axis_sizes, unknown_axis
-from treeshard._core.specs import Entry, all_axes, entries, entry_of, trimmed
+from treeshard._core.specs import Entry, all_axes, entries, entry_of, trim_spec
 from treeshard.errors import ShardingRuleError, UnknownAxisInRuleError, listed
 
 # EasyDeL passes each dim to `PartitionSpec` as text, and so reads "None" as an axis.
@@ -97,7 +97,7 @@ def _read(rule: str) -> _Rule:
     for axis, count in Counter(all_axes(entries(spec))).items():
         if count > 1:
             raise ShardingRuleError(f"{axis!r} occurs twice. An axis can split only one dim.")
-    return compiled, trimmed(spec)
+    return compiled, trim_spec(spec)
 
 
 def _dim(text: str) -> Entry:

@@ -27,7 +27,7 @@ from treeshard._core.spec_trees import (
     resolve_specs,
     specs_of_leaves,
 )
-from treeshard._core.specs import all_axes, dim_entries, entries, is_spec, without_axes
+from treeshard._core.specs import all_axes, dim_entries, drop_axes, entries, is_spec
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.named_dims import names_in
 from treeshard._planning.plan import Plan
@@ -348,7 +348,7 @@ def _select_mesh_axes(spec: PartitionSpec, step: PlanInForce) -> PartitionSpec |
     """The mesh axes for the names in a box, which may be logical names of Flax."""
     names = all_axes(entries(spec))
     known = [name for name in names if name in step.plan.mesh.axis_names]
-    return without_axes(spec, set(names).difference(known)) if known else None
+    return drop_axes(spec, set(names).difference(known)) if known else None
 
 
 def leaves_with_specs(tree: PyTree, specs: SpecTree, where: str) -> tuple[list[Leaf], Any]:

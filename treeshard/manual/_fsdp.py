@@ -35,7 +35,7 @@ from treeshard._core.mesh import (
 from treeshard._core.origins import note_origin, origin_of
 from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import SpecTree
-from treeshard._core.specs import dims_over, project, without_axes
+from treeshard._core.specs import dims_over, drop_axes, project
 from treeshard._planning.plan_in_force import current_plan, mesh_in_force
 from treeshard._planning.tactics import fsdp
 from treeshard.errors import LeafError, SpecError, UnknownAxisError, listed, warn
@@ -232,7 +232,7 @@ def _decide_by_spec(leaf: Leaf, axes: tuple[str, ...], mesh: AbstractMesh) -> De
         why = f"it varies over the axes of {leaf.spec}, so it is sharded already."
         return Decision(warning=why)
     # The other axes must shard the leaf already, so its shape here is a shard's shape.
-    new = without_axes(leaf.spec, [axis for axis in leaf.axes if axis not in axes])
+    new = drop_axes(leaf.spec, [axis for axis in leaf.axes if axis not in axes])
     _, losses = project(new, mesh, leaf.value.shape)
     reasons = [explain_not_innermost(leaf.spec, axes), *(loss.why for loss in losses)]
     return Decision(leaf.spec, error=" ".join(filter(None, reasons)))
@@ -356,7 +356,7 @@ def _gather_leaf(leaf: Leaf, axes: tuple[str, ...], dtype: DTypeLike | None) -> 
     # Integers, such as quantised weights, are not converted.
     converts = dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
     full = gather_shard(x, leaf.spec, axes, mesh_in_force(), dtype if converts else None)
-    rest = without_axes(leaf.spec, axes)
+    rest = drop_axes(leaf.spec, axes)
     return leaf.rebox(full, rest)
 
 

@@ -19,7 +19,7 @@ from treeshard._core.arrays import array_text, has_shape
 from treeshard._core.mesh import AnyMesh, describe_mesh, same_axes
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.spec_trees import SpecCarrier, SpecTree, specs_of_leaves
-from treeshard._core.specs import axes_of, entries, trimmed
+from treeshard._core.specs import axes_of, entries, trim_spec
 from treeshard._planning.plan import Plan
 from treeshard.errors import SpecError, UnexpectedShardingError, listed
 from treeshard.programs._lock import diff_of_locks, lock_text, write_lock
@@ -80,7 +80,7 @@ def _plan_text(plan: Plan) -> str:
     for leaf in plan.leaves:
         memory = "" if leaf.memory is None else f" in {leaf.memory}"
         # `P("fsdp", None)` is the same as `P("fsdp")`.
-        leaves.append(f"{leaf.path}: {array_text(leaf)} {trimmed(leaf.given)}{memory}")
+        leaves.append(f"{leaf.path}: {array_text(leaf)} {trim_spec(leaf.given)}{memory}")
     return "\n".join([f"mesh: {describe_mesh(plan.mesh)}", *sorted(leaves)]) + "\n"
 
 

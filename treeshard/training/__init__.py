@@ -31,7 +31,7 @@ from treeshard._core.mesh import MeshLike, axis_sizes, check_axes
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.processes import participating_processes, require_agreement
 from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
-from treeshard._placement.targets import without_names
+from treeshard._placement.targets import replace_names
 from treeshard._planning.plan import Plan, plan
 from treeshard._planning.plan_in_force import INITIALISING, default_batch
 from treeshard._planning.wrong_arguments import check_specs
@@ -333,7 +333,7 @@ def _make_step(
         )
     plan.check_before_use()
     check_specs(batch, f"{where}(fn, plan, batch={{}})")
-    specs = without_names(default_batch(plan) if batch is None else batch, plan.mesh)
+    specs = replace_names(default_batch(plan) if batch is None else batch, plan.mesh)
     check_axes(get_names_from_partition_spec(specs), axis_sizes(plan.mesh), f"{where}: batch")
     return Step(fn, plan, specs, donate=donate, per_device=per_device)
 

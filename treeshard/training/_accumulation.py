@@ -45,7 +45,7 @@ from treeshard._core.mesh import (
 from treeshard._core.origins import origin_of
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.spec_trees import get_names_from_partition_spec
-from treeshard._core.specs import UNCONSTRAINED, dims_over, entry_of, without_axes
+from treeshard._core.specs import UNCONSTRAINED, dims_over, drop_axes, entry_of
 from treeshard._core.text import fold_paths
 from treeshard._placement.constraint import with_sharding_constraint
 from treeshard._planning.plan_in_force import (
@@ -403,7 +403,7 @@ def _mean_of_parts(grads: PyTree, names: tuple[str, ...]) -> PyTree:
         # `shard_map` accepts only the mesh in force.
         mesh=None if context_mesh() is not None else get_incontext_mesh(),
         in_specs=PartitionSpec(*names),
-        out_specs=jax.tree.map(lambda spec: without_axes(spec, others), specs),
+        out_specs=jax.tree.map(lambda spec: drop_axes(spec, others), specs),
         axis_names=set(names),
         check_vma=False,
     )

@@ -39,7 +39,7 @@ from treeshard._core.specs import (
     entries,
     entry_of,
     part_count,
-    trimmed,
+    trim_spec,
 )
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
@@ -139,7 +139,7 @@ class _Stack(NamedTuple):
     @property
     def spec(self) -> PartitionSpec:
         """The spec of the stack of full matrices, and of its optimizer state."""
-        return trimmed(self.layouts[-1])
+        return trim_spec(self.layouts[-1])
 
 
 @dataclass(frozen=True)

@@ -221,7 +221,7 @@ class Program:
             headline = "The step changes the structure of its state:"
             raise StateError(listed(headline, facts, headed=True))
         facts = []
-        for i in self.state.changed(new):
+        for i in self.state.find_changes(new):
             old = self.state.static[i]
             facts.append(
                 f"{self._paths[i]}: the step turns {_describe(old)} into {_describe(new[i])}. A"
