@@ -72,9 +72,9 @@ def run_case(case: tuple[str, str, float], path: Path, count: int, index: int, s
         else:
             inside = getattr(*INSIDE[what])
 
-            def lost_inside(*args: Any) -> Any:
+            def lost_inside(*args: Any, **options: Any) -> Any:
                 lose(fault)
-                return inside(*args)
+                return inside(*args, **options)
 
             with mock.patch.object(*INSIDE[what], lost_inside):
                 call()
@@ -131,6 +131,7 @@ def assert_case(runs: Forked, case: tuple[str, str, float], count: int) -> None:
     else:
         start = f"process {lost} of {count} "
     for i in others:
+        assert i in told, seen
         seconds, text = told[i]
         assert start in text, seen
         assert seconds <= timeout + 20, seen  # two cores run all processes
