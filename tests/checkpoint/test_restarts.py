@@ -64,14 +64,14 @@ def test_a_restart_holds_the_state_once(tmp_path, monkeypatch) -> None:
     first.clear()
 
     seen: list[int] = []
-    moved = to_devices._moved
+    moved = to_devices._move_regions
 
     def watched(*args: Any) -> Any:
         result = list(moved(*args))
         seen.append(bytes_on_devices())
         return result
 
-    monkeypatch.setattr(to_devices, "_moved", watched)
+    monkeypatch.setattr(to_devices, "_move_regions", watched)
     before = bytes_on_devices()
     again = dict(names)
     exec(text, again)

@@ -526,7 +526,7 @@ def test_a_step_of_ones_own_is_compared_as_it_is_jitted(name: str) -> None:
 
 def test_modules_and_several_arguments_of_ones_own_step() -> None:
     model = eqx.nn.MLP(16, 16, 16, 1, key=jax.random.key(0))
-    plan = fsdp_plan((model, {"mu": model}))
+    plan = fsdp_plan((model, {"mu": model, "count": jnp.int32(0)}))  # a scalar, as in Adam
     whole = NamedSharding(ts.make_mesh("fsdp=8"), P())
 
     @eqx.filter_jit
@@ -539,7 +539,7 @@ def test_modules_and_several_arguments_of_ones_own_step() -> None:
 
         value, grads = loss(model)
         mu = jax.tree.map(lambda m, g: m if g is None else m + g, opt["mu"], grads)
-        return eqx.apply_updates(model, grads), {"mu": mu}, value
+        return eqx.apply_updates(model, grads), {"mu": mu, "count": opt["count"] + 1}, value
 
     compared = ts.compare_communication(
         plan, lambda state, x: train(*state, x), plan.structs, split(MATRIX)

@@ -92,6 +92,7 @@ def test_a_dim_of_length_one_is_of_decoding() -> None:
     assert manager.resolve(dynamic_axes=hidden, shape=(8, 2, 4)) == P(("fsdp", "dp"), "sp", "tp")
     assert manager.resolve(["batch"], None, hidden, (8, 1)) == P("dp", "sp", "tp")
     assert manager.resolve(None, "train", hidden, (8, 1)) == P("dp", "sp", "tp")
+    assert manager.resolve(hidden, shape=(8, 1)) == P("dp", "sp", "tp")
     with pytest.raises(ts.SpecError, match=r"mode=1 is a dim, and the shape is \(\). Pass the `sh"):
         manager.resolve(dynamic_axes=hidden)
     with pytest.raises(ts.SpecError, match=r"the shape is \(8,\)"):

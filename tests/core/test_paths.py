@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import treeshard as ts
-from treeshard._core.paths import nested, pair, paths_of
+from treeshard._core.paths import nest, pair, paths_of
 
 
 class Pair(NamedTuple):
@@ -71,5 +71,5 @@ def test_leaves_that_share_a_path_are_paired_in_their_order() -> None:
 
 def test_leaves_by_path_are_nested_but_not_through_a_leaf() -> None:
     flat = {"a": 1, "a/b": 2, "c/d/e": 3, "c/d": 4}
-    assert nested(flat) == {"a": 1, "a/b": 2, "c": {"d/e": 3, "d": 4}}
-    assert sorted(ts.leaf_paths(nested(flat))) == sorted(flat)
+    assert nest(flat) == {"a": 1, "a/b": 2, "c": {"d/e": 3, "d": 4}}
+    assert sorted(ts.leaf_paths(nest(flat))) == sorted(flat)

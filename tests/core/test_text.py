@@ -5,8 +5,8 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from treeshard._core.text import (
-    by_fact,
-    in_groups,
+    describe_groups,
+    group_by_fact,
     named_processes,
     parse_bytes,
     parse_dtype,
@@ -52,6 +52,6 @@ def test_amounts_of_memory_are_read(text, count) -> None:
 
 def test_what_processes_say_is_grouped_and_counted() -> None:
     row = {i: "full" if i % 2 else f"error {i}" for i in range(20)}
-    assert by_fact({0: "a", 1: "b", 2: "a"}) == {"a": "processes 0, 2", "b": "process 1"}
-    assert in_groups(row).endswith("error 12 on process 12; and 3 more")
+    assert group_by_fact({0: "a", 1: "b", 2: "a"}) == {"a": "processes 0, 2", "b": "process 1"}
+    assert describe_groups(row).endswith("error 12 on process 12; and 3 more")
     assert named_processes([0, 1, 2, 5, 7]) == "processes 0 to 2, 5, 7"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from treeshard._core.threads import Outcome, interrupts_deferred, start_thread
+from treeshard._core.threads import Outcome, defer_interrupts, start_thread
 
 
 def is_interrupted(call: Callable[[], Any], at: int) -> bool:
@@ -71,7 +71,7 @@ def test_interrupts_are_deferred(signals: int, at_most: int | None, raised_at: i
     came: list[int] = []
 
     def interrupt() -> None:
-        with interrupts_deferred(at_most=at_most):
+        with defer_interrupts(at_most=at_most):
             for i in range(signals):
                 signal.raise_signal(signal.SIGINT)
                 came.append(i)

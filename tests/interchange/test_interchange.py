@@ -293,6 +293,7 @@ def test_what_differs_from_the_request_is_told_as_of_a_checkpoint(file, mesh) ->
         "b: saved as float64[2], requested as float32[2]. `cast='float32'` converts it.",
         f"layers/0/wieght: not in {file}. Did you mean 'layers/0/weight'?",
         f"i: in {file}, but not requested.",
+        "pass `rename=`",
     ):
         assert fact in str(told.value)
     with pytest.warns(ts.ShardingWarning, match=f"layers/0/wieght: not in {file}"):

@@ -552,11 +552,11 @@ def test_specs_in_the_place_of_the_threshold(specs: Any) -> None:
 
 
 OUTSIDE = {
-    "shard_params": "`treeshard.shard` places whole trees.",
+    "shard_params": "`treeshard.shard` places full trees.",
     "gather_params": "`treeshard.unshard` gathers under `jax.jit`",
     "sync_gradients": "under `jax.jit`, gradients need no averaging.",
-    "vary": "nothing varies, and `vary` is not needed.",
-    "fold_rng_over_axis": "use one key for the whole batch.",
+    "vary": "arrays do not vary, and `vary` is not needed.",
+    "fold_rng_over_axis": "use one key for the full batch.",
     "enter_parallel": "under `jax.jit`, specs on the weights are enough.",
     "leave_parallel": "under `jax.jit`, specs on the weights are enough.",
 }

@@ -133,5 +133,5 @@ def assert_case(runs: Forked, case: tuple[str, str, float], count: int) -> None:
     for i in others:
         seconds, text = told[i]
         assert start in text, seen
-        assert seconds <= timeout + 5, seen
+        assert seconds <= timeout + 20, seen  # two cores run all processes
         assert codes[i] == 1, seen

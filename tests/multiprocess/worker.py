@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import re
+import signal
 import sys
 import time
 import traceback
@@ -98,6 +99,7 @@ def join(port: str, index: int, count: int, devices: int, heartbeat: int = 20) -
 
 def main(names: str, port: str, index: str, count: str, devices: str, where: str, *args: str):
     context = Context(int(index), int(count), Path(where), list(args))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells disable it in background jobs
     with open(context.directory / f"process-{index}.jsonl", "w", buffering=1) as report:
         try:
             if context.count > 1:

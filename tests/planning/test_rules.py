@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 import treeshard as ts
 from treeshard import fsdp, leaf_paths, match_partition_rules, replicate
 from treeshard._core.spec_trees import ResolvedSpec
-from treeshard._core.specs import trimmed
+from treeshard._core.specs import trim_spec
 from treeshard._planning.matching import decide
 from treeshard._planning.rules import read_rules
 from treeshard.compat._strategies import parse_strategy
@@ -360,7 +360,7 @@ def test_rules_of_easylm_and_eformer_need_no_change() -> None:
 
 
 def short(specs: Any) -> Any:
-    return jax.tree.map(trimmed, specs, is_leaf=lambda x: isinstance(x, P))
+    return jax.tree.map(trim_spec, specs, is_leaf=lambda x: isinstance(x, P))
 
 
 def test_all_malformed_rules_are_listed(unchecked) -> None:

@@ -179,6 +179,15 @@ def test_partition_axis(ours) -> None:
         axes.resolve("kv_head")
 
 
+@row("pmag.resolve(ColumnWise)")
+def test_specs_of_rules(ours) -> None:
+    class ColumnWise:
+        axes = (["__FULLY_SHARDED_DATA_PARALLEL__", "__SEQUENCE_PARALLEL__"], "__TENSOR_PARALLEL__")
+        mode = "__train__"
+
+    assert ours(ColumnWise=ColumnWise) == P(("fsdp", "sp"), "tp")
+
+
 @row("apply_logical_sharding(x, dynamic_axes=HiddenStateSharding, partition_manager=manager)")
 def test_constraint_by_names(ours) -> None:
     hidden = SimpleNamespace(axes=["__BATCH__", "__QUERY_LENGTH__", "__EMBED__"], mode=1)

@@ -273,7 +273,7 @@ CASES = {
     ),
     "gradients by jax alone": Case(
         HSDP,
-        "Use `training.value_and_grad`",
+        "`training.value_and_grad(loss, axis_names=...)` scatters",
         {"train": lambda loss: sgd(loss, jax.value_and_grad)},
     ),
     "a leaf to the host in each step": Case(

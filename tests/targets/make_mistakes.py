@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 import test_planted_mistakes as planted
-from make_texts import trimmed
+from make_texts import trim_spec
 
 import treeshard as ts
 
@@ -27,7 +27,7 @@ def main(target: str, *names: str) -> None:
         for side in ("wrong", "right"):
 
             def compiled(lowered: Any, key: str = f"{name}/{side}") -> str:
-                texts[key] = trimmed(lowered.compile().as_text())
+                texts[key] = trim_spec(lowered.compile().as_text())
                 return texts[key]
 
             mesh = ts.make_mesh(case.axes, topology=target)

@@ -24,10 +24,10 @@ def keep(name: str, topology: str, text: str) -> None:
     compiler = "libtpu" if topology.startswith("v") else "jax-cuda12-plugin"
     head = f"// {name} on {topology}; jax {version('jax')}, {compiler} {version(compiler)}\n"
     path = TEXTS / f"{name}.{topology.replace(':', '_').replace('*', '_times_')}.txt.gz"
-    path.write_bytes(gzip.compress((head + trimmed(text)).encode(), mtime=0))
+    path.write_bytes(gzip.compress((head + trim_spec(text)).encode(), mtime=0))
 
 
-def trimmed(text: str) -> str:
+def trim_spec(text: str) -> str:
     """Of `backend_config` stay the trips of loops, whether an op is synchronous, and what a matrix
     product contracts; of paths, what is below the repository or the packages."""
     text = re.sub(r'"[^"]*(?=/site-packages/)', '"', text).replace(f"{ROOT}/", "")

@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a terminal may not have every letter
+            stream.reconfigure(errors="backslashreplace")  # some terminals cannot show every letter
     try:
         module, _, function = options.run.partition(":")
         command = getattr(importlib.import_module(f"treeshard._cli.{module}"), function)
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (TreeShardError, OSError) as error:
         message = str(error)
     except ImportError as error:
-        if error.name is not None:  # Python's own, which does not say what to install
+        if error.name is not None:  # Python's message does not say what to install
             raise
         message = str(error)
     print(f"treeshard: error: {printable(message)}", file=sys.stderr)

@@ -1,7 +1,7 @@
 """`treeshard inspect`, `verify` and `export`: the commands that read files.
 
-They list leaves from the files alone. `restore` would need a tree with the structure of the model,
-and so the code of the run.
+They list leaves from the files alone. `restore` would need a tree with the model's structure, and
+therefore the code of the run.
 """
 
 import argparse
@@ -65,10 +65,10 @@ def _to_json(leaf: SavedLeaf) -> dict[str, Any]:
 
 
 def run_verify(options: argparse.Namespace) -> tuple[str, int]:
-    """Prints which leaves are damaged. Returns 1 if any is."""
+    """Prints which leaves are damaged. Returns 1 if there are any."""
     try:
         return use_stored(options.path, options.step, _verify)
-    except (DamagedError, FormatError) as error:  # of what lists the leaves
+    except (DamagedError, FormatError) as error:  # the leaves cannot be listed
         return str(error), 1
 
 
@@ -151,7 +151,7 @@ def _rename(arrays: Sequence[SavedLeaf], rules: Sequence[str]) -> dict[str, Save
         pattern = parse_pattern(old, "--rename")
         try:
             rename = {path: pattern.sub(new, name) for path, name in rename.items()}
-        except (re.error, IndexError) as error:  # IndexError: `\g<name>` of no group
+        except (re.error, IndexError) as error:  # IndexError: `\g<name>` names an unknown group
             raise FormatError(f"--rename: {new!r} is not a replacement: {error}.") from None
     flat = {x.path: jax.ShapeDtypeStruct(x.shape, parse_dtype(x.dtype)) for x in arrays}
     names = tensor_names(flat, rename, "export")
@@ -176,7 +176,7 @@ def _read_values(
 
 
 def _split(option: str, text: str, mark: str, example: str) -> tuple[str, str]:
-    """What is before and after the first mark in the value of an option."""
+    """The parts of an option's value before and after the first mark."""
     before, separator, after = text.partition(mark)
     if not separator:
         raise FormatError(f"{option} {text!r} has no {mark!r}. Write it as {example}.")

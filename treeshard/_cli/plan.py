@@ -75,7 +75,7 @@ _SHAPES = 'Write an object of path: {"shape": [8, 4], "dtype": "float32"}.'
 def _read_shapes(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
     """Reads the shapes of a tree from JSON, safetensors or a checkpoint."""
     if path.is_dir() or path.name.endswith((".safetensors", ".safetensors.index.json")):
-        # Headers are enough, which even an unfinished download has.
+        # Headers are enough: an unfinished download works too.
         contents = use_stored(str(path), None, lambda tree: tree.contents, shapes_only=True)
         arrays = [leaf for leaf in contents.leaves if leaf.dtype]
         return {x.path: jax.ShapeDtypeStruct(x.shape, parse_dtype(x.dtype)) for x in arrays}

@@ -1,6 +1,6 @@
 """Trees on disk, as checkpoints or safetensors: lists their leaves, and reads them one by one.
 
-The files at a path determine the format, so that commands need no option for it.
+The files at a path determine the format, so commands have no option for it.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -21,14 +21,14 @@ class StoredTree(NamedTuple):
     """A tree on disk."""
 
     format: str  # "checkpoint" or "safetensors"
-    contents: Contents  # for `inspect`; tensors have no specs
+    contents: Contents  # for `inspect`; safetensors have no specs
     # Reads some of the leaves, a few at a time.
     read: Callable[[Iterable[SavedLeaf]], Iterator[ReadLeaf]]
     # Returns how leaves and other files are damaged, by name. `None` for safetensors, which have no
     # checksums.
     damages: Callable[[Iterable[SavedLeaf]], tuple[dict[str, str], dict[str, str]]] | None = None
     steps: tuple[int, ...] = ()  # all steps of its directory of checkpoints
-    # Raises `RemovedError` if the writer has removed it since.
+    # Raises `RemovedError` if the writer has removed the checkpoint since.
     check: Callable[[], None] = lambda: None
 
 
@@ -40,8 +40,9 @@ def use_stored(
 ) -> R:
     """Calls a function with a checkpoint, a step of a directory of checkpoints, or safetensors.
 
-    By default, the step is the latest. If its writer removes it during the call, the function is
-    called again with a later step. With `shapes_only`, the data of safetensors may be missing.
+    By default, the step is the latest. If the writer removes that step during the call, the
+    function is called again with a later step. With `shapes_only`, safetensors may be without
+    their data.
     """
     # Files need only the CPU. Unless the user chose a platform, JAX would reserve most of the
     # memory of a GPU, and fail on a TPU that a training run uses.
@@ -77,7 +78,7 @@ def _has_tensors(path: str) -> bool:
 
 
 def _use_checkpoint(path: str, step: int | None, use: Callable[[StoredTree], R]) -> R:
-    # These load TensorStore, which safetensors do not need.
+    # These modules import TensorStore, which safetensors do not need.
     from treeshard.checkpoint import _paths, _restore
 
     root = _paths.checkpoint_path(path)

@@ -1,7 +1,7 @@
-"""Arguments of another kind than a function takes, such as two in the wrong order.
+"""Checks for wrong arguments, such as two that are swapped.
 
-JAX calls anything a leaf, and a tree of no arrays is done at once. What is surely a mistake is an
-error here; an empty container is not.
+JAX accepts any object as a leaf, and a tree without arrays would pass through unchanged. Certain
+mistakes are therefore errors. An empty container is not an error.
 """
 
 import inspect
@@ -17,11 +17,11 @@ from treeshard._core.arrays import array_text, has_shape
 from treeshard._core.paths import leaf_paths, path_under
 from treeshard.errors import ArgumentError, LeafError, listed, short
 
-PLAIN_VALUES = (bool, int, float, complex, str, bytes)  # leaves of Python that have a value
+PLAIN_VALUES = (bool, int, float, complex, str, bytes)  # types of leaves with a value
 
 
 def describe_argument(x: Any) -> str:
-    """What an argument is, for messages: `the class Model`, `a Mesh`, `float32[8,4]`."""
+    """Describes an argument for messages: `the class Model`, `a Mesh`, `float32[8,4]`."""
     if has_shape(x):
         return array_text(x)
     if isinstance(x, type):
@@ -37,14 +37,14 @@ def describe_argument(x: Any) -> str:
 
 
 def check_tree(tree: Any, where: str, call: str, name: str = "the tree") -> None:
-    """Raises `ArgumentError` if a whole tree is a class, a function, another opaque object or an
+    """Raises `ArgumentError` if a tree is itself a class, a function, another opaque object or an
     optimizer, and `LeafError` as `check_no_refs`.
 
     Args:
-        tree: What is passed as a tree.
+        tree: The argument that should be a tree.
         where: The function, for the message.
-        call: How it is called.
-        name: What the message calls the tree.
+        call: The right call of the function.
+        name: The name of the tree in the message.
     """
     check_no_refs(tree, where)
     if _is_optimizer(tree):
@@ -52,8 +52,8 @@ def check_tree(tree: Any, where: str, call: str, name: str = "the tree") -> None
             f"{where}: {name} is an optimizer, which has functions and no arrays. Pass its state:"
             f" `optimizer.init(params)`, as in `{call}`."
         )
-    # JAX calls a class, a function or an opaque object a tree of one leaf. So is a number; text is
-    # the path of a file, most likely.
+    # To JAX, a class, a function or an opaque object is a tree of one leaf. A number may be a leaf,
+    # but text is most likely the path of a file.
     is_number = isinstance(tree, PLAIN_VALUES) and not isinstance(tree, str | bytes)
     if not all_leaves([tree]) or is_number or hasattr(tree, "shape"):
         return
@@ -66,20 +66,20 @@ def check_tree(tree: Any, where: str, call: str, name: str = "the tree") -> None
 
 
 def check_function(function: Any, call: str) -> None:
-    """Raises `ArgumentError` if what is passed as the function is none, as where two arguments are
-    swapped. The message shows the call: `"jit_step(fn, plan)"`."""
+    """Raises `ArgumentError` if an argument is not a function, for example because two arguments
+    are swapped. The message shows the call: `"jit_step(fn, plan)"`."""
     if not callable(function):
         where, what = call.partition("(")[0], describe_argument(function)
         raise ArgumentError(f"{where}: the function is {what}. Call `{call}`.")
 
 
 def takes(function: Any, count: int) -> bool:
-    """Whether a function takes so many arguments; also if it does not tell."""
+    """Whether a function accepts `count` arguments; true if its signature is unknown."""
     try:
         inspect.signature(function).bind(*[None] * count)
     except TypeError:
         return False
-    except ValueError:  # of a function in C
+    except ValueError:  # a function in C
         return True
     return True
 
@@ -90,8 +90,8 @@ def _is_optimizer(tree: Any) -> bool:
 
 
 def check_no_refs(tree: Any, where: str, prefix: str = "") -> None:
-    """Raises `LeafError` if leaves are mutable references, which have the values of an array and
-    are none: JAX can neither return them from a function nor place them on devices.
+    """Raises `LeafError` if leaves are mutable references. They have the values of an array, but
+    JAX can neither return them from a function nor place them on devices.
 
     Args:
         tree: Any pytree.
@@ -99,7 +99,7 @@ def check_no_refs(tree: Any, where: str, prefix: str = "") -> None:
         prefix: The path of the tree in a larger one.
     """
     leaves = tree_leaves(tree)
-    # `isinstance(x, jax.Ref)` takes 3 us, since it looks into traced values. Types are few.
+    # `isinstance(x, jax.Ref)` takes 3 us, because it inspects traced values. A tree has few types.
     if not any(issubclass(type_, (Tracer, jax.Ref)) for type_ in {*map(type, leaves)}):
         return
     refs = [i for i, x in enumerate(leaves) if isinstance(x, jax.Ref)]

@@ -1,7 +1,7 @@
 """Kinds of leaves, static leaves, regions of arrays, and reading arrays on the host.
 
-`np.asarray` of a `jax.Array` assembles it too, but keeps the copy on the array, so a tree that is
-read once is in memory twice. Shards are read here, through second handles where that matters.
+`np.asarray` of a `jax.Array` caches its host copy on the array, so a tree that is read once would
+stay in memory twice. This module reads shards, on accelerators through second handles.
 """
 
 import math
@@ -22,15 +22,15 @@ def array_text(x: Any) -> str:
     return f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
-# Of each leaf it is asked whether it is an array: `|` makes a new type in each call, and asking
-# numpy's classes first is faster, because `jax.Array` is an abstract one.
+# `is_array` runs for each leaf: `|` would make a new type in each call, and checking numpy's
+# classes first is faster, because `jax.Array` is abstract.
 _OF_NUMPY = (np.ndarray, np.generic)
 
 
 def is_array(x: Any) -> bool:
     """Whether `x` is an array of numbers or keys, which can be placed on devices.
 
-    Functions, strings, Python scalars and numpy's object arrays are not: they stay unchanged.
+    Functions, strings, Python scalars and numpy's object arrays are not arrays, and stay unchanged.
     """
     if isinstance(x, _OF_NUMPY):
         return x.dtype.kind in "biufcV"
@@ -43,7 +43,8 @@ def has_shape(x: Any) -> bool:
 
 
 def device_dtype(dtype: Any) -> Any:
-    """The dtype on devices: in native byte order, and of 32 bits for 64 unless in x64 mode."""
+    """The dtype on devices: in native byte order, and with 32 bits instead of 64 unless in x64
+    mode."""
     if not isinstance(dtype, np.dtype) or (dtype.itemsize <= 4 and dtype.isnative):  # or of keys
         return dtype
     return jax.dtypes.canonicalize_dtype(dtype.newbyteorder("="))
@@ -64,7 +65,7 @@ def is_key(x: Any) -> bool:
 
 
 def is_raw_key(x: Any) -> bool:
-    """Whether an array is typed keys, or of two uint32, as `jax.random.PRNGKey` makes a key."""
+    """Whether an array has two uint32, as a key of `jax.random.PRNGKey` has, or typed keys."""
     return is_key(x) or (getattr(x, "shape", None) == (2,) and x.dtype == np.uint32)
 
 
@@ -74,7 +75,7 @@ def data_of(x: Any) -> Any:
 
 
 def same_arrays(paths: Sequence[str], leaves: Sequence[Any]) -> tuple[tuple[str, str], ...]:
-    """The arrays that are one object with an earlier leaf: their path, and that of the earlier one.
+    """The arrays that are the same object as an earlier leaf: their path, and the earlier path.
 
     An array of one element does not count: programs share constants.
     """
@@ -105,9 +106,10 @@ def is_spread(x: Any) -> bool:
 
 
 class StaticSplit:
-    """Splits the leaves of trees of one structure into dynamic (arrays, as a rule) and static ones.
+    """Splits the leaves of trees of one structure into dynamic leaves (usually arrays) and static
+    ones.
 
-    `indices` are those of the dynamic leaves, and `static` has the other leaves by index.
+    `indices` has the indices of the dynamic leaves, and `static` the other leaves by index.
     """
 
     def __init__(
@@ -121,14 +123,14 @@ class StaticSplit:
 
     def matches(self, leaves: Sequence[Any], treedef: Any) -> bool:
         """Whether a tree has the same structure and equal static leaves."""
-        return treedef == self.treedef and not (self.static and self.changed(leaves))
+        return treedef == self.treedef and not (self.static and self.find_changes(leaves))
 
-    def changed(self, leaves: Sequence[Any]) -> list[int]:
+    def find_changes(self, leaves: Sequence[Any]) -> list[int]:
         """The indices of the static leaves that differ in another tree of this structure."""
         return [
             i
             for i, x in self.static.items()
-            # Of another type is another value to a program: `1 == 1.0`, and `True == 1`.
+            # Programs distinguish equal values of different types: `1 == 1.0`, and `True == 1`.
             if leaves[i] is not x and not (type(leaves[i]) is type(x) and bool(leaves[i] == x))
         ]
 
@@ -171,7 +173,7 @@ def regions_here(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Region
 
 @lru_cache(4096)
 def items_on_host(sharding: Sharding, shape: tuple[int, ...], region: Region) -> int:
-    """The items that a region takes on its devices, of those devices that use host memory."""
+    """The number of items of a region on its devices that use host memory."""
     return sum(
         math.prod(region_shape(held))
         for device, held in regions_here(sharding, shape).items()
@@ -242,7 +244,7 @@ def to_host(leaf: Any) -> Any:
     if is_key(leaf):
         return keys_on_host(leaf, to_host(jax.random.key_data(leaf)))
     full = np.empty(leaf.shape, leaf.dtype)
-    if full.size:  # shards of empty arrays may have other shapes than their sharding says
+    if full.size:  # shards of empty arrays may not have the shapes of their sharding
         for shard in primary_shards(leaf):
             full[shard.index] = np.asarray(shard.data)
     return full
@@ -260,8 +262,8 @@ def is_on_host(x: jax.Array) -> bool:
 
 
 def to_numpy(x: Any) -> np.ndarray:
-    """The numbers of a local array, or its key data: not copied if one device, or the host, has
-    all."""
+    """The numbers of a local array, or its key data. Not copied if one device or the host has the
+    full array."""
     if not isinstance(x, jax.Array):
         return np.asarray(x)
     data = data_of(x)
@@ -280,12 +282,12 @@ def alias_array(x: jax.Array) -> jax.Array:
 
 
 def primary_shards(x: jax.Array) -> Iterator[Any]:
-    """The addressable shards that are first replicas, to be read."""
+    """The addressable shards that are first replicas, through handles for reading."""
     return (shard for shard in to_read(x).addressable_shards if shard.replica_id == 0)
 
 
 def bytes_to_read(x: Any) -> int:
-    """The host memory that reading the own shards of an array takes: a copy on accelerators."""
+    """The host memory for reading the primary shards of an array: a copy on accelerators."""
     if not isinstance(x, jax.Array) or is_on_host(x):
         return 0
     return sum(shard.data.nbytes for shard in x.addressable_shards if shard.replica_id == 0)
@@ -293,7 +295,7 @@ def bytes_to_read(x: Any) -> int:
 
 @lru_cache
 def used_bits(dtype: np.dtype) -> int:
-    """The bits of each byte that hold data: not all of them in dtypes smaller than a byte."""
+    """A mask of the bits of each byte that hold data, for dtypes smaller than a byte."""
     if dtype.kind != "V":  # a dtype of numpy itself
         return 255
     about = jax.numpy.finfo if jax.numpy.issubdtype(dtype, np.floating) else jax.numpy.iinfo

@@ -1,7 +1,7 @@
-"""What processes compare before a call, and how a message tells that they differ.
+"""The facts that processes compare before a call, and the text of their differences.
 
-Most facts are the same on all processes. The values of a part of an array are known only to those
-that hold it, and each set of processes compares what it shares.
+Most facts are known to all processes. Only the holders of a part of an array know its values, so
+each set of processes compares the parts that it shares.
 """
 
 import hashlib
@@ -18,25 +18,26 @@ from treeshard._core.meetings import origin
 from treeshard._core.mesh import describe_mesh
 from treeshard._core.replicas import Part, checksum_text, is_shared
 from treeshard._core.specs import entries, with_entries
-from treeshard._core.text import consecutive, in_groups
+from treeshard._core.text import consecutive, describe_groups
 from treeshard.errors import counted
 
 # Arrays of at most this size are compared between processes by default.
 SMALL_BYTES = 2**16
 _VALUES = " (values)"  # in the names of facts
-UNKNOWN = "made by another program"  # the fact about an array that no call of treeshard made
+UNKNOWN = "made by another program"  # the fact about an array that treeshard did not make
 
 
 class Facts(dict[str, str]):
-    """What this process is about to do, by leaf path or another name: the same on all processes."""
+    """The facts about the next call, by leaf path or another name, which all processes must
+    share."""
 
     def __init__(self) -> None:
         super().__init__()
-        # What only some processes hold, by these processes, leaf and part: its checksums on the
-        # devices of this one.
+        # Checksums on the devices of this process, by the processes that share a part, its leaf
+        # and its name.
         self.shared = defaultdict[tuple[int, ...], dict[str, dict[str, list[int]]]](dict)
-        # Arrays whose values are compared once all have agreed on everything else: reading one
-        # waits for the program that makes it, which other processes may not have started.
+        # Arrays whose values are compared after all other facts: reading one waits for the program
+        # that makes it, which other processes may not have started.
         self.unread: dict[str, Any] = {}
 
     def describe(
@@ -48,12 +49,12 @@ class Facts(dict[str, str]):
         """Adds facts about leaves: path, array, target and source sharding.
 
         A row is a path, a leaf and its shardings. A leaf without shardings belongs to each process
-        alone, and only its presence is compared. Of a spread leaf, the call of the processes
-        `among` that made it is compared too; of other arrays of at most `compared_bytes`, a
-        checksum. Of arrays that no call of treeshard made, values are read once all have agreed.
+        alone, and only its presence is compared. For a spread leaf, the call of the processes
+        `among` that made it is compared, too. For other arrays of at most `compared_bytes`, a
+        checksum is compared. If treeshard did not make an array, its values are read last.
         """
-        # All facts about forms come before those about values: a message that lists the first
-        # few should say that shapes differ, and not what follows from it.
+        # Facts about forms come before facts about values: a message lists the first few facts, and
+        # should show that shapes differ, not the consequences.
         meshes: dict[Any, str] = {}
         leaves: dict[str, Any] = {}
         placements: dict[str, str] = {}
@@ -72,7 +73,7 @@ class Facts(dict[str, str]):
                 self.add_values(name, x, among, compared_bytes)
 
     def add_values(self, name: str, x: Any, among: Sequence[int], compared_bytes: int) -> None:
-        """Adds what is known about the values of a leaf, if anything is."""
+        """Adds the known facts about the values of a leaf."""
         if is_spread(x):
             self.add_origin(name, x, among, compared_bytes)
         elif is_array(x) and 0 < x.nbytes <= compared_bytes:
@@ -81,7 +82,7 @@ class Facts(dict[str, str]):
     def add_origin(
         self, name: str, x: Any, among: Sequence[int], compared_bytes: int = SMALL_BYTES
     ) -> None:
-        """Adds which call of the processes `among` made an array, if several of them have it."""
+        """Adds the call of the processes `among` that made an array, if several of them have it."""
         if len(among) < 2 or not isinstance(x, jax.Array):
             return
         if made_in := origin(x, among):
@@ -92,15 +93,15 @@ class Facts(dict[str, str]):
                 self.unread[name] = x
 
     def share(self, name: str, parts: Iterable[Part]) -> None:
-        """Adds the values of parts of an array, which must be equal wherever they are held."""
+        """Adds the values of parts of an array, which must be equal on all their holders."""
         for part in parts:
             leaf = self.shared[part.holders].setdefault(name, {})
             leaf[part.name] = part.checksums()
 
     def hashes(self) -> dict[str, str]:
-        """A hash of the facts of all processes, and of what each set of processes shares.
+        """A hash of the common facts, and of the parts that each set of processes shares.
 
-        Instead of a hash it is empty where devices of this process differ.
+        A hash is empty if devices of this process differ.
         """
         hashes = {"": _hash(list(self.items()))}  # a list: the order counts too
         for processes, leaves in self.shared.items():
@@ -109,7 +110,7 @@ class Facts(dict[str, str]):
         return hashes
 
     def select_groups(self, groups: Container[str]) -> list[Any]:
-        """The facts as JSON has them: what all processes compare, and what groups of them share."""
+        """The facts as JSON values: the common facts, and the parts that groups share."""
         shared = [
             (leaf, parts)
             for processes, leaves in self.shared.items()
@@ -127,7 +128,7 @@ def _placement(sharding: Sharding, meshes: dict[Any, str]) -> str:
     if not isinstance(sharding, NamedSharding):
         return str(sharding)
     text = str(with_entries(sharding.spec, entries(sharding)))  # without trailing `None`s
-    if sharding.mesh not in meshes:  # the first one needs no name
+    if sharding.mesh not in meshes:  # the first mesh has no name
         meshes[sharding.mesh] = f"mesh {len(meshes) + 1}" if meshes else ""
     name, kind = meshes[sharding.mesh], sharding.memory_kind
     if name:
@@ -147,9 +148,9 @@ def _ids(mesh: Mesh) -> str:
 
 
 class Differences(NamedTuple):
-    """In what processes differ."""
+    """The differences between processes."""
 
-    facts: dict[str, str]  # what each is about to do, by name
+    facts: dict[str, str]  # the differing facts, by name
     values: dict[
         str, tuple[str, str]
     ]  # by leaf: the first part whose holders differ, its checksums
@@ -161,30 +162,30 @@ class Differences(NamedTuple):
 
 
 def differences(by_process: Mapping[int, list[Any]]) -> Differences:
-    """Compares what each process has sent of its facts: see `Facts.select_groups`."""
+    """Compares the facts that each process has sent: see `Facts.select_groups`."""
     facts = _differences_of_all({i: facts for i, (facts, _) in by_process.items()})
     values = _differences_of_some({i: shared for i, (_, shared) in by_process.items()})
-    # Arrays of other shapes have other values, which says nothing more.
+    # If shapes differ, values do too, so only the shapes are reported.
     return Differences(facts, {leaf: x for leaf, x in values.items() if leaf not in facts})
 
 
 def _differences_of_all(by_process: Mapping[int, Mapping[str, str]]) -> dict[str, str]:
-    """The facts that differ, by name; if none does, the first that is out of order."""
+    """The facts that differ, by name; if all are equal, the first fact that is out of order."""
     names = dict.fromkeys(name for facts in by_process.values() for name in facts)
     differing: dict[str, str] = {}
     for name in names:
         row = {i: facts.get(name, "nothing") for i, facts in by_process.items()}
-        # Arrays of other shapes have other values, which says nothing more.
+        # If shapes differ, values do too, so only the shapes are reported.
         explained = name.endswith(_VALUES) and name.removesuffix(_VALUES) in differing
         if len(set(row.values())) > 1 and not explained:
-            differing[name] = in_groups(row)
+            differing[name] = describe_groups(row)
     if differing:
         return differing
     # Equal facts in another order: programs would take the leaves in another order, too.
     for position, order in enumerate(zip(*by_process.values(), strict=True)):
         if len(set(order)) > 1:
             row = dict(zip(by_process, map(repr, order), strict=True))
-            return {f"leaf {position}": in_groups(row)}
+            return {f"leaf {position}": describe_groups(row)}
     return {}
 
 
@@ -193,7 +194,7 @@ def _differences_of_some(
 ) -> dict[str, tuple[str, str]]:
     """The leaves with parts whose holders differ: the first such part, and its checksums.
 
-    Each process has sent pairs of a leaf and its parts, as JSON has them.
+    Each process has sent pairs of a leaf and its parts, as JSON values.
     """
     held = defaultdict[str, dict[str, dict[int, list[int]]]](lambda: defaultdict(dict))
     for i, leaves in by_process.items():
@@ -210,7 +211,7 @@ def _differences_of_some(
         if bad:
             part, *more = bad
             others = f" and {counted(len(more), 'more part')}" if more else ""
-            differing[leaf] = part + others, in_groups(bad[part])
+            differing[leaf] = part + others, describe_groups(bad[part])
     return differing
 
 

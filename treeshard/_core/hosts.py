@@ -1,5 +1,4 @@
-"""The memory of hosts on which several processes run: each of them sees the same bytes free, and
-what one takes, the others lack."""
+"""The memory of hosts on which several processes run, which share the same free bytes."""
 
 import hashlib
 import json
@@ -24,12 +23,14 @@ def check_memory_of_hosts(
     among: Sequence[int] | None = None,
     timeout: float = TIMEOUT,
 ) -> None:
-    """Raises unless each host has what its processes need together; all make this call.
+    """Raises unless each host has the memory that its processes need together. All processes call
+    it.
 
     Args:
         what: As in `all_or_none`.
         needed: The bytes that this process needs.
-        error: Makes the error of what is needed and available, in words, and of what is available.
+        error: Makes the error from a text with the needed and available bytes, and the available
+            bytes.
         threads: As in `lacking_memory`.
         among: As in `all_or_none`.
         timeout: As in `all_or_none`.
@@ -45,16 +46,16 @@ def check_memory_of_hosts(
 
 
 def _lacking_on_a_host(messages: list[bytes]) -> bytes:
-    """What the processes of one host need and is available, in words, and what is available.
+    """The needed and available bytes of a host that lacks memory, as text, and the available bytes.
 
-    Each process has found its own need below what is free. Together they may need more.
+    Each process alone needs less than the free bytes. Together they may need more.
     """
     hosts = defaultdict[str, list[tuple[int, int | None]]](list)
     for host, there, free in map(json.loads, messages):
         hosts[host].append((there, free))
     for rows in hosts.values():
         total = sum(there for there, _ in rows)
-        # They have looked at different moments, while others took some.
+        # The processes read the free bytes at different times, while others took some.
         free = min((free for _, free in rows if free is not None), default=total)
         if len(rows) > 1 and total > free:
             fact = f"{human_bytes(total)} of host memory in {len(rows)} processes of one host"
@@ -64,10 +65,10 @@ def _lacking_on_a_host(messages: list[bytes]) -> bytes:
 
 
 def host_id() -> str:
-    """What is the same for processes that share memory: the boot of a kernel, and the cgroup.
+    """An id that processes share if they share memory: the boot of a kernel, and the cgroup.
 
-    In a container the path of the cgroup is often `/`, which it is in other containers of the host
-    too, so the namespace in which the path holds belongs to it.
+    In containers of one host, the path of the cgroup is often `/`, so the id includes the namespace
+    of the path.
     """
     proc = Path("/proc")
     parts: list[str] = []

@@ -27,7 +27,7 @@ def _private(module: str, name: str) -> Any:
 
 
 def _result(module: str, name: str) -> Any:
-    """What that function returns without arguments; `None` if there is no such function."""
+    """The result of that function without arguments; `None` if it does not exist."""
     function = _private(module, name)
     return None if function is None else function()
 
@@ -74,7 +74,7 @@ def mesh_set_outside() -> Mesh | None:
 def is_tracing() -> bool:
     """Whether this thread is inside a JAX trace.
 
-    Why: there is no function for it, but `jax.sharding.get_mesh` raises inside any trace.
+    Why: no function reports it, but `jax.sharding.get_mesh` raises inside any trace.
     Without it: `False`, if JAX stops raising; the tests of contexts would then fail.
     Versions: all. It can go when JAX has a public function for it.
     """
@@ -88,7 +88,7 @@ def is_tracing() -> bool:
 def is_in_jit() -> bool:
     """Whether code is staged for a program, rather than executed operation by operation.
 
-    Why: there is no function for it without a deprecated or "do not use" name.
+    Why: all functions for it have deprecated or "do not use" names.
     Without it: `False`; `with_sharding_constraint` then loses the axes of `spmd_axis_name` on a
     mesh with Explicit and Auto axes, under jit.
     Versions: 0.11 and 0.12, which lose them. It can go when JAX no longer does: the tests of
@@ -103,7 +103,7 @@ def vmapped_axes() -> frozenset[str]:
     These are the axes of its `spmd_axis_name`, and the Explicit axes that the mapped dim is
     sharded over. Specs inside the `vmap` must not name them.
 
-    Why: there is no public function for it.
+    Why: no public function returns them.
     Without it: no axes; JAX then rejects such specs itself.
     Versions: all. It can go when types of traced values name these axes.
     """
@@ -114,9 +114,9 @@ def vmapped_axes() -> frozenset[str]:
 
 
 def primal_of(x: Any) -> Any:
-    """The array that is differentiated, of the one that a function gets in its place; else `None`.
+    """The array that is differentiated, from the tracer that a function gets for it, or `None`.
 
-    Why: no public function tells which argument a function that is differentiated has got.
+    Why: no public function shows which argument of a differentiated function a tracer is.
     Without it: `None`; inside a loss, the specs of a leaf are found by structure and shape alone.
     Versions: all. It can go when JAX has a public function for it.
     """
@@ -129,8 +129,8 @@ def primal_of(x: Any) -> Any:
 def has_started_backends() -> bool:
     """Whether JAX has started a backend, and so knows its devices.
 
-    Why: every public function that would tell starts one.
-    Without it: `False`; `jax.config` then says itself that a setting comes too late.
+    Why: every public function that lists devices starts a backend.
+    Without it: `False`; `jax.config` then raises itself if a setting comes too late.
     Versions: all. It can go when JAX has a public function for it.
     """
     return bool(_result("xla_bridge", "backends_are_initialized"))
@@ -150,7 +150,7 @@ def coordination_client() -> Any:
 
 
 def drop_unused(jaxpr: Any) -> Any:
-    """A program without the equations whose results nothing reads. It has all arguments.
+    """A program without the equations whose results are unused. It keeps all arguments.
 
     Why: a trace has gradients that the update drops, and no public function removes them.
     Without it: the full trace, in which these gradients count.
@@ -163,10 +163,10 @@ def drop_unused(jaxpr: Any) -> Any:
 
 
 def argument_names(program: jax.stages.Compiled) -> list[str] | None:
-    """JAX's name of each argument, such as `state['w']`, also of those that the program drops.
+    """JAX's name of each argument, such as `state['w']`, also of dropped arguments.
 
-    Why: the text of a program has the names of those that it takes.
-    Without it: `None`; the others are then named by their places.
+    Why: the text of a program has only the names of used arguments.
+    Without it: `None`; dropped arguments are then named by their positions.
     Versions: all. It can go when `args_info` has names.
     """
     info = getattr(getattr(program, "_executable", None), "_all_args_info", None)
@@ -189,7 +189,7 @@ def varying_axes(x: Any) -> frozenset[str]:
 
 
 def varying_axes_of_type(type_: Any) -> frozenset[str]:
-    """The same of what `jax.typeof` returns."""
+    """The same for a result of `jax.typeof`."""
     return frozenset(type_.manual_axis_type.varying)
 
 
@@ -197,7 +197,7 @@ def varying_axes_of_type(type_: Any) -> frozenset[str]:
 
 
 def show_as(fn: F, shown: Any) -> F:
-    """`fn`, which errors of JAX call by the name and the line of another function.
+    """Makes errors of JAX about `fn` show the name and the line of another function.
 
     Why: "The error occurred while tracing the function ... at ..." is about the user's function.
     Without it: the name and line of a function inside treeshard, which calls the user's.
@@ -207,7 +207,7 @@ def show_as(fn: F, shown: Any) -> F:
     signature = inspect.signature(fn)
     while isinstance(shown, partial) or hasattr(shown, "__wrapped__"):
         shown = shown.func if isinstance(shown, partial) else shown.__wrapped__
-    # An object that can be called has its code in its class.
+    # A callable object has its code in its class.
     has_code = hasattr(shown, "__code__")
     named: Any = fn
     named.__wrapped__ = shown if has_code else type(shown).__call__

@@ -1,7 +1,7 @@
-"""Walks through the programs that JAX traces: one interpreter, whatever is known of a value.
+"""Walks through the programs that JAX traces: an interpreter for facts about values.
 
 The roles of leaves, gradients whose sums wait and wider dtypes all follow values from equation to
-equation. They differ only in what they know of a value, and in what an equation makes of that.
+equation. They differ only in their facts about values, and in the effect of an equation on them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,19 +19,19 @@ def interpret(
     literal: Callable[[Any], T],
     apply: Callable[[Any, list[T]], Sequence[T]],
 ) -> list[T]:
-    """Runs the equations of a program on what is known of its arguments.
+    """Runs the equations of a program on facts about its arguments.
 
-    Programs in an equation, such as the body of a scan, are left to `apply`: how often they run,
-    and on what, depends on the primitive.
+    `apply` handles programs in an equation, such as the body of a scan: the primitive decides how
+    often, and on which values, they run.
 
     Args:
         jaxpr: The program.
-        given: What is known of each argument; of each constant first, if there are any.
-        literal: What is known of a literal.
-        apply: What an equation makes of its operands: one for each of its results.
+        given: The fact about each constant, then about each argument.
+        literal: Returns the fact about a literal.
+        apply: Returns the fact about each result of an equation, from its operands' facts.
 
     Returns:
-        What is known of each result.
+        The fact about each result.
     """
     values: dict[Any, T] = dict(zip([*jaxpr.constvars, *jaxpr.invars], given, strict=True))
 

@@ -1,7 +1,7 @@
 """Makes meshes of real, simulated and absent devices.
 
-`jax.make_mesh` arranges the devices of one fast network. This adds what it lacks: axes as text, a
-size of -1, several slices, axes that share a dim of a torus, and devices that are not attached.
+`jax.make_mesh` arranges the devices of one fast network. This module adds axes as text, a size of
+-1, several slices, axes that share a dim of a torus, and devices that are not attached.
 """
 
 import math
@@ -48,7 +48,7 @@ def make_mesh(
 ) -> Mesh:
     """Makes a mesh of attached, simulated or absent devices, from axes as text or as in JAX.
 
-    If an axis does not fill whole dims of a TPU torus, such as 8 on 4x4x4, `jax.make_mesh` raises.
+    If an axis does not fill full dims of a TPU torus, such as 8 on 4x4x4, `jax.make_mesh` raises.
     This function lets axes share a dim; collectives along them use fewer links.
 
     Examples:
@@ -60,7 +60,7 @@ def make_mesh(
     Args:
         axes: Axis names and sizes, outermost first: `"data=2,fsdp=-1"`, `{"data": 2, "fsdp": -1}`,
             or sizes alone with `names`. One size may be -1, and takes the remaining devices.
-        names: Axis names, if `axes` has sizes alone, as in `jax.make_mesh`.
+        names: Axis names, if `axes` has only sizes, as in `jax.make_mesh`.
         axis_types: `"auto"` (the compiler shards values), `"explicit"` (types include shardings),
             or a `jax.sharding.AxisType`; one for all axes, or one for each.
         devices: The devices to use; by default `jax.devices()`.
@@ -94,7 +94,7 @@ def make_mesh(
     types = _axis_types(axis_types, sizes)
     devices = _devices(devices, topology)
     sizes, between = _fill_sizes(sizes, between, len(devices))
-    # GPUs and CPUs have no slices: between their processes is a slow network only if asked for.
+    # GPUs and CPUs have no slices. `dcn_axes` says whether a slow network connects their processes.
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     if slices > 1 and not between:
         raise _missing_dcn_axes(sizes, slices)
@@ -142,7 +142,7 @@ def _devices(devices: Sequence[Any] | None, topology: str | None) -> list[Any]:
         return jax.devices() if devices is None else list(devices)
     if devices is not None:
         raise MeshError("make_mesh: give either `devices` or `topology`.")
-    # Its tables of chips and slices serve nothing else.
+    # Imported here, because only topologies need its tables of chips and slices.
     from treeshard._core.topologies import topology_devices
 
     return topology_devices(topology)
@@ -151,7 +151,7 @@ def _devices(devices: Sequence[Any] | None, topology: str | None) -> list[Any]:
 def _fill_sizes(
     sizes: dict[str, int], between: dict[str, int], devices: int
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Both with the size that is -1 replaced, so that they multiply to the number of devices."""
+    """The sizes and factors with -1 replaced, so that they multiply to the number of devices."""
     # The size of an axis is the product of its two factors, so both count.
     factors = [*sizes.values(), *between.values()]
     known = math.prod(size for size in factors if size != -1)
@@ -193,13 +193,13 @@ def _grid_on_one_network(sizes: Mapping[str, int], devices: Sequence[Any]) -> An
     names, lengths = tuple(sizes), tuple(sizes.values())
     # Only TPUs have coordinates.
     if max(lengths) == len(devices) == _CHIPS_OF_4X4 and hasattr(devices[0], "coords"):
-        # Along one axis JAX puts the chips of v5e:4x4 into a ring. In the order of their
-        # coordinates, gradients can be scattered over one dim of the torus after the other.
+        # For one axis, JAX orders the chips of v5e:4x4 as a ring. In the order of their
+        # coordinates, gradients can be scattered dim by dim over the torus.
         ordered = sorted(devices, key=lambda device: tuple(device.coords))
         return np.array(ordered).reshape(lengths)
     try:
         return jax.make_mesh(lengths, names, devices=devices).devices
-    except NotImplementedError:  # an axis cannot have whole dims of the torus
+    except NotImplementedError:  # an axis cannot fill dims of the torus
         from jax.experimental import mesh_utils  # slow to import, and few meshes need it
 
         return mesh_utils.create_device_mesh(lengths, devices, allow_split_physical_axes=True)
@@ -220,7 +220,7 @@ def _grid_on_two_networks(
             [between.get(name, 1) for name in sizes],
             devices,
             process_is_granule=process_is_granule,
-            allow_split_physical_axes=True,  # JAX gives axes whole dims of the torus if it can
+            allow_split_physical_axes=True,  # JAX prefers full dims of the torus
         )
     except ValueError as error:
         raise MeshError(
@@ -240,7 +240,7 @@ def with_devices(mesh: MeshLike | None, where: str, *, compile_only: bool = Fals
     and it is not to `compile_only`.
     """
     mesh = make_mesh(mesh) if isinstance(mesh, str) else current_or_given(mesh)
-    # A mesh has devices that are attached, or that can only be compiled for, or none.
+    # A mesh has attached devices, devices only for compiling, or no devices.
     if not isinstance(mesh, Mesh):
         what = "an AbstractMesh: it has sizes, but no devices to hold arrays"
         use = "a mesh with devices, as `treeshard.make_mesh` returns"

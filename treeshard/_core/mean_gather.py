@@ -1,11 +1,14 @@
 """All-gathers whose gradients are means over the devices, with and without `check_vma`.
 
-The transpose of `jax.lax.all_gather` is a reduce-scatter, which sums; whether JAX also sums the
-gradient of an array that is not gathered depends on `check_vma`. Hence a derivative of our own, for
-which two conventions meet. The cotangent of a gathered array is that of one device's own loss.
-The gradient of a shard, and of a replicated array, is that of the mean loss over all devices.
-`mean_gather` maps from the second to the first, and `mean_scatter` back. Each is the derivative
-of the other, so gradients of gradients are right too.
+The transpose of `jax.lax.all_gather` is a reduce-scatter, which sums, and `check_vma` decides
+whether JAX also sums the gradient of a replicated array. This module therefore defines its own
+derivatives, between two conventions:
+
+1. The cotangent of a gathered array belongs to one device's own loss.
+2. The gradient of a shard, or of a replicated array, belongs to the mean loss over all devices.
+
+`mean_gather` maps from the second to the first, and `mean_scatter` back. Each is the derivative of
+the other, so gradients of gradients are right, too.
 """
 
 import math
@@ -20,7 +23,7 @@ from jax.sharding import PartitionSpec
 
 from treeshard._core.mesh import AnyMesh, still_differs, vary_array
 from treeshard._core.origins import note_origin
-from treeshard._core.specs import all_axes, axes_of, dims_over, entries, without_axes
+from treeshard._core.specs import all_axes, axes_of, dims_over, drop_axes, entries
 from treeshard._core.torus import gather_along, scatter_along
 
 
@@ -29,9 +32,9 @@ class Gathering(NamedTuple):
 
     Attributes:
         dims: The dims to gather, each with the axes that shard it, outermost first.
-        replicated: Axes along which all devices have the same array. Its gradient is averaged
-            over them too. Only known under `check_vma=True`.
-        wire_dtype: The dtype that is sent.
+        replicated: Axes along which all devices have the same array. Its gradient is also averaged
+            over these axes. They are known only under `check_vma=True`.
+        wire_dtype: The dtype for communication.
         dtype: The dtype of the array.
         mesh: The mesh of these axes, with its devices if they are known.
     """
@@ -90,7 +93,7 @@ def mean_scatter(g: Any, how: Gathering) -> Any:
 
 
 def _scatter_gradient(how: Gathering, _: None, g: Any) -> tuple[Any]:
-    # What sums gradients later must not average this one over the same axes again.
+    # Recorded, so that a later average does not include the same axes again.
     scattered = tuple(axis for _, axes in how.dims for axis in axes)
     return (note_origin(mean_scatter(g, how), Reduced(scattered, how.replicated)),)
 
@@ -103,7 +106,7 @@ mean_scatter.defvjp(
 
 def _gather(x: Any, how: Gathering) -> Any:
     with jax.named_scope("gather_params"):
-        # Before the gather, so that fewer bytes are sent.
+        # Cast before the gather, to communicate fewer bytes.
         if how.wire_dtype != how.dtype:
             x = x.astype(how.wire_dtype)
         # Typed as varying, so that its gradient arrives unsummed: `mean_scatter` takes the mean.
@@ -121,7 +124,7 @@ def gather_shard(
 ) -> Any:
     """Gathers an array over the axes that shard it by `spec`; `gather_by` has its gradient.
 
-    The gradient is a mean over the other ones of `axes` too, where JAX would sum it.
+    The gradient is also averaged over the other axes in `axes`, over which JAX would sum it.
     """
     split = all_axes(entries(spec))
     how = Gathering(
@@ -132,14 +135,14 @@ def gather_shard(
         mesh=mesh,
     )
     full = gather_by(vary_array(x, [axis for axis in split if axis in axes]), how)
-    return note_origin(full, GatheredFrom(without_axes(spec, axes)))
+    return note_origin(full, GatheredFrom(drop_axes(spec, axes)))
 
 
 def explain_not_innermost(spec: PartitionSpec, axes: Sequence[str]) -> str:
     """Why a dim that several axes shard cannot be split, or gathered, over some of them."""
     for dim, over in dims_over(spec, axes):
         sharded_by = axes_of(entries(spec)[dim])
-        # The shards along an outer axis are not contiguous: the inner ones lie between them.
+        # The shards along an outer axis are not contiguous: shards of inner axes are between them.
         if sharded_by[-len(over) :] != over:
             return (
                 f"{spec} splits dim {dim} by {sharded_by}, the outermost axis first. Only the"

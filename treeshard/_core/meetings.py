@@ -45,7 +45,7 @@ import jax
 from jax.core import Tracer
 
 from treeshard._core.jax_private import coordination_client
-from treeshard._core.text import in_groups, named_processes
+from treeshard._core.text import describe_groups, named_processes
 from treeshard._core.threads import HeldInterrupts, end_process, wait_in_thread
 from treeshard.errors import ProcessError, select_own_lines, walk_calls, warn
 
@@ -377,7 +377,7 @@ def check_lines(what: str, **options: Unpack[MeetingOptions]) -> None:
 
     def combine(lines: list[bytes]) -> bytes:
         by_process = dict(zip(channel.participants, map(bytes.decode, lines), strict=True))
-        return json.dumps([sorted({*by_process.values()}), in_groups(by_process)]).encode()
+        return json.dumps([sorted({*by_process.values()}), describe_groups(by_process)]).encode()
 
     answer = exchange(what, line.encode(), combine, **{**options, "phase": "lines"})
     lines, groups = json.loads(answer.combined)
@@ -979,8 +979,8 @@ def _different(calls: Mapping[int, _Call]) -> str:
     versions = {i: call.version for i, call in calls.items()}
     if len(set(versions.values())) > 1:
         return (
-            f"the processes have different versions of treeshard: {in_groups(versions)}. Nothing"
-            " was done. Install one version on all of them."
+            f"the processes have different versions of treeshard: {describe_groups(versions)}."
+            " Nothing was done. Install one version on all of them."
         )
     rows = {i: call.with_line() for i, call in calls.items()}
     why = "A process skipped a call, or made one more."
@@ -994,8 +994,8 @@ def _different(calls: Mapping[int, _Call]) -> str:
         rows = {i: f"{rows[i]} ({call.phase or 'begin'})" for i, call in calls.items()}
         why = "A process left this call before its end, and made it again."
     return (
-        f"the processes do not make the same call, and nothing was done: {in_groups(rows)}. {why}"
-        f" {_THE_SAME_CALLS}"
+        f"the processes do not make the same call, and nothing was done: {describe_groups(rows)}."
+        f" {why} {_THE_SAME_CALLS}"
     )
 
 
@@ -1011,5 +1011,5 @@ def _first_other(by_process: Mapping[int, list[dict[str, str]]]) -> str:
         for number in numbers:
             row = [entries.get(str(number), "nothing") for entries in histories]
             if number >= oldest and len(set(row)) > 1:
-                return f" The first: {in_groups(dict(zip(by_process, row, strict=True)))}."
+                return f" The first: {describe_groups(dict(zip(by_process, row, strict=True)))}."
     return ""

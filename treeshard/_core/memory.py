@@ -1,7 +1,7 @@
 """The host memory that this process can still allocate.
 
-Without a look at it first, an array that does not fit ends the process: by the system, by the
-container, or by a C++ library that does not handle a failed allocation.
+If an array does not fit, the system, the container, or a C++ library that does not handle a failed
+allocation ends the process. Calls therefore compare their memory with the free memory first.
 """
 
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 from treeshard._core.text import human_bytes
 
 NOT_WORTH_A_LOOK = 2**20  # bytes
-_FOR_PYTHON = 2**22  # bytes that small objects take meanwhile
+_FOR_PYTHON = 2**22  # bytes for small objects
 
 
 class Meter:
@@ -28,19 +28,19 @@ class Meter:
 
 
 def kept_by_allocator(buffers: Iterable[tuple[int, int]], most: int) -> int:
-    """What may stay allocated, at most, of buffers that come and go: the bytes of one, and of all
-    like it.
+    """The bytes of freed buffers that may stay allocated, from pairs of one buffer's bytes and all
+    equal buffers' bytes.
 
-    glibc returns each block of at least 32 MiB to the system when it is freed. Smaller ones stay in
-    the heaps of the threads that allocated them. How many, only a measurement says.
+    glibc returns freed blocks of at least 32 MiB to the system. Smaller blocks may stay in the
+    heaps of the threads that allocated them.
     """
     return min(most, sum(total for size, total in buffers if size < 2**25))
 
 
 def lacking_memory(needed: int, threads: int = 0) -> tuple[str, int] | None:
-    """If this process cannot allocate `needed` bytes: that fact, and how many it can.
+    """If this process cannot allocate `needed` bytes, that fact as text, and the available bytes.
 
-    `threads` is how many threads the call may start.
+    `threads` is the number of threads that the call may start.
     """
     if needed < NOT_WORTH_A_LOOK:
         return None
@@ -55,8 +55,8 @@ def lacking_memory(needed: int, threads: int = 0) -> tuple[str, int] | None:
 
 
 def available_memory(root: Path = Path("/"), threads: int = 0) -> int | None:
-    """The bytes that this process can still allocate, beside those that threads to be started
-    reserve; `None` if that is unknown.
+    """The bytes that this process can still allocate, less the bytes that new threads reserve;
+    `None` if unknown.
 
     `root` is the directory that has `proc` and `sys`.
     """
@@ -85,10 +85,11 @@ def shared_memory(root: Path = Path("/")) -> int | None:
 
 
 def _address_space(threads: int, running: int) -> int:
-    """The address space that new threads reserve. Only `RLIMIT_AS` counts it: they hardly use it.
+    """The address space that new threads reserve. Only `RLIMIT_AS` counts it, as threads use
+    little.
 
-    A thread has a stack, and glibc gives it an arena of 64 MiB, until there are eight for each
-    core. Without space for a stack, a thread that a C++ library starts ends the process.
+    A thread has a stack, and glibc gives it an arena of 64 MiB, up to eight arenas per core. If a
+    C++ library starts a thread without space for its stack, the process ends.
     """
     stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
     if stack == resource.RLIM_INFINITY:
@@ -98,19 +99,19 @@ def _address_space(threads: int, running: int) -> int:
 
 
 def _free_in_groups(mounted: Path, path: str) -> Iterator[int]:
-    """What is free in a cgroup (version 2), and in those that contain it.
+    """The free bytes in a cgroup (version 2), and in the groups that contain it.
 
-    In a container the path may be one of its host: then the group of the container is at the root.
+    In a container, the path may be a path of the host. The container's group is then at the root.
     """
-    # `..` leads out of a namespace, to groups that cannot be seen from here.
+    # `..` leads out of the namespace, to groups that are not visible.
     inner = Path(*(part for part in path.split("/") if part not in ("", "..")))
     for group in (inner, *inner.parents):
         # A group without a limit has no such file, or the word `max` in it.
         with suppress(OSError, KeyError, ValueError):
             limit = int((mounted / group / "memory.max").read_text())
             used = int((mounted / group / "memory.current").read_text())
-            # The page cache of files is freed when memory is needed, unless it is shared memory,
-            # which does not count as such.
+            # The page cache is freed when memory is needed. Shared memory is not, and is not
+            # counted as cache.
             caches = _amounts(mounted / group / "memory.stat")
             yield limit - used + caches["active_file"] + caches["inactive_file"]
 

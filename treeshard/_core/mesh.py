@@ -1,10 +1,10 @@
 """The axes of a mesh, and the mesh that is in force.
 
-The only module that knows where a current mesh comes from. JAX has three places for it:
+Only this module knows where the current mesh comes from. JAX has three sources:
 
 1. `jax.set_mesh`: `get_abstract_mesh` has the axes, and a private context the devices.
-2. `with mesh:`, the older way, without effect where 1 is set: only a private context has it.
-3. The trace, inside of 1: its mesh has no devices, and the Manual axes of `shard_map`.
+2. `with mesh:`, the older way, which `jax.set_mesh` overrides: only a private context has it.
+3. The trace, inside `jax.set_mesh`: its mesh has no devices, but the Manual axes of `shard_map`.
 """
 
 import math
@@ -24,7 +24,7 @@ from treeshard._core.jax_private import (
 from treeshard.errors import MeshError, NoMeshError, UnknownAxisError, did_you_mean, short
 
 AnyMesh = Mesh | AbstractMesh
-# What public functions take: a mesh, or its axes as text, `"data=2,fsdp=4"`.
+# The type of `mesh` in public functions: a mesh, or its axes as text, `"data=2,fsdp=4"`.
 MeshLike = Mesh | AbstractMesh | str
 M = TypeVar("M", bound=Mesh | AbstractMesh | None)
 
@@ -54,8 +54,8 @@ def is_all_explicit(mesh: AnyMesh | None) -> bool:
 
 
 def can_wait(mesh: AnyMesh | None) -> bool:
-    """Whether gradients can wait for their sums. JAX 0.10 to 0.12 cannot lower what scatters one
-    that waits over a mesh of one device."""
+    """Whether gradients can wait for their sums. On a mesh of one device, JAX 0.10 to 0.12 cannot
+    lower the scatter of a waiting gradient."""
     return mesh is not None and mesh.size > 1 and is_all_explicit(mesh)
 
 
@@ -69,7 +69,7 @@ def describe_sizes(sizes: Mapping[str, int]) -> str:
 
 
 def unknown_axis(name: str, sizes: Mapping[str, int]) -> str:
-    """Says that the mesh lacks an axis, and which ones it has."""
+    """The text that the mesh lacks an axis, with the axes that it has."""
     return (
         f"the mesh has no axis {name!r}. It has {describe_sizes(sizes)}.{did_you_mean(name, sizes)}"
     )
@@ -122,8 +122,8 @@ def get_incontext_mesh(raise_error: bool = True) -> AnyMesh | None:
 
 
 def current_or_given(mesh: MeshLike | None) -> AnyMesh:
-    """Returns `mesh`, without devices if it is text; else the mesh in force, or raises
-    `NoMeshError`."""
+    """Returns `mesh`, without devices if it is text, or by default the mesh in force. Raises
+    `NoMeshError` if no mesh is in force."""
     if mesh is not None:
         return as_mesh(mesh)
     current = get_incontext_mesh()
@@ -132,13 +132,13 @@ def current_or_given(mesh: MeshLike | None) -> AnyMesh:
 
 
 def context_mesh() -> AnyMesh | None:
-    """The mesh that JAX checks types against here, with its devices where they are known.
+    """The mesh that JAX checks types against here, with its devices if they are known.
 
     Differs from `get_incontext_mesh` in two ways: it ignores `with mesh:`, which JAX's types
     do not depend on, and it keeps the devices of `jax.set_mesh` inside traces.
     """
     abstract = jax.sharding.get_abstract_mesh()
-    # JAX has an empty mesh where others would have `None`.
+    # JAX returns an empty mesh rather than `None`.
     return None if abstract.empty else mesh_of_set_mesh(abstract)
 
 
@@ -244,22 +244,22 @@ def abstract_mesh(axes: Mapping[str, int] | str) -> AbstractMesh:
             f"{describe_sizes(sizes)}: the size of {unknown[0]!r} cannot be -1 without devices."
             " Give it a number."
         )
-    # Auto, which is the default of `make_mesh` too.
+    # Auto is also the default of `make_mesh`.
     return AbstractMesh(
         tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
     )
 
 
 def as_mesh(mesh: M | str, make: Callable[[str], AnyMesh] = abstract_mesh) -> M | AnyMesh:
-    """Turns text into a mesh, by `make_mesh` where arrays are placed; returns others unchanged.
+    """Turns text into a mesh, by `make_mesh` if arrays are placed. Returns a mesh unchanged.
 
-    Raises `MeshError` if `mesh` is of another kind.
+    Raises `MeshError` for other types.
     """
     if isinstance(mesh, str):
         return make(mesh)
     if mesh is None or isinstance(mesh, Mesh | AbstractMesh):
         return mesh
-    # A number of devices is what users of other libraries pass.
+    # Users of other libraries pass a number of devices.
     axes = f"fsdp={mesh}" if isinstance(mesh, int) else "data=2,fsdp=4"
     raise MeshError(
         f"the mesh is {short(repr(mesh))} ({type(mesh).__name__}). Give a mesh, or its axes and"
@@ -368,7 +368,7 @@ def manual_axes() -> frozenset[str]:
 
 def still_differs(x: Any, axis: str) -> bool:
     """Whether the devices along `axis` may have different values of `x`."""
-    # The index of a device varies for certain, unless JAX does not track it.
+    # The index of a device always varies, unless JAX does not track varying axes.
     return axis in varying_axes(x) or axis not in varying_axes(jax.lax.axis_index(axis))
 
 

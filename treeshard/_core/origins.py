@@ -1,7 +1,7 @@
-"""What is known of traced arrays beyond their types, such as which leaf of a state one is.
+"""Notes on traced arrays, such as the leaf of a state that an array is.
 
-A type does not say which dims of a shard are split, nor whether a gradient belongs to a shard. A
-traced array has no place for notes, so they stand here, by identity, for as long as the array
+A type shows neither which dims of a shard are split, nor whether a gradient belongs to a shard. A
+traced array cannot hold notes, so this module keeps them by identity for as long as the array
 lives. Code that JAX traces separately, such as the body of a scan, gets other arrays, without
 notes.
 """
@@ -19,7 +19,7 @@ _NOTES: dict[int, tuple[weakref.ref[Any], Any]] = {}
 
 
 def note_origin(x: A, origin: Any) -> A:
-    """Notes what an array is, or which other array has its values. Returns the array."""
+    """Notes the origin of an array, or the other array that has its values. Returns the array."""
     if x is origin:
         return x
     key = id(x)
@@ -33,8 +33,8 @@ def note_origin(x: A, origin: Any) -> A:
 
 
 def origin_of(x: Any) -> Any:
-    """What was noted of an array, or of the one that it is a derivative's view of; else the array
-    that it has its values from, which may be itself."""
+    """The origin of an array, or of the array that it stands for in a derivative. Without a note,
+    the array that has its values, which may be itself."""
     while x is not None:
         reference, origin = _NOTES.get(id(x), (None, None))
         if reference is None or reference() is not x:

@@ -1,8 +1,8 @@
 """The paths of leaves: `layers/0/attn/q/weight`.
 
-`jax.tree_util.keystr` with a separator gives them, but for arrays in wrappers, as Flax and haliax
-have them: a weight would have the path `w/value`, `w/0` or `w`, as it is wrapped or not, and rules
-for one would miss the others.
+The paths equal `jax.tree_util.keystr` with a separator, except for arrays in wrappers of Flax and
+haliax. There, JAX's path of a weight depends on the wrapper: `w/value`, `w/0` or `w`. Rules for one
+of these paths would miss the others.
 """
 
 from collections import Counter, defaultdict
@@ -21,7 +21,7 @@ B = TypeVar("B")
 
 def is_box(x: Any) -> bool:
     """Whether `x` is a Flax box around an array: a Linen box, or an nnx variable."""
-    # By what the classes have, since only users of Flax have it installed.
+    # By attributes of the classes, because Flax may not be installed.
     kind = type(x)
     return hasattr(kind, "replace_boxed") or (
         hasattr(kind, "get_metadata") and hasattr(kind, "get_value")
@@ -29,7 +29,7 @@ def is_box(x: Any) -> bool:
 
 
 def is_box_of_leaf(x: Any) -> bool:
-    """Whether `x` is a Flax box around one leaf: a box may also hold a tree, or nothing."""
+    """Whether `x` is a Flax box around one leaf. A box may also hold a tree, or be empty."""
     return is_box(x) and tree_structure(x).num_leaves == 1
 
 
@@ -41,11 +41,11 @@ def is_named_array(x: Any) -> bool:
 
 
 def is_wrapper(x: Any) -> bool:
-    """Whether `x` wraps an array and adds nothing to its path: a Flax box or a `NamedArray`."""
+    """Whether `x` is a wrapper that is not part of paths: a Flax box or a `NamedArray`."""
     return _may_wrap(type(x)) and (is_box(x) or is_named_array(x))
 
 
-@lru_cache(4096)  # asked of every node of a tree
+@lru_cache(4096)  # called for every node of a tree
 def _may_wrap(kind: type) -> bool:
     """Whether objects of a class may be wrappers."""
     return any(hasattr(kind, x) for x in ("replace_boxed", "get_metadata", "resolve_axis"))
@@ -101,16 +101,17 @@ def named_tree_map(
 
 def children_with_keys(node: Any) -> list[tuple[str, Any]]:
     """The children of a node, each with the part that it adds to a path."""
-    # All but the node itself counts as a leaf, so that JAX flattens one level.
+    # Every other node counts as a leaf, so that JAX flattens one level.
     pairs, _ = tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
     return [(keystr(keys, simple=True, separator="/"), child) for keys, child in pairs]
 
 
-def nested(leaves: Mapping[str, Any]) -> PyTree:
-    """Dicts of dicts by the parts of paths; the path `""` alone is the leaf.
+def nest(leaves: Mapping[str, Any]) -> PyTree:
+    """Nests leaves in dicts by the parts of their paths. A single leaf with the path `""` is
+    returned.
 
-    Where a leaf already has a path that another one goes through, the rest of that is one key:
-    `{"a": x, "a/b": y}` stays as it is.
+    If the path of one leaf starts with the path of another, the path stays one key:
+    `{"a": x, "a/b": y}` does not change.
     """
     if list(leaves) == [""]:
         return leaves[""]
@@ -119,7 +120,7 @@ def nested(leaves: Mapping[str, Any]) -> PyTree:
         node, rest = tree, path
         while "/" in rest:
             key, _, after = rest.partition("/")
-            # What is above `after` is a leaf itself, which a dict cannot also be.
+            # The node above `after` is a leaf, so it cannot be a dict.
             if path.removesuffix(f"/{after}") in leaves:
                 break
             node, rest = node.setdefault(key, {}), after
@@ -129,8 +130,8 @@ def nested(leaves: Mapping[str, Any]) -> PyTree:
 
 # ------------------------------------------------------------------ names of leaves
 
-# `tree_flatten_with_path` builds a key path for every leaf, which takes three times as long as
-# this: a model repeats its layers, and layers of equal structure are walked once.
+# `tree_flatten_with_path` builds a key path for every leaf, which takes three times as long. This
+# walk visits layers of equal structure once.
 
 
 def name_leaves(tree: PyTree, treedef: TreeDef, sep: str = "/") -> list[str]:
@@ -146,8 +147,8 @@ class _Walk:
     def __init__(self, sep: str) -> None:
         self.sep = sep
         self.paths: list[str] = []
-        # The paths of the first node of each structure: where they begin and end, and the length
-        # of the node's own path, with which each of them begins.
+        # For the first node of each structure: where its paths begin and end in the list, and the
+        # length of the node's own path, which starts each of them.
         self.known: dict[TreeDef, tuple[int, int, int]] = {}
 
     def node(self, node: Any, treedef: TreeDef, path: str) -> None:
@@ -156,7 +157,7 @@ class _Walk:
             return
         try:
             known = self.known.get(treedef)
-        except Exception:  # static fields are compared, and may be anything: arrays, say
+        except Exception:  # static fields may be arrays, whose comparison raises
             self._children(node, treedef, path)
             return
         if known is None:
@@ -168,14 +169,14 @@ class _Walk:
             self.paths += [path + first[length:] for first in self.paths[start:end]]
 
     def _children(self, node: Any, treedef: TreeDef, path: str) -> None:
-        in_wrapper = is_wrapper(node)  # which has no part in the paths
+        in_wrapper = is_wrapper(node)  # wrappers are not part of paths
         children = zip(_children(node, treedef), treedef.children(), strict=True)
         for (name, child), child_def in children:
             self.node(child, child_def, path if in_wrapper else f"{path}{self.sep}{name}")
 
 
 def _children(node: Any, treedef: TreeDef) -> Iterable[tuple[Any, Any]]:
-    """The children of a node with their names; the common containers are read directly."""
+    """The children of a node with their names. Common containers are read directly."""
     if type(node) is dict:
         return ((key, node[key]) for key in treedef.node_data()[1])
     if type(node) is list or type(node) is tuple:
@@ -198,7 +199,7 @@ def shared_names(
 ) -> dict[str, list[str]]:
     """The names that several leaves of a tree share, each with the key paths of these leaves.
 
-    `names` has one for each leaf, in order; `None` for leaves that do not need one.
+    `names` has a name for each leaf, in order, or `None` for leaves without one.
 
     Examples:
         >>> tree = {"a/b": 1, "a": {"b": 2}}
@@ -223,8 +224,8 @@ def pair(
 ) -> list[tuple[str, A | None, B | None]]:
     """Matches the leaves of two trees by path.
 
-    Returns each path with the leaf of either tree, `None` where a tree does not have it: in the
-    order of `a`, then what only `b` has. Leaves that share a path are matched in their order.
+    Returns each path with the leaves of both trees, or `None` for a tree that does not have it, in
+    the order of `a`, then the paths of `b` alone. Leaves that share a path are matched in order.
 
     Examples:
         >>> pair([("w", 1), ("b", 2)], [("b", 3), ("c", 4)])

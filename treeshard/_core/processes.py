@@ -41,7 +41,7 @@ from treeshard._core.meetings import (
 )
 from treeshard._core.mesh import AnyMesh
 from treeshard._core.replicas import shared_parts
-from treeshard._core.text import at_most_eight, by_fact
+from treeshard._core.text import group_by_fact, limit_to_eight
 from treeshard.errors import ProcessError, listed
 
 # ------------------------------------------------------------------ failing together, agreeing
@@ -129,7 +129,7 @@ def exchange_outcomes(
 
 def name_failures(failures: Mapping[int, str]) -> list[str]:
     """`process 1 raised OSError: disk full`, for each error; eight at most."""
-    return at_most_eight(f"{on} raised {text}" for text, on in by_fact(failures).items())
+    return limit_to_eight(f"{on} raised {text}" for text, on in group_by_fact(failures).items())
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""What several devices or processes hold of one array must be equal: compared by checksums.
+"""Compares the replicas of arrays on several devices or processes by checksums.
 
-A part of an array is known by its region, so that rows are compared too which only some processes
-share. Bits are compared: a NaN equals itself, and 0.0 differs from -0.0.
+A part of an array is identified by its region, so processes also compare rows that only some of
+them share. Bits are compared: a NaN equals itself, and 0.0 differs from -0.0.
 """
 
 import os
@@ -26,9 +26,9 @@ from treeshard._core.arrays import (
     used_bits,
 )
 
-_BLOCK = 2**20  # bytes copied at a time, where a copy is needed
+_BLOCK = 2**20  # bytes copied at a time, if a copy is needed
 _CONTIGUOUS: Any = ("readonly", "contig")  # numpy's annotations lack the second
-_FOR_A_THREAD = 2**22  # bytes from which on a thread pays off: `crc32` releases the GIL
+_FOR_A_THREAD = 2**22  # the least bytes for a thread: `crc32` releases the GIL
 
 
 class Part(NamedTuple):
@@ -36,24 +36,24 @@ class Part(NamedTuple):
 
     name: str  # `[0:4, 8:16]`; empty for the full array
     holders: tuple[int, ...]  # the processes that hold it, ascending
-    copies: list[Any]  # the values that this process has: one copy, or one of each of its devices
+    copies: list[Any]  # the values on this process: one copy, or one per device
 
     def checksums(self) -> list[int]:
-        """The different checksums of the copies: a single one if all are equal."""
+        """The distinct checksums of the copies: a single one if all are equal."""
         return list(dict.fromkeys(_checksums(self.copies)))
 
 
 def shared_parts(x: Any, among: Sequence[int]) -> Iterator[Part]:
-    """The parts of an array that also another process, or another device of this one, holds.
+    """The parts of an array that another process, or another device of this process, holds too.
 
-    An array on devices of this process alone, or on the host, is one that each of the processes
-    `among` has a copy of.
+    For an array on devices of this process alone, or on the host, each of the processes `among` has
+    a copy.
     """
     x = data_of(x)
     if not isinstance(x, jax.Array):
         yield Part("", tuple(among), [x])
         return
-    # An array on devices of this process alone: each of the others has one of the same shape.
+    # For an array on devices of this process, each other process has one of the same shape.
     owners = dict.fromkeys(regions_here(x.sharding, x.shape).values(), tuple(among))
     if not x.is_fully_addressable:
         owners = shared_regions(x.sharding, x.shape)
@@ -73,13 +73,13 @@ def shared_regions(sharding: Sharding, shape: tuple[int, ...]) -> dict[Region, t
 
 
 def is_shared(x: jax.Array) -> bool:
-    """Whether several processes hold a part of an array; the same answer on all of them."""
+    """Whether several processes hold a part of an array; all processes get the same answer."""
     data = data_of(x)
     return any(len(among) > 1 for among in processes_by_shard(data.sharding, data.shape).values())
 
 
 def region_name(region: Region, shape: Sequence[int]) -> str:
-    """`[0:4, :, 8:16]`, without what is full at the end."""
+    """`[0:4, :, 8:16]`, without full dims at the end."""
     spans = [
         ":" if (start, stop) == (0, length) else f"{start}:{stop}"
         for (start, stop), length in zip(region, shape, strict=True)
@@ -92,8 +92,8 @@ def region_name(region: Region, shape: Sequence[int]) -> str:
 def checksum(x: Any) -> int:
     """The CRC-32 of the values of an array in C order, as they are on devices.
 
-    So 64-bit numbers count as 32-bit ones, and of dtypes smaller than a byte the bits in use. No
-    array of numpy is copied as a whole.
+    64-bit numbers count as 32-bit numbers, and dtypes smaller than a byte by their used bits.
+    Arrays of numpy are copied block by block.
     """
     values = np.atleast_1d(to_numpy(x))  # without a dim, a cast in `nditer` of NumPy 2.0 is garbage
     dtype = device_dtype(values.dtype)
@@ -125,5 +125,5 @@ def _checksums(copies: Sequence[Any]) -> list[int]:
     try:
         with ThreadPoolExecutor(min(len(copies), os.cpu_count() or 1)) as pool:
             return list(pool.map(checksum, copies))
-    except RuntimeError:  # there are no threads once the process ends
+    except RuntimeError:  # threads cannot start once the process ends
         return list(map(checksum, copies))

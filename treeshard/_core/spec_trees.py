@@ -1,7 +1,7 @@
-"""Matches a tree of specs with a tree of arrays, and lays the specs on a mesh.
+"""Matches a tree of specs with a tree of arrays, and resolves the specs on a mesh.
 
-`jax.tree.map` cannot: a spec may stand for a whole subtree, `None` and tuples of names are leaves
-here and containers there, and where the trees differ it names neither a path nor both sides.
+`jax.tree.map` cannot: a spec may stand for a full subtree, `None` and tuples of names are leaves of
+specs but containers to JAX, and its errors name neither the path nor both sides of a difference.
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -38,7 +38,7 @@ SpecTree = Any
 
 # `Plan` is one level up, and functions of the core take it.
 class SpecCarrier:
-    """Base of classes that are accepted wherever a tree of specs is. `Plan` is one."""
+    """Base of classes that are accepted instead of a tree of specs. `Plan` is one."""
 
     __slots__ = ()
     specs: SpecTree
@@ -46,12 +46,12 @@ class SpecCarrier:
 
     @property
     def placements(self) -> SpecTree:
-        """The specs; or where leaves are in other memory than the devices', shardings."""
+        """The specs, with shardings for leaves that are not in device memory."""
         return self.specs
 
-    def at_each_leaf(self, tree: PyTree, *, placements: bool = False) -> list[Any] | None:
-        """The specs, or `placements`, for the leaves of a tree, if it has the structure that they
-        are for; by default, nobody knows."""
+    def specs_by_leaf(self, tree: PyTree, *, placements: bool = False) -> list[Any] | None:
+        """The specs, or `placements`, for the leaves of a tree, if its structure is the planned
+        one. By default, the structure is unknown."""
         return None
 
     def check_before_use(self) -> None:
@@ -76,7 +76,7 @@ def get_names_from_partition_spec(partition_specs: SpecTree) -> list[str]:
     is_carrier = isinstance(partition_specs, SpecCarrier)
     tree = partition_specs.specs if is_carrier else partition_specs
     for leaf in tree_leaves(tree, is_leaf=is_spec):
-        # The entries of a spec may be given on their own too: a tree of names.
+        # A tree of names may have the entries of a spec without the spec.
         axes = all_axes(entries(leaf) if is_spec(leaf) else [leaf])
         names.update(dict.fromkeys(axes))
     return list(names)
@@ -138,7 +138,7 @@ def specs_of_leaves(
 ) -> list[Any]:
     """Matches a tree of specs with a tree: one spec for every leaf of `tree`, in its order.
 
-    `None` means "leave this subtree as it is". Messages use `name` for `specs`. `resolve` turns a
+    `None` means "leave this subtree unchanged". Messages use `name` for `specs`. `resolve` turns a
     tuple of logical names into a spec; without it such a tuple is an error. If `cut`, a spec for a
     subtree is cut to the rank of each leaf. Raises `SpecError` that shows both sides at the first
     path that differs, or all entries that are not specs.
@@ -161,18 +161,18 @@ def _cut_to_leaf(spec: Any, leaf: Any) -> Any:
 def _match_leaves(
     specs: SpecTree, tree: PyTree, name: str, resolve: Callable[[Any], Any] | None
 ) -> list[tuple[Any, bool]]:
-    """The spec of every leaf as it is given, and whether it is for arrays of any rank: for a
-    container, of one leaf or several, and not for the leaf itself. Raises as `specs_of_leaves`."""
+    """The given spec of every leaf, and whether it serves arrays of any rank, as the spec of a
+    container does. Raises as `specs_of_leaves`."""
     if isinstance(specs, SpecCarrier):
-        # A class may make something else of specs than its leaves, so it is not rebuilt from them.
-        each = specs.at_each_leaf(tree)
+        # A class may not accept specs instead of its leaves, so it is not rebuilt from specs.
+        each = specs.specs_by_leaf(tree)
         if each is not None:
             return [(spec, False) for spec in each]
         specs = specs.specs
     if is_spec(specs):
         structure = tree_structure(tree)
         return [(specs, structure != _LEAF)] * structure.num_leaves
-    # JAX matches the structures, which is fast. Only if it fails are both walked for a message.
+    # JAX matches the structures, which is fast. Both are walked only for an error message.
     try:
         prefixes, treedef = flatten_specs(specs, name, resolve)
     except SpecError:
@@ -190,7 +190,7 @@ _LEAF = tree_structure(0)
 
 
 def _subtrees(specs: SpecTree, treedef: Any, tree: PyTree, name: str) -> list[PyTree]:
-    """What a tree has at the place of each entry of specs of this structure; or `SpecError`."""
+    """The subtree at each entry of specs of this structure. Raises `SpecError` if they differ."""
     try:
         return treedef.flatten_up_to(tree)
     except (ValueError, TypeError, KeyError) as error:
@@ -198,7 +198,7 @@ def _subtrees(specs: SpecTree, treedef: Any, tree: PyTree, name: str) -> list[Py
 
 
 def call_functions(specs: SpecTree, tree: PyTree, name: str = "specs") -> SpecTree:
-    """A tree of specs in which each function is replaced by what it returns for its subtree.
+    """Replaces each function in a tree of specs by its result for its subtree.
 
     A function of a subtree returns a spec for it, or a tree of specs, as strategies of kauldron do.
     """
@@ -213,13 +213,13 @@ def call_functions(specs: SpecTree, tree: PyTree, name: str = "specs") -> SpecTr
 
 
 def is_spec_function(x: Any) -> bool:
-    """Whether an entry of a tree of specs is a function of the subtree at its place."""
+    """Whether an entry of a tree of specs is a function of its subtree."""
     # A mesh is callable, because its context manager is a decorator.
     return callable(x) and not isinstance(x, type | Mesh)
 
 
 def _call_function(function: Callable[[PyTree], SpecTree], subtree: PyTree) -> SpecTree:
-    # Specs made by `jax.tree.map` of a module have its functions, such as `jax.nn.relu`.
+    # Specs from `jax.tree.map` over a module contain its functions, such as `jax.nn.relu`.
     if not any(map(has_shape, tree_leaves(subtree))):
         return None
     if not takes(function, 1):
@@ -231,7 +231,7 @@ def _call_function(function: Callable[[PyTree], SpecTree], subtree: PyTree) -> S
 
 
 def _check_order(specs: SpecTree, tree: PyTree) -> None:
-    """Raises `SpecError` if what is given as specs has arrays, and the tree has specs."""
+    """Raises `SpecError` if the specs have arrays, and the tree has specs."""
     tree = tree.specs if isinstance(tree, SpecCarrier) else tree
     in_tree = tree_leaves(tree, is_leaf=is_spec)
     if any(map(has_shape, tree_leaves(specs))) and in_tree and all(map(is_spec, in_tree)):
@@ -247,7 +247,7 @@ def flatten_specs(
     """Flattens a tree of specs, with `None`s as leaves and tuples of logical names resolved."""
     # `None` and tuples are nodes of a pytree, and `is_leaf` makes them leaves here.
     flat, treedef = tree_flatten(specs, is_leaf=is_spec_entry)
-    # The common case, without paths, which take longer than all else.
+    # The common case, without paths, which take the most time.
     if all(spec is None or is_spec(spec) for spec in flat):
         return flat, treedef
     resolved: list[Any] = []
@@ -273,7 +273,7 @@ def _one_spec(spec: Any, resolve: Callable[[Any], Any] | None) -> Any:
     if not is_logical(spec):
         raise SpecError(
             f"{_text(spec)} ({type(spec).__name__}) is not a spec. Give a PartitionSpec, a"
-            " NamedSharding, or None to leave the subtree as it is."
+            " NamedSharding, or None to leave the subtree unchanged."
         )
     if resolve is None:
         raise SpecError(
@@ -314,7 +314,7 @@ def _first_difference(specs: SpecTree, tree: PyTree, path: str, name: str) -> st
             parts.append(f"the tree has no {_quote_keys(extra)}")
         return (
             f"at {here}: {' and '.join(parts)}. The {name} must have the tree's structure, or be"
-            " a prefix of it, where one spec serves a whole subtree."
+            " a prefix of it, in which one spec serves a full subtree."
         )
     # 4
     for key in spec_children:
@@ -366,9 +366,9 @@ class ResolvedSpec:
 
     # As the caller or a rule requests it; `P()` if no rule matched.
     requested: PartitionSpec
-    # What the leaf gets.
+    # The spec that the leaf gets.
     spec: PartitionSpec
-    # The mesh that it was resolved on. In a plan, which has one for all leaves, it is `None`.
+    # The mesh that it was resolved on; `None` in a plan, which has one mesh for all leaves.
     mesh: AnyMesh | None = None
     # The kind of memory; `None` for the default of the devices.
     memory_kind: str | None = None
@@ -391,11 +391,11 @@ class ResolvedSpec:
         return NamedSharding(cast(AnyMesh, self.mesh), self.spec, memory_kind=self.memory_kind)
 
     def misfit(self, kinds: Container[str] = MISFITS) -> SpecError | None:
-        """Returns why the leaf cannot have what was requested; `None` if it can.
+        """Returns the error if the leaf cannot have the requested spec, or `None`.
 
         The arguments of the error are the spec on its mesh, and the reasons: see `raise_misfits`.
 
-        These kinds of adjustments count; `"unconstrained"` is a dim that is `UNCONSTRAINED`.
+        Adjustments of these kinds count; `"unconstrained"` is a dim that is `UNCONSTRAINED`.
         """
         notes = [note for note in self.adjustments if note.kind in kinds]
         reasons = [note.why for note in notes]
@@ -429,18 +429,18 @@ def resolve_specs(
     keep_uneven: bool = False,
     typed: bool = False,
 ) -> list[ResolvedSpec | None]:
-    """Lays specs beside a tree: each leaf's spec, projected on its mesh and shape.
+    """Resolves the spec of each leaf of a tree: projects it on its mesh and shape.
 
-    `None` for leaves without a shape, and where the spec is `None`. Equal leaves share one
-    `ResolvedSpec`, and so its sharding. A spec that does not fit raises no error here:
-    see `ResolvedSpec.misfit`.
+    The result is `None` for leaves without a shape, and for specs that are `None`. Equal leaves
+    share one `ResolvedSpec`, and so its sharding. A spec that does not fit does not raise: see
+    `ResolvedSpec.misfit`.
 
     Args:
         tree: Any pytree.
         specs: As in `specs_of_leaves`, with `name` and `resolve`.
         mesh: The mesh. By default, the mesh of the `Plan` or of each `NamedSharding`.
-        choose_mesh: Takes that mesh, or `None`, and the leaf; returns the mesh to project on.
-            Returning `None` checks only ranks. By default it is that mesh, or the one in force.
+        choose_mesh: Takes that mesh, or `None`, and the leaf; returns the mesh to project on. If it
+            returns `None`, only ranks are checked. By default that mesh, or the mesh in force.
         manual: As in `project`.
         name: See `specs`.
         resolve: See `specs`.
@@ -471,8 +471,8 @@ def resolve_specs(
     return laid
 
 
-# Layers have equal shapes and specs, and calls repeat. One record for all of them also makes their
-# shardings one object, which JAX compares by identity first.
+# Layers have equal shapes and specs, and calls repeat. With one record for all of them, their
+# shardings are one object, which JAX compares by identity first.
 @lru_cache(4096)
 def _resolve(
     spec: PartitionSpec,
@@ -506,14 +506,14 @@ def raise_misfits(
     prefix: str = "",
     advice: str = "",
 ) -> None:
-    """Raises one error for all leaves that do not fit, each with its path; or does nothing.
+    """Raises one error for all leaves that do not fit, each with its path, if there are any.
 
     Args:
         tree: The tree of the leaves.
-        misfits: What is wrong with a leaf, by its index; `None` if nothing is. The last argument of
-            such an error is the reason; one before it is the spec that was requested.
+        misfits: The errors of leaves, by index; `None` for a leaf that fits. The last argument of
+            an error is the reason, and an argument before it is the requested spec.
         where: The function, for the message.
-        what: Goes on with the headline after a count.
+        what: The headline after the count.
         prefix: The path of the tree in a larger one.
         advice: A last line.
     """
@@ -527,14 +527,14 @@ def raise_misfits(
         path = path_under(prefix, paths[i]) or "the array"
         rows.append((path, " as ".join([array_text(leaves[i]), *requested]), why))
     kinds = [*map(type, found.values())]
-    # One class has to stand for all: callers most likely catch an unknown axis.
+    # One class represents all errors: callers most likely catch an unknown axis.
     error = next((kind for kind in kinds if issubclass(kind, UnknownAxisError)), kinds[0])
     message = f"{where}: {_list_misfits(rows, what)}"
     raise error(f"{message}\n{advice}" if advice else message)
 
 
 def _list_misfits(rows: Sequence[tuple[str, str, str]], what: str) -> str:
-    """The misfits by path, array and reason. A reason that all of them share is given once."""
+    """The misfits by path, array and reason. A common reason is shown once."""
     headline, reasons = f"{len(rows)} {what}", {why for _, _, why in rows}
     if len(rows) == 1 or len(reasons) > 1:
         return listed(headline, [": ".join(row) for row in rows])

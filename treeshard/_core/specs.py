@@ -1,9 +1,9 @@
 """The parts of a `PartitionSpec`, and its projection on a mesh and a shape.
 
-The only module that looks inside a spec: a `PartitionSpec` is not a tuple, `P("a", None)` is not
-equal to `P("a")`, and one with `unreduced` axes can neither be iterated over nor built again from
-its entries. JAX checks specs one leaf at a time and raises without a path; `project` raises
-nothing, and says for every axis why it was dropped.
+Only this module looks inside a spec: a `PartitionSpec` is not a tuple, `P("a", None)` does not
+equal `P("a")`, and a spec with `unreduced` axes can neither be iterated over nor rebuilt from its
+entries. JAX checks specs one leaf at a time, and its errors have no path. `project` does not raise:
+it reports for every axis why it was dropped.
 """
 
 import math
@@ -93,7 +93,7 @@ def dim_entries(spec: PartitionSpec, rank: int) -> list[Entry]:
 
 
 def axes_of(entry: Entry) -> tuple[str, ...]:
-    """The mesh axes of one entry; none for `None` and `UNCONSTRAINED`."""
+    """The mesh axes of one entry; empty for `None` and `UNCONSTRAINED`."""
     if isinstance(entry, str):
         return (entry,)
     return tuple(entry) if isinstance(entry, tuple) else ()
@@ -120,7 +120,7 @@ def part_count(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
 
 def entry_of(axes: Sequence[str]) -> Entry:
     """One entry from its axes: `None`, the name, or a tuple of names."""
-    # `P(("data",))` and `P("data")` are the same and not equal: one form for all.
+    # `P(("data",))` and `P("data")` mean the same but are not equal, so only one form is used.
     if not axes:
         return None
     return axes[0] if len(axes) == 1 else tuple(axes)
@@ -142,8 +142,8 @@ def cut_to_rank(spec: PartitionSpec, rank: int) -> PartitionSpec:
     return spec if len(given) <= rank else with_entries(spec, given[:rank])
 
 
-def trimmed(spec: PartitionSpec) -> PartitionSpec:
-    """`P("data")` for `P("data", None)`, which is not equal to it and means the same."""
+def trim_spec(spec: PartitionSpec) -> PartitionSpec:
+    """`P("data")` for `P("data", None)`, which means the same but is not equal."""
     return with_entries(spec, entries(spec))
 
 
@@ -153,11 +153,11 @@ def with_types(
     """`spec` with other `unreduced` and `reduced` axes."""
     if unreduced:
         return spec.update(unreduced=frozenset(unreduced), reduced=frozenset(reduced))
-    # JAX 0.12 refuses to drop the axes of a spec that says how they are reduced.
+    # JAX 0.12 rejects dropping the axes of a spec with `reduced`.
     return PartitionSpec(*entries(spec), reduced=frozenset(reduced))
 
 
-def without_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
+def drop_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
     """`spec` without some axes, in every dim."""
     kept: list[Entry] = []
     for entry in entries(spec):
@@ -172,7 +172,7 @@ def fill_unconstrained(spec: PartitionSpec, now: PartitionSpec) -> PartitionSpec
     requested = entries(spec)
     if UNCONSTRAINED not in requested:
         return spec
-    current = dim_entries(without_axes(now, all_axes(requested)), len(requested))
+    current = dim_entries(drop_axes(now, all_axes(requested)), len(requested))
     both = zip(requested, current, strict=False)
     filled = [current if entry is UNCONSTRAINED else entry for entry, current in both]
     return with_entries(spec, filled)
@@ -188,8 +188,7 @@ def project(
     typed: bool = False,
     for_any_rank: bool = False,
 ) -> tuple[PartitionSpec, tuple[Adjustment, ...]]:
-    """Projects a spec on a mesh and a shape: returns the part that is possible there, and what is
-    not.
+    """Projects a spec on a mesh and a shape: returns the part that fits, and the adjustments.
 
     1. Drops axes that the mesh lacks, Manual axes, and repeated axes: an axis goes to the first
        dim that names it.
@@ -197,20 +196,20 @@ def project(
     3. Drops entries beyond the rank.
     4. Drops `unreduced` and `reduced` axes where values have no such types.
 
-    No axis moves to another dim. If nothing has to change, returns `spec` itself.
+    No axis moves to another dim. If the spec fits, returns `spec` itself.
 
     Args:
         spec: The requested spec.
-        mesh: The mesh; without one only the rank is checked.
-        shape: The shape of the array; without one, neither the rank nor divisibility is checked.
+        mesh: The mesh. Without a mesh, only the rank is checked.
+        shape: The shape of the array. Without it, neither rank nor divisibility is checked.
         manual: Axes along which the code already runs once per device, so that specs must not
             name them.
         keep_uneven: Whether to keep Auto axes that do not divide their dim, which the partitioner
             pads.
         typed: Whether the spec is of a value that is traced, which may be `unreduced` or `reduced`
             over Explicit axes. Arrays are placed by specs that name no such axes.
-        for_any_rank: Whether the spec is for arrays of several ranks, so that entries beyond the
-            rank of one are no misfit.
+        for_any_rank: Whether the spec serves arrays of several ranks, so that entries beyond the
+            rank are not a misfit.
     """
     requested = entries(spec)
     rank = len(requested) if shape is None else len(shape)
@@ -307,8 +306,8 @@ def _absent(
 
 def _dividing_axes(axes: list[str], sizes: Mapping[str, int], length: int) -> list[str]:
     """The longest prefix of the axes that divides a dim."""
-    # A prefix: the axes are outermost first, and shards of the outer ones stay where they are if
-    # the inner ones are dropped.
+    # A prefix, because the axes are outermost first: without inner axes, the shards along outer
+    # axes stay on their devices.
     end = len(axes)
     while length % part_count(axes[:end], sizes):
         end -= 1
@@ -340,7 +339,7 @@ def _lost_types(
     axes = sorted(spec.unreduced | spec.reduced)
     if not axes:
         return []
-    # On Auto axes the compiler decides what is reduced, and types do not say it.
+    # On Auto axes, the compiler decides what is reduced, and types do not show it.
     auto = () if mesh is None else axes_of_type(as_mesh(mesh), AxisType.Auto)
     if typed and not auto:
         if mesh is None:

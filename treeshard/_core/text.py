@@ -37,7 +37,7 @@ def parse_dtype(name: str) -> Any:
 
 @lru_cache(1024)
 def dtype_name(dtype: Any) -> str:
-    """The name of a dtype, as `str` says it. numpy puts it together each time."""
+    """The name of a dtype, as in `str(dtype)`, cached because numpy builds it each time."""
     return str(dtype)
 
 
@@ -75,7 +75,7 @@ def parse_pattern(text: str, option: str) -> re.Pattern[str]:
         raise FormatError(f"{option} {text!r}: the pattern does not compile: {error}.") from None
 
 
-# Python's parser and `repr` have limits of their own, and raise errors of many types beyond them.
+# Beyond their own limits, Python's parser and `repr` raise errors of many types.
 LONGEST_EXPRESSION = 3_500
 
 
@@ -161,12 +161,12 @@ def columns(rows: Sequence[tuple[str, ...]], right: int = 3) -> str:
 # ------------------------------------------------------------------ processes
 
 
-def in_groups(row: Mapping[int, str]) -> str:
+def describe_groups(row: Mapping[int, str]) -> str:
     """Facts by process: `P('fsdp',) on processes 0, 1; P() on process 2`, eight at most."""
-    return "; ".join(at_most_eight(f"{fact} on {on}" for fact, on in by_fact(row).items()))
+    return "; ".join(limit_to_eight(f"{fact} on {on}" for fact, on in group_by_fact(row).items()))
 
 
-def by_fact(row: Mapping[int, str]) -> dict[str, str]:
+def group_by_fact(row: Mapping[int, str]) -> dict[str, str]:
     """The processes of each fact, in words."""
     groups: dict[str, list[int]] = {}
     for i, fact in row.items():
@@ -181,11 +181,11 @@ def named_processes(processes: Sequence[int]) -> str:
     names: list[str] = []
     for run in consecutive(processes):
         names += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run)
-    return "processes " + ", ".join(at_most_eight(names))
+    return "processes " + ", ".join(limit_to_eight(names))
 
 
-def at_most_eight(texts: Iterable[str]) -> list[str]:
-    """The first eight, and how many more there are: what all processes receive must be short."""
+def limit_to_eight(texts: Iterable[str]) -> list[str]:
+    """The first eight texts, and the number of others, to keep messages between processes short."""
     texts = list(texts)
     return texts if len(texts) <= 8 else [*texts[:8], f"and {len(texts) - 8} more"]
 

@@ -1,8 +1,8 @@
-"""Threads that may begin at any time, Ctrl-C beside them, and the end of the process.
+"""Threads that may start at any time, deferred Ctrl-C, and the end of the process.
 
-Threads of `concurrent.futures` do not begin once the main thread has ended. Its `Future`, and each
-`threading.Condition`, also takes a lock in Python code: a Ctrl-C between taking it and entering the
-`with` block leaves it taken, and the thread that would end waits for it forever.
+Threads of `concurrent.futures` cannot start once the main thread has ended. Its `Future`, like each
+`threading.Condition`, takes a lock in Python code. After a Ctrl-C between taking the lock and
+entering the `with` block, the lock stays taken, and the ending thread waits for it forever.
 """
 
 import os
@@ -20,7 +20,7 @@ _LOOK_AGAIN = 0.2  # seconds
 
 
 class Outcome(Generic[T]):
-    """What a call returns or raises, perhaps in a thread. A Ctrl-C may interrupt its waits."""
+    """The result or error of a call, perhaps in a thread. A Ctrl-C may interrupt its waits."""
 
     def __init__(self) -> None:
         self.done = False  # whether the call has ended
@@ -41,17 +41,17 @@ class Outcome(Generic[T]):
     def wait(self) -> None:
         """Returns once the call has ended."""
         while not self.done:
-            # A waiter that is interrupted between the two calls keeps the lock: others look again.
+            # A waiter that is interrupted between the two calls keeps the lock: others retry.
             if self._running.acquire(timeout=_LOOK_AGAIN):
                 self._running.release()
 
     def error(self) -> BaseException | None:
-        """What the call has raised. Waits for its end."""
+        """Waits for the end of the call, and returns its error, if any."""
         self.wait()
         return self._error
 
     def result(self) -> T:
-        """What the call has returned, or raises what it has raised. Waits for its end."""
+        """Waits for the end of the call, and returns its result or raises its error."""
         self.wait()
         if self._error is not None:
             raise self._error
@@ -63,8 +63,8 @@ def start_thread(
 ) -> Outcome[T]:
     """Calls a function in a thread, which Python joins before the process ends.
 
-    The outcome is added to `running` first, so that whoever catches a Ctrl-C can wait for it. Where
-    there cannot be a thread, as in `atexit`, the function is called here.
+    The outcome is added to `running` first, so that a handler of Ctrl-C can wait for it. If a
+    thread cannot start, as in `atexit`, the function is called directly.
     """
     outcome: Outcome[T] = Outcome()
     here = threading.current_thread()
@@ -73,12 +73,12 @@ def start_thread(
     thread = threading.Thread(
         target=outcome.run, args=(function, *args), kwargs=kwargs, name=name, daemon=False
     )
-    with interrupts_deferred():
+    with defer_interrupts():
         running.append(outcome)
         try:
             if not has_ended:
                 thread.start()
-        except RuntimeError:  # there are no more threads
+        except RuntimeError:  # threads can no longer start
             has_ended = True
     if has_ended:
         outcome.run(function, *args, **kwargs)
@@ -88,18 +88,18 @@ def start_thread(
 class HeldInterrupts:
     """A Ctrl-C that arrives between `hold` and `release` is handled by `release`.
 
-    If more than `at_most` arrive, the last one is handled at once instead. In threads other than
-    the main thread, which alone receives signals, nothing is held.
+    If more than `at_most` arrive, the last one is handled immediately. Only the main thread
+    receives signals, so this class has no effect in other threads.
     """
 
     def __init__(self, at_most: int | None = 1) -> None:
         self._at_most = at_most
-        self._handler: Any = None  # the one that was there, once `install` has put another there
+        self._handler: Any = None  # the previous handler, once `install` has replaced it
         self._is_holding = False
-        self._frames: list[Any] = []  # in which the signals arrived that are held
+        self._frames: list[Any] = []  # the frames of the held signals
 
     def install(self) -> None:
-        """Must be called before `hold`. Later calls do nothing."""
+        """Must be called before `hold`. Later calls have no effect."""
         handler = signal.getsignal(signal.SIGINT)
         is_main = threading.current_thread() is threading.main_thread()
         # A handler that C code installed is `None`, and ignoring the signal is a number.
@@ -111,7 +111,7 @@ class HeldInterrupts:
         if self._is_holding and (self._at_most is None or len(self._frames) < self._at_most):
             self._frames.append(frame)
         else:
-            self._frames.clear()  # this one stands for all
+            self._frames.clear()  # this signal represents all
             self._handler(number, frame)
 
     def hold(self) -> None:
@@ -124,14 +124,14 @@ class HeldInterrupts:
             self._handler(signal.SIGINT, frames[0])
 
     def close(self) -> None:
-        """Releases, and restores the handler that was there before `install`."""
+        """Releases, and restores the handler from before `install`."""
         if self._handler is not None:
             signal.signal(signal.SIGINT, self._handler)
         self.release()
 
 
 @contextmanager
-def interrupts_deferred(*, at_most: int | None = None) -> Iterator[None]:
+def defer_interrupts(*, at_most: int | None = None) -> Iterator[None]:
     """Handles a Ctrl-C that arrives during the block after it, as `HeldInterrupts` does."""
     held = HeldInterrupts(at_most)
     try:
@@ -145,8 +145,8 @@ def interrupts_deferred(*, at_most: int | None = None) -> Iterator[None]:
 def wait_in_thread(function: Callable[[], T]) -> T:
     """Calls a function that waits in C++, so that Ctrl-C interrupts this thread but not the call.
 
-    Python runs signal handlers only once such a function has returned. Only the main thread gets
-    signals: in others the function is called directly.
+    Python runs signal handlers only after such a function has returned. Only the main thread gets
+    signals, so other threads call the function directly.
     """
     if threading.current_thread() is not threading.main_thread():
         return function()
@@ -155,7 +155,7 @@ def wait_in_thread(function: Callable[[], T]) -> T:
         threading.Thread(
             target=outcome.run, args=(function,), name="treeshard-wait", daemon=True
         ).start()
-    except RuntimeError:  # there are no more threads, or Python has joined them
+    except RuntimeError:  # threads can no longer start
         return function()
     return outcome.result()
 
@@ -163,9 +163,9 @@ def wait_in_thread(function: Callable[[], T]) -> T:
 def end_process() -> NoReturn:
     """Ends the process with status 1 now. For `atexit` functions, which cannot set the status.
 
-    `atexit` functions that were registered earlier do not run, such as the ones of JAX that wait
+    `atexit` functions that were registered earlier do not run, such as JAX's functions that wait
     for other processes.
     """
     sys.stdout.flush()
-    sys.stderr.flush()  # it may be a file of the user's
+    sys.stderr.flush()  # it may be a buffered file
     os._exit(1)

@@ -21,17 +21,17 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Chip:
-    """What is published of one device: a chip, or half of one where JAX shows two per chip.
+    """The published data of one device: a chip, or half a chip if JAX shows two devices per chip.
 
     Attributes:
-        name: As topologies name it, `"v5e"`.
+        name: The name in topologies, such as `"v5e"`.
         kind: JAX's `device_kind`.
-        memory: Bytes of its memory. For TPUs, those that their compiler says when it refuses. Of
-            GPUs, JAX allocates only a part.
+        memory: Bytes of its memory. For TPUs, the limit in the compiler's error. On GPUs, JAX
+            allocates only a part.
         memory_bandwidth: Bytes per second, to and from HBM.
-        dims: The dims of the torus: 2 or 3; 0 where a node's devices are all connected.
+        dims: The dims of the torus: 2 or 3; 0 if all devices of a node are connected.
         devices: Devices per chip.
-        named_by: What the number in a name such as `v5p-1024` counts per chip.
+        named_by: The count per chip in the number of a name such as `v5p-1024`.
     """
 
     name: str
@@ -155,7 +155,7 @@ def _shapes(chip: Chip) -> Sequence[tuple[int, ...]]:
 
 
 def _no_such_slice(text: str, chip: Chip, chips: int) -> MeshError:
-    # Of as many chips, the slice nearest to a cube, which comes last.
+    # Among slices of equal size, the slice nearest to a cube comes last.
     longest_first = sorted(_shapes(chip), key=sum, reverse=True)
     by_chips = {math.prod(shape): shape for shape in longest_first}
     nearest = sorted(by_chips, key=lambda count: abs(count - chips))[:2]
@@ -205,9 +205,9 @@ def _tpu_options(topology: Topology) -> dict[str, Any]:
 
 
 def _prepare_environment() -> None:
-    """Sets what libtpu reads when it is loaded, and keeps JAX from starting absent chips."""
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # 3 s of waiting for a metadata server
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # else one process at a time
+    """Sets the environment that libtpu reads, and keeps JAX from starting absent chips."""
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # avoids 3 s of waiting for a metadata server
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # otherwise only one process at a time
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5e-4")  # these two silence warnings
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     attached = [path for name in _DEVICE_FILES for path in glob(name)]
@@ -225,7 +225,7 @@ _DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/accel*", "/dev/vfio/[0-9]*")
 
 
 def _gpu_options(topology: Topology) -> dict[str, Any]:
-    """The description of a GPU that XLA compiles for; those known are of one generation."""
+    """The description of a GPU that XLA compiles for. The known GPUs are of one generation."""
     chip = topology.chip
     config = f"""
         gpu_device_info {{
@@ -244,7 +244,7 @@ def _gpu_options(topology: Topology) -> dict[str, Any]:
 
 
 def chip_of(device: Any) -> Chip | None:
-    """What is known of a device's kind."""
+    """The published data of a device's kind."""
     return next((chip for chip in CHIPS.values() if chip.kind == device.device_kind), None)
 
 
@@ -256,11 +256,11 @@ _DEFAULT_FRACTION = 0.75
 
 
 def usable_memory(chip: Chip) -> int:
-    """The bytes that programs can use on a device: on GPUs, what JAX allocates.
+    """The bytes that programs can use on a device: on GPUs, the bytes that JAX allocates.
 
-    Raises `FormatError` if the part that the environment names is not a number.
+    Raises `FormatError` if the fraction in the environment is not a number.
     """
-    # The allocator `platform` has no limit of its own.
+    # The allocator `platform` has no limit.
     is_limited = os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() != "platform"
     if chip.dims or not is_limited:
         return chip.memory

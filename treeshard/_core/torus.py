@@ -1,9 +1,9 @@
 """Scatters and gathers along an axis that covers all dims of a TPU's torus, dim after dim.
 
-The compiler for TPUs all-reduces what should be scattered over all dims of a torus at once, which
-sends twice the bytes and keeps the full result. Scattered over one dim after the other, each over
-the groups of devices along it (`axis_index_groups`), it stays a reduce-scatter. The bytes equal
-one scatter, and the shards come out in the order of the axis.
+The compiler for TPUs turns a scatter over all dims of a torus into an all-reduce, which sends twice
+the bytes and keeps the full result. A scatter dim by dim, over the groups of devices along each dim
+(`axis_index_groups`), stays a reduce-scatter. It sends the bytes of one scatter, and the shards are
+in the order of the axis.
 """
 
 import math
@@ -28,8 +28,8 @@ _SMALL_GATHER, _MANY_DEVICES = 2**24, 32
 def torus_dims(mesh: AnyMesh, axis: str) -> tuple[int, ...]:
     """The lengths of the dims of a TPU's torus, outermost first, if an axis covers all of them.
 
-    Empty where one scatter is enough: on other devices, and along an axis that covers a part of the
-    torus, a torus of one dim, or one not in the order of its coordinates.
+    Empty if one scatter is enough: on other devices, and along an axis that covers only a part of
+    the torus, a torus of one dim, or a torus in another order than its coordinates.
     """
     if not isinstance(mesh, Mesh) or not hasattr(mesh.devices.flat[0], "coords"):
         return ()
@@ -43,7 +43,7 @@ def torus_dims(mesh: AnyMesh, axis: str) -> tuple[int, ...]:
     # For each position along the axis, the devices there.
     along = np.moveaxis(grid, mesh.axis_names.index(axis), 0).reshape(count, -1, len(lengths))
     along = along - along[:1]
-    # How many positions two neighbours along a dim are apart.
+    # The distance in positions between neighbours along a dim.
     strides = {dim: (along[:, 0, dim] != 0).argmax() for dim in dims}
     in_order = sorted(strides, key=strides.__getitem__, reverse=True)
     sizes = tuple(int(lengths[dim]) for dim in in_order)
@@ -53,7 +53,7 @@ def torus_dims(mesh: AnyMesh, axis: str) -> tuple[int, ...]:
 
 
 def covers_torus(mesh: AnyMesh | None, axes: Iterable[str]) -> bool:
-    """Whether one of some axes covers all dims of a TPU's torus."""
+    """Whether any of these axes covers all dims of a TPU's torus."""
     return mesh is not None and any(torus_dims(mesh, axis) for axis in axes)
 
 
@@ -65,7 +65,7 @@ def _groups(sizes: Sequence[int]) -> list[Groups]:
 
 
 def _dims_along(axes: Sequence[str], mesh: AnyMesh | None) -> tuple[int, ...]:
-    """The dims of the torus to go along; empty where one collective over `axes` is enough."""
+    """The dims of the torus to run over; empty if one collective over `axes` is enough."""
     # Collectives over an axis that `jax.vmap` has bound take no groups.
     if mesh is None or len(axes) != 1 or axes[0] not in manual_axes():
         return ()
@@ -89,8 +89,8 @@ def gather_along(x: Any, axes: Sequence[str], dim: int, mesh: AnyMesh | None) ->
 def _becomes_all_reduce(x: Any, devices: int) -> bool:
     """Whether the TPU compiler makes an all-reduce of a gather over all dims at once.
 
-    It does so with small ones, from 8x8 chips on. Others stay gathers, and hide behind other work
-    more often than gathers over one dim after the other.
+    It does so for small gathers, from 8x8 chips. Other gathers stay gathers, and overlap with
+    computation more often than gathers dim by dim.
     """
     return devices >= _MANY_DEVICES and devices * x.size * x.dtype.itemsize <= _SMALL_GATHER
 
@@ -104,8 +104,8 @@ def scatter_along(x: Any, axes: Sequence[str], dim: int, mesh: AnyMesh | None) -
     at_once = _SCATTERED_AT_ONCE[len(sizes)]
     x = jnp.moveaxis(x, dim, 0)
     for groups in _groups((math.prod(sizes[:at_once]), *sizes[at_once:])):
-        # Parts along a dim of their own need no padding to the tiles of TPUs, where the compiler
-        # would all-reduce the others, or send rows to their places afterwards.
+        # Parts along their own dim fit the tiles of TPUs. Otherwise the compiler would all-reduce,
+        # or send rows to their places afterwards.
         parts = x.reshape(len(groups[0]), -1, *x.shape[1:])
         x = jax.lax.psum_scatter(parts, tuple(axes), axis_index_groups=groups)
     return jnp.moveaxis(x, 0, dim)

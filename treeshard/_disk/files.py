@@ -337,7 +337,7 @@ def is_open_as(file: PathLike, handle: int) -> bool:
 # ------------------------------------------------------------------ what killed writers left
 
 
-def tell_removed(what: str, directory: PathLike, removed: Mapping[str, int | None]) -> None:
+def warn_of_removed(what: str, directory: PathLike, removed: Mapping[str, int | None]) -> None:
     """Warns of removed leftovers, with their names and, if known, their bytes."""
     if not removed:
         return

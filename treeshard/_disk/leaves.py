@@ -96,7 +96,7 @@ def _plain(x: Any) -> Any:
     return x if base is None else base(x)
 
 
-def in_class_of(value: Any, leaf: Any, path: str) -> Any:
+def convert_to_class(value: Any, leaf: Any, path: str) -> Any:
     """Converts a value of `_plain` back to the class of `leaf`."""
     kind: Any = type(leaf)
     if type(value) is kind or type(value) not in _SCALAR_KINDS:

@@ -16,7 +16,7 @@ from treeshard._core.arrays import array_text, has_shape
 from treeshard._core.facts import Facts
 from treeshard._core.make_mesh import with_devices
 from treeshard._core.mesh import MeshLike
-from treeshard._core.paths import PyTree, nested
+from treeshard._core.paths import PyTree, nest
 from treeshard._core.spec_trees import raise_misfits, resolve_specs
 from treeshard._core.specs import is_spec
 from treeshard._core.text import dtype_name, parse_dtype
@@ -24,8 +24,8 @@ from treeshard._disk.leaves import (
     SavedLeaf,
     Shape,
     check_known,
+    convert_to_class,
     empty_value,
-    in_class_of,
     is_none,
     kind_of,
 )
@@ -99,8 +99,10 @@ class Differences(NamedTuple):
     unexpected: tuple[str, ...]
     misfits: dict[str, str]
 
-    def check(self, source: str = "the checkpoint", *, partial: bool = False) -> None:
-        """Raises one `MismatchError` that lists all differences.
+    def check(
+        self, source: str = "the checkpoint", *, partial: bool = False, fix: str = ""
+    ) -> None:
+        """Raises one `MismatchError` that lists all differences, and `fix` if paths differ.
 
         With `partial`, leaves may be missing or unexpected. A `ShardingWarning` lists the missing
         leaves.
@@ -118,7 +120,7 @@ class Differences(NamedTuple):
         above = _path_above(self.missing, self.unexpected)
         whole_path = above and _WHOLE_PATH.format(source=source, path=above)
         if not partial and (missing or unexpected):
-            facts.append(whole_path or _USE_PARTIAL)
+            facts.append(whole_path or fix + _USE_PARTIAL)
         if facts:
             raise MismatchError("\n".join(facts))
         if missing:
@@ -256,7 +258,7 @@ class Request(NamedTuple):
 def _like_leaf_of(value: Any, leaf: Any, name: str) -> Any:
     """Converts a value that was read to the class or byte order of its leaf in the like-tree."""
     if not has_shape(leaf):
-        return in_class_of(value, leaf, name)
+        return convert_to_class(value, leaf, name)
     if isinstance(leaf, np.generic):
         return value[()]  # the value is an array of shape `()`
     if isinstance(leaf, np.ndarray) and isinstance(value, np.ndarray):
@@ -280,7 +282,7 @@ def read_request(
     Rules decide the shardings, or else the arrays of the like-tree do. Without `like`, all stored
     leaves are requested, by name. `names` takes the like-tree, in which `None` is a leaf, and
     returns the names of the leaves to read, by index. `where` is the public function. With
-    `of_subtrees`, the plan of a subtree reads it by its path in the whole tree.
+    `of_subtrees`, the plan of a subtree reads it by its path in the full tree.
     """
     placing.check(where)
     to = cast_dtype(cast)
@@ -294,7 +296,7 @@ def read_request(
     if of_subtrees and isinstance(like, Plan) and like.path:
         name_of, stored = _select_subtree(like.path, tree, stored, names)
     if partial:
-        # A `None` has no values, so either side may have it in place of any leaf.
+        # A `None` has no values, so either side may have it instead of any leaf.
         name_of = {i: name for i, name in name_of.items() if leaves[i] is not None}
         stored = {name: x for name, x in stored.items() if x.kind != "none"}
     shardings = _shardings(tree, placing, where)
@@ -319,13 +321,13 @@ def _select_subtree(
 ) -> tuple[Mapping[int, str], Mapping[str, SavedLeaf]]:
     """The names and the stored leaves of the subtree at `path`, or at the end of that path.
 
-    What is stored is the whole tree, or the subtree, or a tree between: it is at the longest of
-    these paths under which one of the leaves is stored.
+    The stored tree is the full tree, the subtree, or a tree between. The longest of these paths
+    under which a leaf is stored decides.
     """
     parts = path.split("/")
     prefixes = ["/".join(parts[i:]) for i in range(len(parts) + 1)]
-    found = {prefix: names(nested({prefix: tree})) for prefix in prefixes}
-    # Not where most leaves are stored: the whole tree may have others of these names.
+    found = {prefix: names(nest({prefix: tree})) for prefix in prefixes}
+    # The longest path, not the path with most leaves: the full tree may repeat these names.
     there = (x for x in prefixes if stored.keys() & {*found[x].values()})
     prefix = next(there, path)
     under = {x: row for x, row in stored.items() if not prefix or f"{x}/".startswith(f"{prefix}/")}

@@ -91,13 +91,13 @@ def _move_regions(
     return zip(keys, moved, strict=True)
 
 
-def _goes_whole(target: RequestedLeaf, region: Region) -> bool:
+def _is_full(target: RequestedLeaf, region: Region) -> bool:
     """Whether a region is the full array, which JAX splits in one transfer."""
     return target.is_here and region_shape(region) == target.shape
 
 
 def _destinations(target: RequestedLeaf, region: Region) -> list[Sharding | None]:
-    if _goes_whole(target, region):
+    if _is_full(target, region):
         return [target.sharding]
     assert target.sharding is not None
     kind = target.sharding.memory_kind

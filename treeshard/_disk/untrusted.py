@@ -57,7 +57,7 @@ def read_file(
         data = file.read(most + 1)
         if len(data) > most:
             size = max(len(data), os.fstat(file.fileno()).st_size)
-            raise FormatError(f"{path} has {human_bytes(size)}. {_at_most(most)}")
+            raise FormatError(f"{path} has {human_bytes(size)}. {_limit_text(most)}")
     return data
 
 
@@ -70,13 +70,13 @@ def parse(text: bytes) -> Any:
 def check_size(text: bytes) -> None:
     """Raises `FormatError` if JSON has too many bytes or values."""
     if len(text) > MOST_BYTES:
-        raise FormatError(f"JSON of {human_bytes(len(text))}. {_at_most(MOST_BYTES)}")
+        raise FormatError(f"JSON of {human_bytes(len(text))}. {_limit_text(MOST_BYTES)}")
     items = text.count(b",") + text.count(b"[") + text.count(b"{")
     if items > MOST_ITEMS:
         raise FormatError(f"JSON of about {items:,} values. At most {MOST_ITEMS:,} are read.")
 
 
-def _at_most(most: int) -> str:
+def _limit_text(most: int) -> str:
     return f"At most {human_bytes(most)} are read."
 
 

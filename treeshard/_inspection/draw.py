@@ -1,7 +1,7 @@
 """Draws how a tree is sharded: as a tree of text, which `print` shows or rich writes as an SVG.
 
-There is one text, so that a picture has the lines of the terminal. It is the same file on every
-machine, and needs neither a browser nor fonts from the network.
+The picture is made from the text, so it has the lines that the terminal shows. The SVG file is the
+same on every machine, and needs neither a browser nor fonts from the network.
 """
 
 import io
@@ -21,9 +21,9 @@ from treeshard._core.text import fold, human_bytes
 from treeshard._inspection.memory import PlacedLeaf, bytes_by_device, largest_part, placed_leaves
 from treeshard.errors import FormatError, LeafError, counted, printable
 
-# Of mesh axes, in a picture. Readable on white and on black.
+# The colours of mesh axes in a picture, readable on white and on black.
 _PALETTE = ("#d95f02", "#1b9e77", "#7570b3", "#e7298a", "#66a61e", "#a6761d")
-_MOST_PARTS = 64  # of one array, to list
+_MOST_PARTS = 64  # how many parts of one array are listed
 
 Lines = dict[str, "Lines"]  # a line, and the lines below it
 
@@ -32,18 +32,18 @@ def draw(x: Any, to: str | Path | None = None) -> None:
     """Draws how a plan, a tree or an array is sharded.
 
     Prints a tree with the shape, the spec and the bytes per device of every array; repeated layers
-    are folded. For a single array of any rank, it also shows which device holds which part. No
-    values are read.
+    are folded. For a single array of any rank, it also shows which device holds which part. Values
+    are not read.
 
     Args:
         x: A `Plan`, a live tree, `ShapeDtypeStruct`s with shardings, or one array.
-        to: A file to write instead of printing: `"plan.svg"`. Mesh axes have colours there.
+        to: A file to write instead of printing: `"plan.svg"`. Mesh axes are coloured in it.
 
     Raises:
-        LeafError: If there are no arrays in `x`, or it has a mutable reference (`jax.Ref`).
-        SpecError: If arrays in it are traced: all are named.
+        LeafError: If `x` has no arrays, or has a mutable reference (`jax.Ref`).
+        SpecError: If arrays in `x` are traced. The message names all of them.
         FormatError: If `to` has another file extension.
-        ImportError: If `to` is a file and rich is not installed.
+        ImportError: If `to` is given and rich is not installed.
 
     Examples:
         >>> w = np.ones((2, 8, 4), "float32")
@@ -94,8 +94,8 @@ def _head(leaves: list[PlacedLeaf], meshes: list[AnyMesh]) -> str:
 
 
 def _tree(leaves: list[PlacedLeaf], below: Lines) -> Lines:
-    """A line for each leaf, and for each part of its path; what is `below` stands under a leaf."""
-    # A branch has the sum of its leaves, so all are added up before the first line is made.
+    """A line for each leaf and each part of its path; the lines in `below` go under each leaf."""
+    # A branch shows the sum of its leaves, so all bytes are added up before the first line.
     folded = fold((x.path, (x.shape, x.dtype, x.sharding), x) for x in leaves)
     totals: Counter[str] = Counter()
     for path, members in folded:
@@ -132,7 +132,7 @@ def _leaf_line(name: str, members: list[PlacedLeaf]) -> str:
 
 
 def _place(leaf: PlacedLeaf) -> str:
-    """`P('data', 'fsdp')`, or where an array is that is on no mesh."""
+    """`P('data', 'fsdp')`, or the device of an array that is not on a mesh."""
     if leaf.sharding is None:
         return "on no device"
     if leaf.spec is not None:
@@ -169,7 +169,7 @@ def _slices(index: Iterable[slice], shape: tuple[int, ...]) -> str:
 
 # ------------------------------------------------------------------ the picture
 
-# rich's own page has the frame of a window, and loads its font from the network.
+# rich's default page draws the frame of a window, and loads its font from the network.
 _SVG_PAGE = """\
 <svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <style>
@@ -189,7 +189,7 @@ svg {{ color: black }} .paper {{ fill: white }}
 </g>
 </svg>
 """
-_DEJAVU_ASPECT = 0.602  # the width of a character of DejaVu Sans Mono, of its height
+_DEJAVU_ASPECT = 0.602  # a character's width in DejaVu Sans Mono, divided by its height
 
 
 def as_svg(shown: str, axes: Iterable[str] = ()) -> str:

@@ -1,7 +1,7 @@
 """Arrays with their shardings, planned or live, and the bytes that each device holds.
 
-Computed from shapes and specs, and not read from devices: a plan has no arrays yet, a process sees
-only its own devices, and buffers do not tell which leaf they belong to.
+The bytes are computed from shapes and specs. Devices cannot report them: a plan has no arrays yet,
+a process sees only its own devices, and a buffer does not name its leaf.
 """
 
 import math
@@ -54,8 +54,8 @@ class PlacedLeaf(NamedTuple):
 def placed_leaves(x: Any) -> list[PlacedLeaf]:
     """Returns the arrays of a plan or a live tree, with their shardings.
 
-    One array at two paths counts as two, although both have the same memory until a step changes
-    them: a plan counts it so, and a step returns two.
+    One array at two paths counts twice, as in a plan. The paths share its memory until the next
+    step, which returns two arrays.
     """
     if isinstance(x, Plan):
         pairs = zip(x.leaves, x.sharding_of_each(), strict=True)
@@ -69,7 +69,7 @@ def placed_leaves(x: Any) -> list[PlacedLeaf]:
 
 
 def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
-    """The leaves of a live tree with their paths. Raises `SpecError` that names all traced ones."""
+    """The leaves of a live tree with their paths. Raises `SpecError` if leaves are traced."""
     named = list(zip(leaf_paths(tree), tree_leaves(tree), strict=True))
     if traced := [path for path, leaf in named if isinstance(leaf, Tracer)]:
         why = "it is traced, and has no sharding yet."
@@ -116,7 +116,7 @@ def elements_by_device(shape: Shape, spec: PartitionSpec, mesh: AnyMesh) -> np.n
     """Returns how many elements each device of a mesh holds, in the mesh's shape.
 
     A dim that its axes do not divide is split as the compiler does: into shards of the rounded-up
-    length, the last of which are shorter or empty.
+    length. The last shards are shorter or empty.
     """
     sizes = axis_sizes(mesh)
     elements = np.ones((1,) * len(sizes), np.int64)

@@ -1,8 +1,8 @@
 """Compares trees in everything that makes a jitted function compile again.
 
-`jax_explain_cache_misses` says why JAX traces a function again. An argument that is sharded
-otherwise compiles again without a new trace, which it does not report. So each fact that is part of
-the key of either cache is compared on its own, with words for a message.
+`jax_explain_cache_misses` reports why JAX traces a function again. If only the sharding of an
+argument changes, JAX compiles again without a new trace, and that option reports no miss. This
+module therefore compares each fact in the keys of the two caches, and words it for a message.
 """
 
 from collections.abc import Callable
@@ -45,7 +45,7 @@ class LeafDifference(NamedTuple):
 
 
 class ShardingDiff(tuple[LeafDifference, ...]):
-    """The result of `diff_shardings`: empty, and false, if nothing differs."""
+    """The result of `diff_shardings`. It is empty, and so false, if the trees are equal."""
 
     __slots__ = ()
 
@@ -73,14 +73,14 @@ def diff_shardings(a: PyTree, b: PyTree) -> ShardingDiff:
         `str()` of it is a table.
 
     Raises:
-        SpecError: If leaves are traced and so have no sharding yet. All such leaves are named.
+        SpecError: If leaves are traced and so have no sharding yet. The message names them.
         LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
     Examples:
         >>> mesh = make_mesh("fsdp=8")
         >>> decided = plan({"w": np.ones((512, 64))}, [("w", fsdp("fsdp"))], mesh)
-        >>> whole = shard({"w": np.ones((512, 64))}, P(), mesh)
-        >>> print(diff_shardings(whole, decided)[0])
+        >>> replicated = shard({"w": np.ones((512, 64))}, P(), mesh)
+        >>> print(diff_shardings(replicated, decided)[0])
         w: sharding P() -> P('fsdp',)
     """
     check_no_refs((a, b), "diff_shardings")
@@ -104,8 +104,8 @@ def assert_stable_step(step: Callable[..., Any], state: PyTree, *args: Any) -> A
         What the step returned.
 
     Raises:
-        UnstableStepError: If anything changed: it lists all leaves, what changed, and the fix. It
-            is an `AssertionError`.
+        UnstableStepError: If a leaf changed. The message lists the changes, each with its fix.
+            The error is an `AssertionError`.
         SpecError: If a leaf of the state is traced.
         LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
@@ -119,7 +119,7 @@ def assert_stable_step(step: Callable[..., Any], state: PyTree, *args: Any) -> A
     check_no_refs(state, "assert_stable_step")
     treedef, before = tree_structure(state), _facts_by_path(state)  # the step may donate it
     out = step(state, *args)
-    # A tuple is the state itself if it has its structure, or else the state and what comes with it.
+    # A tuple is the state if it has the state's structure. Otherwise its first element is.
     new_state = out
     if isinstance(out, tuple) and tree_structure(out) != treedef:
         new_state = out[0] if out else None
@@ -128,7 +128,7 @@ def assert_stable_step(step: Callable[..., Any], state: PyTree, *args: Any) -> A
     for path, what, old, new in differences:
         by_leaf.setdefault(path, []).append(f"{what} {old} -> {new}")
     facts = [f"{path or 'the state'}: {'; '.join(changes)}" for path, changes in by_leaf.items()]
-    # Of two structures with the same paths, each is a key of its own to JAX's caches.
+    # JAX's caches distinguish structures that have the same paths.
     if not facts and tree_structure(new_state) != treedef:
         facts = ["the tree: the type of a container, or a static field, changed."]
     if facts:
@@ -158,7 +158,7 @@ _FIXES = {
 # ------------------------------------------------------------------ comparing
 
 
-_Facts = dict[str, Any]  # what of a leaf -> its state, to compare and to show
+_Facts = dict[str, Any]  # `"dtype"` and the like -> a leaf's value, to compare and to show
 
 
 def _facts_by_path(tree: PyTree) -> list[tuple[str, _Facts]]:
@@ -199,7 +199,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _shown(what: str, fact: Any) -> str:
-    # A mesh may have 65,536 devices, and a value any length.
+    # The text may be long: a mesh may have 65,536 devices.
     return short(repr(fact) if what == "value" else str(fact))
 
 
@@ -209,7 +209,7 @@ def _facts(leaf: Any) -> _Facts:
     is_number = isinstance(leaf, bool | int | float | complex)
     if not is_number and not has_shape(leaf):
         return {"value": leaf}
-    # `committed` is a fact of arrays only: JAX may move uncommitted ones to other devices.
+    # Only arrays are committed or not: JAX may move uncommitted arrays to other devices.
     if isinstance(leaf, jax.ShapeDtypeStruct):
         aval = leaf
         facts: _Facts = {} if leaf.sharding is None else _facts_of_sharding(leaf.sharding)

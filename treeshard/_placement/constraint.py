@@ -50,11 +50,11 @@ from treeshard._core.specs import (
     Adjustment,
     all_axes,
     dim_entries,
+    drop_axes,
     entries,
     fill_unconstrained,
     project,
-    trimmed,
-    without_axes,
+    trim_spec,
 )
 from treeshard._placement.moves import through_host
 from treeshard._placement.shard import Call, place
@@ -107,8 +107,8 @@ def with_sharding_constraint(
     Args:
         arr: An array, or any pytree.
         sharding: A spec, a tree of `PartitionSpec`s or `NamedSharding`s with the structure of
-            `arr`, a prefix of such a tree, or a `Plan`. A spec for a whole tree is cut to the rank
-            of each leaf. `P()` replicates, and `UNCONSTRAINED` leaves a dim as it is.
+            `arr`, a prefix of such a tree, or a `Plan`. A spec for the full tree is cut to the rank
+            of each leaf. `P()` replicates, and `UNCONSTRAINED` leaves a dim unchanged.
             `logical_axis_rules` resolves tuples of logical names. In a trace with only Explicit
             axes, specs may be `unreduced` or `reduced`.
         mesh: The mesh, or its axes as text. The default is the mesh of `sharding`, or else the
@@ -262,9 +262,9 @@ _NO_PLAN = (
 def _find_specs(
     tree: PyTree, specs: SpecTree, axis: str | Sequence[str] | None, step: PlanInForce | None
 ) -> tuple[SpecTree, tuple[str, ...]] | None:
-    """The specs of a tree, and the axes to gather over; `None` if nothing is gathered.
+    """The specs of a tree, and the axes to gather over; `None` if no leaf is gathered.
 
-    1. The specs that are passed; of a plan, those of its subtree that has the form of the tree.
+    1. The passed specs; from a plan, the specs of its subtree that matches the tree.
     2. The types of its arrays. They name Explicit axes only, a plan names Auto axes too.
     3. The plan in force.
     """
@@ -315,8 +315,8 @@ def _check_shards(axes: Sequence[str], plan: Plan) -> None:
     # The plan of a part, such as a norm, may have no leaf that is sharded over an axis in use.
     plan, sizes = plan.whole, axis_sizes(plan.mesh)
     used = get_names_from_partition_spec(plan)
-    is_whole = {*axes} <= sizes.keys() and all(sizes[name] == 1 for name in used)
-    if is_whole or any(axis in used or sizes.get(axis) == 1 for axis in axes):
+    is_full = {*axes} <= sizes.keys() and all(sizes[name] == 1 for name in used)
+    if is_full or any(axis in used or sizes.get(axis) == 1 for axis in axes):
         return
     names = ", ".join(map(repr, axes))
     raise SpecError(
@@ -352,14 +352,14 @@ def _gather_manual_axes(
         for i, (x, spec) in enumerate(zip(leaves, specs, strict=True))
         if spec is not None and is_array(x)
     }
-    misfits = {i: _why_not_gathered(leaves[i], spec, by_hand) for i, spec in shards.items()}
+    misfits = {i: _gather_error(leaves[i], spec, by_hand) for i, spec in shards.items()}
     raise_misfits(tree, misfits, "unshard", "leaves cannot be gathered:")
     for i, spec in shards.items():
         leaves[i] = gather_shard(leaves[i], spec, by_hand, mesh_in_force())
     return treedef.unflatten(leaves)
 
 
-def _why_not_gathered(x: Any, spec: PartitionSpec, axes: Sequence[str]) -> SpecError | None:
+def _gather_error(x: Any, spec: PartitionSpec, axes: Sequence[str]) -> SpecError | None:
     _, notes = project(spec, None, x.shape)
     why = " ".join(note.why for note in notes) or explain_not_innermost(spec, axes)
     return SpecError(why) if why else None
@@ -399,15 +399,15 @@ def _spec_without(spec: Any, axes: tuple[str, ...]) -> Any:
     if spec is None or not set(axes) & {*all_axes(entries(spec))}:
         return None
     if isinstance(spec, NamedSharding):
-        return spec.update(spec=without_axes(spec.spec, axes))
-    return without_axes(spec, axes)
+        return spec.update(spec=drop_axes(spec.spec, axes))
+    return drop_axes(spec, axes)
 
 
 def _misses_a_mesh(tree: PyTree) -> bool:
-    """Whether arrays on several devices are traced where there is no mesh, and no plan.
+    """Whether arrays on several devices are traced without a mesh or a plan in force.
 
-    A traced array has the mesh of the argument that it is made of in its type, also if all axes are
-    Auto. On one device there is nothing to gather, so that a model runs there in silence.
+    The type of a traced array has the mesh of its argument, also if all axes are Auto. On one
+    device, arrays are never gathered, so models do not need a mesh.
     """
     if not is_tracing() or plan_in_force.value is not None:
         return False
@@ -436,7 +436,7 @@ def _targets(
         # A `PartitionAxis` warns if the mesh has axes that it does not name. Axes of a list that
         # the mesh lacks stay, for `_report`: they may be misspelled.
         is_by_dim = isinstance(current_logical_rules(), NamedAxes)
-        return trimmed(resolver(mesh)(names)) if is_by_dim else resolve_names(names)
+        return trim_spec(resolver(mesh)(names)) if is_by_dim else resolve_names(names)
 
     targets = resolve_specs(
         tree,
@@ -615,8 +615,8 @@ def _constrain(x: Any, target: ResolvedSpec) -> Any:
     auto = axes_of_type(mesh, AxisType.Auto)
     explicit = axes_of_type(mesh, AxisType.Explicit)
     if explicit:
-        x = _reshard(x, mesh.abstract_mesh, without_axes(target.spec, auto))
-        if _is_left_to_types(x, without_axes(target.spec, explicit)):
+        x = _reshard(x, mesh.abstract_mesh, drop_axes(target.spec, auto))
+        if _is_left_to_types(x, drop_axes(target.spec, explicit)):
             return x
     if not auto:
         return x
@@ -627,7 +627,7 @@ def _constrain(x: Any, target: ResolvedSpec) -> Any:
     constrain = _jitted_constraint if alone else jax.lax.with_sharding_constraint
 
     def on_auto(spec: PartitionSpec) -> NamedSharding:
-        spec = without_axes(spec, explicit)
+        spec = drop_axes(spec, explicit)
         return NamedSharding(mesh, spec, memory_kind=target.memory_kind)
 
     try:
@@ -647,8 +647,8 @@ def _constrain(x: Any, target: ResolvedSpec) -> Any:
 
 
 def _is_left_to_types(x: Any, spec: PartitionSpec) -> bool:
-    """Whether a constraint of Auto axes would do nothing but harm: it names none, and leaves a dim
-    unconstrained. Beside a dim that is split over Explicit axes, JAX gathers such a dim."""
+    """Whether a constraint of Auto axes names no axes and leaves a dim unconstrained. If another
+    dim is split over Explicit axes, JAX would gather the unconstrained dim."""
     of_dims = entries(spec)
     split = all_axes(entries(jax.typeof(x).sharding.spec))
     return bool(split) and UNCONSTRAINED in of_dims and not all_axes(of_dims)
@@ -658,6 +658,6 @@ _jitted_constraint = jax.jit(jax.lax.with_sharding_constraint, static_argnums=1)
 
 
 def _reshard(x: Any, mesh: AbstractMesh, spec: PartitionSpec) -> Any:
-    current = without_axes(jax.typeof(x).sharding.spec, ())
-    spec = without_axes(fill_unconstrained(spec, current), ())
+    current = drop_axes(jax.typeof(x).sharding.spec, ())
+    spec = drop_axes(fill_unconstrained(spec, current), ())
     return x if spec == current else jax.sharding.reshard(x, NamedSharding(mesh, spec))

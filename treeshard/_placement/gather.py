@@ -67,7 +67,7 @@ def gather(
     If a tree is spread over several processes, all processes that hold a part must make the call,
     and so must the receiver. For each part, one process sends it to the receivers, leaf by leaf.
     Receivers need memory for the tree, and other processes for a few MiB. If a process dies during
-    the call, the others raise a `ProcessError` on CPUs; on other devices, JAX ends them after its
+    the call, the others raise a `ProcessError` on CPUs. On GPUs and TPUs, JAX aborts them after its
     heartbeat timeout. A tree on devices of this process is copied without communication or
     compilation.
 
@@ -79,14 +79,14 @@ def gather(
         timeout: Seconds to wait for other processes.
 
     Returns:
-        The tree with numpy arrays of the same shapes. Dtypes that numpy lacks are those of
-        `ml_dtypes`. Typed PRNG keys stay key arrays, on one local device. Numpy leaves are copied.
+        The tree with numpy arrays of the same shapes. `ml_dtypes` provides dtypes that
+        numpy lacks. Typed PRNG keys stay key arrays, on one local device. Numpy leaves are copied.
         The result never shares memory with the tree, and no two of its arrays share memory. On
         processes that do not receive the tree, each array is replaced by its
         `jax.ShapeDtypeStruct`.
 
     Raises:
-        ArgumentError: If `tree` as a whole is a plan, a class, a function or an optimizer.
+        ArgumentError: If `tree` itself is a plan, a class, a function or an optimizer.
         DeletedLeafError: If a leaf was deleted or donated.
         LeafError: If a leaf is a tracer, a `ShapeDtypeStruct`, a mutable reference (`jax.Ref`), or
             unreduced.
@@ -250,7 +250,7 @@ def _receive(
     leaves: list[Any], collected: Iterator[list[np.ndarray]], receives: bool
 ) -> Iterator[Any]:
     for leaf in leaves:
-        # Also where nothing is received: other processes wait for what this one sends.
+        # Also on processes that receive no data: other processes wait for data from here.
         received = next(collected) if is_spread(leaf) else []
         if not receives:
             yield jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array(leaf) else leaf
@@ -302,7 +302,7 @@ def make_shard_and_gather_fns(
 ) -> tuple[PyTree, PyTree]:
     """Makes two functions for each spec: one shards a leaf, the other gathers it.
 
-    Use them in a loop that has one leaf at a time, for example while it reads a file. For a whole
+    Use them in a loop that has one leaf at a time, for example while it reads a file. For a full
     tree, `jax.tree.map(lambda f, x: f(x), shard_fns, tree)` does what `shard` does.
 
     Args:

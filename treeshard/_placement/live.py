@@ -56,7 +56,7 @@ def extract_shardings(tree: PyTree, mesh: MeshLike | None = None) -> SpecTree:
     if mesh is None and not any(isinstance(x, PartitionSpec) for x in placements):
         return treedef.unflatten(placements)
     # As lists: a class that flattens what it is rebuilt from would lose the `None`s of a tree.
-    arrays = [_described(leaf, x) for leaf, x in zip(leaves, placements, strict=True)]
+    arrays = [_struct_of(leaf, x) for leaf, x in zip(leaves, placements, strict=True)]
     resolved = resolve_specs(arrays, placements, as_mesh(mesh, make_mesh))
     misfits = {i: spec and spec.misfit() for i, spec in enumerate(resolved)}
     raise_misfits(treedef.unflatten(arrays), misfits, "extract_shardings")
@@ -127,7 +127,7 @@ def _placement(leaf: Any) -> NamedSharding | PartitionSpec | None:
     return sharding if isinstance(sharding, NamedSharding | PartitionSpec) else None
 
 
-def _described(leaf: Any, placement: NamedSharding | PartitionSpec | None) -> Any:
+def _struct_of(leaf: Any, placement: NamedSharding | PartitionSpec | None) -> Any:
     """A leaf, or the `ShapeDtypeStruct` of one that only describes an array."""
     if placement is None or has_shape(leaf):
         return leaf

@@ -20,7 +20,7 @@ from treeshard._core.specs import (
     entries,
     entry_of,
     is_mesh_axes,
-    trimmed,
+    trim_spec,
 )
 from treeshard._placement.constraint import with_sharding_constraint
 from treeshard._planning.axis_names import USUAL_NAMES, idle_axes, name_on_mesh
@@ -259,7 +259,7 @@ class PartitionAxis(NamedAxes):
             P('fsdp', None, 'tp')
         """
         spec = self.resolve(*names, mode=mode, mesh=mesh)
-        return with_sharding_constraint(x, trimmed(spec), mesh)
+        return with_sharding_constraint(x, trim_spec(spec), mesh)
 
     def _warn_of_unnamed_axes(self, mesh: MeshLike | None, spec: PartitionSpec) -> None:
         here = get_incontext_mesh(raise_error=False) if mesh is None else mesh

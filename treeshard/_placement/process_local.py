@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -85,7 +85,7 @@ def from_process_local(
 
     Args:
         tree: Any pytree of numpy arrays, or of JAX arrays on devices of this process. Other leaves
-            pass through. If all arrays are `jax.ShapeDtypeStruct`s, processes compare nothing.
+            pass through. If all arrays are `jax.ShapeDtypeStruct`s, processes do not compare.
         specs: As in `shard`.
         mesh: As in `shard`.
         timeout: Seconds to wait for other processes, the first time.
@@ -226,10 +226,17 @@ def _joint_struct(part: Any, resolved: ResolvedSpec) -> jax.ShapeDtypeStruct:
     # The others would pass shards of the same array, and not parts of a larger one.
     if is_spread(part):
         raise LeafError("it is already on devices of several processes. `reshard` moves it.")
+    return _joint_struct_of(tuple(part.shape), device_dtype(part.dtype), resolved)
+
+
+@lru_cache(maxsize=1024)  # every batch has leaves of the same kinds
+def _joint_struct_of(
+    of_part: tuple[int, ...], dtype: Any, resolved: ResolvedSpec
+) -> jax.ShapeDtypeStruct:
     # Axes must divide the length of the joint array, and not the length of a part.
     if misfit := resolved.misfit(UNPLACEABLE - {"indivisible"}):
         raise misfit
-    shape = _joint_shape(tuple(part.shape), resolved.mesh, resolved.requested)
+    shape = _joint_shape(of_part, cast(Mesh, resolved.mesh), resolved.requested)
     if None in shape:
         why = (
             f"the processes hold overlapping parts of dim {shape.index(None)}, so it is undefined"
@@ -241,8 +248,8 @@ def _joint_struct(part: Any, resolved: ResolvedSpec) -> jax.ShapeDtypeStruct:
     joint = replace(resolved, spec=spec, adjustments=adjustments)
     misfit = joint.misfit()
     if misfit is None:
-        return jax.ShapeDtypeStruct(shape, device_dtype(part.dtype), sharding=joint.sharding)
-    if shape == tuple(part.shape):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=joint.sharding)
+    if shape == of_part:
         raise misfit
     requested, why = misfit.args
     raise type(misfit)(requested, f"joined, the parts have shape {shape}. {why}")
@@ -253,7 +260,7 @@ def _joint_shape(shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) -> tup
     """The shape of the joint array of parts of `shape`; `None` for dims whose parts overlap.
 
     In each dim, the processes must hold the same part, or parts without a common index, of one
-    length. Devices of a process need not be neighbours: with devices of two processes in turn, one
+    length. Devices of a process may be apart: if the devices of two processes alternate, one
     process has the even shards.
     """
     placeholder = (mesh.size,) * len(shape)  # all axes together divide it

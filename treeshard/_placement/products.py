@@ -51,11 +51,11 @@ def lookup(table: Any, ids: Any) -> jax.Array:
     if not jnp.ndim(ids):  # one index is a slice to JAX, whose result takes no sharding in a `vmap`
         return lookup(table, jnp.expand_dims(ids, 0))[0]
     split = by_ids or [None] * jnp.ndim(ids)  # on a mesh of the table alone
-    whole = jax.typeof(table).sharding.spec
-    if whole.reduced and not any(by_table or ()) and whole.reduced == {*all_axes(split)}:
+    of_table = jax.typeof(table).sharding.spec
+    if of_table.reduced and not any(by_table or ()) and of_table.reduced == {*all_axes(split)}:
         # Each device looks up its own rows, so that the gradient waits for its sum.
         rows = PartitionSpec(*split)
-        return jax.shard_map(_rows_of, in_specs=(whole, rows), out_specs=rows)(table, ids)
+        return jax.shard_map(_rows_of, in_specs=(of_table, rows), out_specs=rows)(table, ids)
     # The gradient of JAX 0.10 to 0.12 is wrong for a table that is `reduced`.
     table = drop_reduced(table)
     used = {*all_axes(split), *vmapped_axes()}
@@ -111,7 +111,7 @@ def matmul(x: Any, w: Any) -> jax.Array:
 
 
 def _sharding(by_dims: list[Any], *operands: Any) -> NamedSharding:
-    """A sharding on the mesh of the operands' types, which need not be the current mesh."""
+    """A sharding on the mesh of the operands' types, which may differ from the current mesh."""
     meshes = [jax.typeof(x).sharding.mesh for x in operands]
     mesh = next(mesh for mesh in meshes if not mesh.empty)
     return NamedSharding(mesh, PartitionSpec(*by_dims))

@@ -15,7 +15,7 @@ from jax.numpy import inexact, issubdtype
 from jax.sharding import AxisType, PartitionSpec
 
 from treeshard._core.mesh import AnyMesh, axes_of_type, context_mesh
-from treeshard._core.specs import all_axes, axes_of, dims_over, entries, with_types, without_axes
+from treeshard._core.specs import all_axes, axes_of, dims_over, drop_axes, entries, with_types
 from treeshard._core.torus import covers_torus, gather_along, scatter_along
 
 # The ranks of weights that are used in products: matrices, and stacks with a matrix per expert. JAX
@@ -62,7 +62,7 @@ def loses_sums(equations: Iterable[Any]) -> bool:
     """Whether a trace does more with `reduced` values, or with sums that wait, than what is right.
 
     Args:
-        equations: All of the trace, those of inner programs too.
+        equations: All equations of the trace, including inner programs.
     """
     return any(map(_loses_sums, equations))
 
@@ -99,7 +99,7 @@ def gathered_for_scatter(x: Any, axes: Collection[str]) -> Any:
     """
     spec = jax.typeof(x).sharding.spec
     gathered = {*all_axes(entries(spec))} & {*axes}
-    result = without_axes(spec, gathered).update(reduced=spec.reduced | gathered)
+    result = drop_axes(spec, gathered).update(reduced=spec.reduced | gathered)
     if not all(_is_minor(entry, gathered) for entry in entries(spec)):
         return jax.sharding.reshard(x, result)
 

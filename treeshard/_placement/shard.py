@@ -98,7 +98,7 @@ def shard(
     Args:
         tree: Any pytree of numpy and JAX arrays. Other leaves pass through.
         specs: A tree of `PartitionSpec`s or JAX shardings, a prefix of such a tree, or a `Plan`.
-            A spec for a whole tree is cut to the rank of each leaf, so scalars are replicated.
+            A spec for the full tree is cut to the rank of each leaf, so scalars are replicated.
             `None` leaves a leaf where it is. `logical_axis_rules` resolves tuples of logical names.
             A function gets the subtree at its place, and returns a spec or a tree of specs.
         mesh: The mesh, or its axes as text. The default is the mesh of `specs`, or else the
@@ -372,7 +372,7 @@ def move_leaves(
     *,
     progress: bool = False,
 ) -> None:
-    """Moves leaves to their targets, by index, and replaces them in `leaves`. Checks nothing.
+    """Moves leaves to their targets, by index, and replaces them in `leaves`, without checks.
 
     One process has the leaves `sent`, and sends them to others.
     """

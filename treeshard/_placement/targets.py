@@ -32,7 +32,7 @@ from treeshard._core.specs import MISFITS, is_logical, with_types
 from treeshard._planning.logical import resolve_names
 from treeshard.errors import DeletedLeafError, LeafError, SpecError, TreeShardError
 
-# Kinds of adjustments because of which arrays cannot be placed.
+# The kinds of adjustments that prevent placing an array.
 UNPLACEABLE = MISFITS | {"unconstrained"}
 
 
@@ -79,7 +79,7 @@ def resolve_on_devices(
         specs.check_before_use()
         mesh = mesh or specs.mesh
         # The placements name memories, too.
-        each = specs.at_each_leaf(tree, placements=True)
+        each = specs.specs_by_leaf(tree, placements=True)
         if each is None:
             specs = specs.placements
         else:
@@ -150,7 +150,7 @@ def resolver(mesh: AnyMesh | None) -> Callable[[Any], PartitionSpec]:
     return lambda names: resolve_names(names, resolving_mesh)
 
 
-def without_names(specs: SpecTree, mesh: AnyMesh | None) -> Any:
+def replace_names(specs: SpecTree, mesh: AnyMesh | None) -> Any:
     """Replaces the tuples of logical names in a tree of specs by the specs they resolve to."""
     resolve = resolver(mesh)
     return tree_map(lambda x: resolve(x) if is_logical(x) else x, specs, is_leaf=is_logical)
@@ -186,12 +186,13 @@ def unmovable(leaf: Any) -> TreeShardError | None:
 
 
 def unreadable(leaf: Any) -> TreeShardError | None:
-    """As `unmovable`, for what copies shards to the host: those of a waiting sum are no parts."""
+    """As `unmovable`, for calls that copy shards to the host: a waiting sum has summands, not
+    shards."""
     misfit = unmovable(leaf)
     if misfit is not None or not isinstance(leaf, jax.Array):
         return misfit
     sharding = leaf.sharding
-    # Its shards can be read one by one, and nothing about them says that they are summands.
+    # The shards of such an array can be read one by one, but are summands.
     if not isinstance(sharding, NamedSharding) or not sharding.spec.unreduced:
         return None
     axes = ", ".join(map(repr, sorted(sharding.spec.unreduced)))

@@ -7,7 +7,7 @@ are, and a transfer needs memory for a few packets besides the result.
 1. `deliver` brings to each process its parts, so there is a stream for each pair of processes.
    Pairs of one distance travel in one `ppermute`, which is a program for each distance. Beyond a
    few distances, one `all_to_all` takes a packet of every pair.
-2. `collect` brings whole arrays to one process, or to all. Among a few processes it does so by
+2. `collect` brings full arrays to one process, or to all. Among a few processes it does so by
    `deliver`. Among more, each process has one stream, and one program brings a packet of each to
    all of them, as an all-gather. Where a single process needs them, no link of a ring carries more
    than what comes to that process.
@@ -18,10 +18,13 @@ messages is one process on one host: it is for kilobytes.
 """
 
 import math
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
+from itertools import product
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -40,8 +43,9 @@ from treeshard._core.arrays import (
 )
 
 CHUNK_BYTES = 2**21  # of what one process receives at a time; several of these are in flight
-MAX_DISTANCES = 4  # between senders and receivers, each of which has a program
+MAX_DISTANCES = 4  # between senders and receivers; each distance has a program
 Pair = tuple[int, int]  # (sender, receiver), by process index
+Range = tuple[int, int]  # (start, stop), in a dim
 
 
 def collect(
@@ -50,7 +54,7 @@ def collect(
     among: Sequence[int],
     turn: Callable[[int], AbstractContextManager[Any]] = nullcontext,
 ) -> Iterator[list[np.ndarray]]:
-    """Brings whole arrays to the receivers; yields each there in a list, elsewhere an empty list.
+    """Brings full arrays to the receivers; yields each there in a list, elsewhere an empty list.
 
     Whoever takes the array out of its list has the only reference to it.
 
@@ -60,8 +64,8 @@ def collect(
     if len(among) > MAX_DISTANCES + 1:
         yield from _gather_all(arrays, receivers, among, turn)
         return
-    whole = [region_of((slice(None),) * x.ndim, x.shape) for x in arrays]
-    wanted = [[(receiver, region) for receiver in receivers] for region in whole]
+    full = [region_of((slice(None),) * x.ndim, x.shape) for x in arrays]
+    wanted = [[(receiver, region) for receiver in receivers] for region in full]
     for regions in deliver(arrays, wanted, among, turn):
         received = [regions.popitem()[1]] if regions else []
         yield received
@@ -76,40 +80,37 @@ def _gather_all(
     """As `collect`, where each process publishes the shards that are its own to send."""
     me, position = jax.process_index(), {process: i for i, process in enumerate(among)}
     # Every process computes what all publish: nobody has to be told what comes, or when.
-    published = [_published(x.sharding, x.shape, tuple(receivers)) for x in arrays]
+    published = [_find_publishers(x.sharding, x.shape, tuple(receivers)) for x in arrays]
     total = Counter[int]()
     for x, regions in zip(arrays, published, strict=True):
         total.update(_bytes_by_sender(x, regions))
     size = _packet_size(max(total.values(), default=0), among)
     devices = _device_of_each(arrays, among) if total else ()
     outgoing = _packets(_bytes_to_publish(arrays, published, size), size)
-    padding = _allocate_aligned(size)  # sent by processes that have nothing to send
+    padding = _allocate_aligned(size)  # sent by processes without data
     needed, sent = Counter[int](), Counter[int]()  # bytes of each stream so far; in full packets
     incoming = dict.fromkeys(total, np.empty(0, np.uint8))
     for i, (x, regions) in enumerate(zip(arrays, published, strict=True)):
         needed.update(_bytes_by_sender(x, regions))
-        whole = np.empty(x.shape, x.dtype) if me in receivers else None
-        if whole is not None:
-            for region, shard in _local_shards(x).items():
-                whole[slices_of(region)] = np.asarray(shard)
+        full = _with_local_shards(x) if me in receivers else None
         expected = {sender: _Pieces(x, shards, size) for sender, shards in regions.items()}
         behind = _behind(needed, sent)
         with turn(i) if behind else nullcontext():
             while True:
-                if whole is not None:  # also from packets that arrived with the last array
+                if full is not None:  # also from packets that arrived with the last array
                     for sender, pieces in expected.items():
-                        incoming[sender] = pieces.write(incoming[sender], whole)
+                        incoming[sender] = pieces.write(incoming[sender], full)
                 if not behind:
                     break
                 packets = _gather_packets(next(outgoing) if me in behind else padding, devices)
                 for sender in behind:
                     sent[sender] += size
-                    if whole is not None:
+                    if full is not None:
                         packet = packets[position[sender]]
                         incoming[sender] = np.concatenate([incoming[sender], packet])
                 behind = _behind(needed, sent)
-        received = [] if whole is None else [whole]
-        whole = None
+        received = [] if full is None else [full]
+        full = None
         yield received
 
 
@@ -125,7 +126,7 @@ def deliver(
     keys, send the data. `turn` is the context in which the data of an array travels, by its index.
     """
     # Every process computes the routes of all: nobody has to be told what comes, or when.
-    limit = _at_most(CHUNK_BYTES, among) if len(among) > MAX_DISTANCES + 1 else CHUNK_BYTES
+    limit = _packet_limit(CHUNK_BYTES, among) if len(among) > MAX_DISTANCES + 1 else CHUNK_BYTES
     routes = [
         _chunks_of(x.sharding, x.shape, np.dtype(x.dtype).itemsize, tuple(regions), limit)
         for x, regions in zip(arrays, wanted, strict=True)
@@ -143,11 +144,11 @@ def deliver(
         yield regions
 
 
-# ------------------------------------------------------------------ whole arrays
+# ------------------------------------------------------------------ full arrays
 
 
 @lru_cache(maxsize=4096)
-def _published(
+def _find_publishers(
     sharding: Sharding, shape: tuple[int, ...], receivers: tuple[int, ...]
 ) -> dict[int, list[Region]]:
     """The shards that a receiver lacks, by the process that publishes them."""
@@ -158,6 +159,14 @@ def _published(
             # Those that hold a shard take turns, so that no process sends all of it.
             published[[*holders][turn % len(holders)]].append(region)
     return dict(published)
+
+
+def _with_local_shards(x: jax.Array) -> np.ndarray:
+    """A full array, without the shards of other processes."""
+    full = np.empty(x.shape, x.dtype)
+    for region, shard in _local_shards(x).items():
+        full[slices_of(region)] = np.asarray(shard)
+    return full
 
 
 def _bytes_by_sender(x: jax.Array, regions: Mapping[int, Iterable[Region]]) -> dict[int, int]:
@@ -196,14 +205,14 @@ class _Pieces:
         )
         self._next = next(self._rest, None)
 
-    def write(self, data: np.ndarray, whole: np.ndarray) -> np.ndarray:
+    def write(self, data: np.ndarray, full: np.ndarray) -> np.ndarray:
         """Writes the pieces that are complete; returns the bytes that are left."""
         while self._next is not None:
             shape = region_shape(self._next)
             nbytes = self._dtype.itemsize * math.prod(shape)
             if nbytes > data.size:
                 break
-            whole[slices_of(self._next)] = data[:nbytes].view(self._dtype).reshape(shape)
+            full[slices_of(self._next)] = data[:nbytes].view(self._dtype).reshape(shape)
             data, self._next = data[nbytes:], next(self._rest, None)
         return data
 
@@ -231,11 +240,16 @@ def _chunks_of(
 ) -> tuple[Chunk, ...]:
     """The chunks that bring each process in `wanted` its region; the same on every process."""
     shards = processes_by_shard(sharding, shape)
+    turns = {held: turn for turn, held in enumerate(shards)}
+    # Shards are a grid: its ranges in each dim find those that a region needs, without looking at
+    # all others for each process.
+    ranges = [sorted({held[dim] for held in shards}) for dim in range(len(shape))]
     chunks = []
     for receiver, region in wanted:
-        for turn, (held, among) in enumerate(shards.items()):
-            if (part := intersect(held, region)) is None:
-                continue
+        near = product(*map(_overlapping, ranges, region))
+        for turn, held in sorted((turns[held], held) for held in near):
+            among, part = shards[held], intersect(held, region)
+            assert part is not None
             sender, pieces = receiver, [part]
             if receiver not in among:
                 # Those that hold a shard take turns, so that no process sends all of it.
@@ -245,6 +259,12 @@ def _chunks_of(
                 nbytes = itemsize * math.prod(region_shape(piece))
                 chunks.append(Chunk((sender, receiver), held, region, piece, nbytes))
     return tuple(chunks)
+
+
+def _overlapping(ranges: Sequence[Range], wanted: Range) -> Sequence[Range]:
+    """The ranges that have a part of the wanted one; they are sorted, and do not overlap."""
+    first = bisect_right(ranges, wanted[0], key=itemgetter(1))
+    return ranges[first : bisect_left(ranges, wanted[1], lo=first, key=itemgetter(0))]
 
 
 def _pieces(part: Region, itemsize: int, limit: int) -> Iterator[Region]:
@@ -294,9 +314,7 @@ class _Streams:
         self.devices = _device_of_each(arrays, among) if total else ()
         self.outgoing = {r: _packets(self._bytes_for(r), self.packet_size) for r in among}
         self.incoming = {s: np.empty(0, np.uint8) for s in among}
-        self.padding = _allocate_aligned(
-            self.packet_size
-        )  # sent by processes that have nothing to send
+        self.padding = _allocate_aligned(self.packet_size)  # sent by processes without data
         self.needed = Counter[Pair]()  # bytes of each stream that the arrays so far need
         self.sent = Counter[Pair]()  # bytes of each stream that were sent, in full packets
 
@@ -389,11 +407,11 @@ def _packet_size(longest_stream: int, among: Sequence[int] = ()) -> int:
 
     Where a process receives a packet from each of those `among`, they are smaller.
     """
-    sizes = [_at_most(size, among) for size in (2**16, 2**19, CHUNK_BYTES)]
+    sizes = [_packet_limit(size, among) for size in (2**16, 2**19, CHUNK_BYTES)]
     return next((size for size in sizes if size >= longest_stream), sizes[-1])
 
 
-def _at_most(size: int, among: Sequence[int]) -> int:
+def _packet_limit(size: int, among: Sequence[int]) -> int:
     return max(size // max(len(among), 1), 2**10)
 
 

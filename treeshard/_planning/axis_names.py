@@ -1,8 +1,8 @@
 """Finds the use of a mesh axis by its name.
 
 `P("x")` may mean FSDP, where the weight is gathered for use and the axis splits the batch, or
-tensor parallelism, where the axis must not split the batch. A spec does not say which, but the
-axis's name does by convention. The names here come from `PartitionAxis` (dp, fsdp, tp, sp, ep),
+tensor parallelism, where the axis must not split the batch. A spec does not show the use, but by
+convention the axis's name does. The names here come from `PartitionAxis` (dp, fsdp, tp, sp, ep),
 EasyLM, T5X, MaxText, AXLearn, Levanter and torchtitan. Other names have no known use.
 """
 
@@ -23,7 +23,7 @@ _WORDS: dict[AxisUse, str] = {
     "stage": "pp pipe pipeline stage stages",
 }
 _USES: dict[str, AxisUse] = {word: use for use, words in _WORDS.items() for word in words.split()}
-# What meshes call the axes of the first five fields of `PartitionAxis`, beginning with its default.
+# Usual names of the axes of the first five fields of `PartitionAxis`, beginning with its default.
 USUAL_NAMES = {
     "data_parallel_axis": ("dp", "data", "replica"),
     "fully_sharded_data_parallel_axis": ("fsdp",),
@@ -58,5 +58,5 @@ def splits_rows(axis: str) -> bool:
 
 
 def idle_axes(mesh: MeshLike, used: Collection[str]) -> list[str]:
-    """The axes of several devices that are not used: devices along them do the same work."""
+    """The axes of several devices that are not used, so that devices along them repeat work."""
     return [axis for axis, size in axis_sizes(mesh).items() if size > 1 and axis not in used]

@@ -40,7 +40,7 @@ def plan_copies(
 ) -> list[PlannedLeaf]:
     """The plan of every array of a tree that holds copies of a planned one; see `Plan.follow`.
 
-    `split` has the structure of the tree, and tells which of its leaves are arrays.
+    `split` has the structure of the tree, and knows which of its leaves are arrays.
     """
     axes = _read_axes(extra_axis, plan)
     original = Original(plan._split.treedef, _originals(plan))
@@ -51,14 +51,14 @@ def plan_copies(
     for path, leaf, (spec, counterpart) in split.dynamic(list(rows)):
         shape, dtype = leaf.shape, leaf.dtype
         decision = _ALONE if counterpart is None else counterpart.decision
-        key = id(decision), id(spec), shape  # the original keeps one spec of each kind
+        key = id(decision), id(spec), shape  # the original has one object for each spec
         if key not in known:
-            # A factored moment or a history has some of the dims, and notes about the parameter's
-            # dims would be wrong for it.
+            # A factored moment or a history has other dims than the parameter, so adjustments of
+            # the parameter's dims do not apply.
             if counterpart is not None and shape != counterpart.shape:
                 decision = _with_spec(replace(decision, adjustments=()), spec)
             decision = _with_spec(decision, _add_axes(decision.spec, shape, axes, plan))
-            if memory is not None and shape:  # scalars stay where they are, as with tactics
+            if memory is not None and shape:  # scalars stay on the devices, as with tactics
                 decision = replace(decision, memory_kind=memory)
             known[key] = decision
         if counterpart is None or dtype is not counterpart.dtype:
@@ -75,7 +75,7 @@ def _originals(plan: PlannedTree) -> list[PlannedLeaf | None]:
     for i, state in optimizer_states(plan._bare_structs()).items():
         leaf = originals[i]
         tactic = None if leaf is None else _reader_of_names(leaf, plan)
-        # Rules that do not read what a variable says of its array decide its copies too.
+        # Rules that do not read the metadata of a variable decide its copies too.
         if leaf is None or tactic is None:
             continue
         # A tree of specs shards leaves of any size.
@@ -134,7 +134,7 @@ def histories(leaves: Sequence[PlannedLeaf]) -> dict[int, ResolvedSpec]:
     L-BFGS keeps the last updates of each parameter, `(memory_size, *shape)`. Its rule was written
     for the parameter: by `P("fsdp")` it would split the memory.
     """
-    # By name, because shapes are ambiguous: `q/weight` of one layer may have the shape of stacked
+    # By name, because shapes are ambiguous: a `q/weight` may have the shape of a stack of
     # `norm/weight`s.
     stacks = {i: x for i, x in enumerate(leaves) if _MEMORY.search(x.path)}
     if not stacks:
@@ -146,11 +146,11 @@ def histories(leaves: Sequence[PlannedLeaf]) -> dict[int, ResolvedSpec]:
         if copy is None or copy.shape != stack.shape[1:]:
             continue
         if copy.rule == stack.rule and copy.rule is not None:
-            histories[i] = _stacked(copy.decision)
+            histories[i] = _stack_decision(copy.decision)
     return histories
 
 
-def _stacked(decision: ResolvedSpec) -> ResolvedSpec:
+def _stack_decision(decision: ResolvedSpec) -> ResolvedSpec:
     """The decision of a parameter, for a stack of its copies."""
     requested, spec = (
         with_entries(of_copy, (None, *entries(of_copy)))

@@ -1,9 +1,9 @@
 """The findings of a plan: its errors and warnings, each with its fix.
 
-The checks only read decisions. So a plan can be made of rules with mistakes, and
-tells all of them at once, with what each costs; JAX raises them one per attempt. What a check says
-follows from the rules, the shapes and the mesh. Nothing is concluded from the names of leaves, but
-for two conventions: what a mesh axis is for (`axis_names`), and which leaves are optimizer state.
+The checks only read decisions. A plan can therefore be made from rules with mistakes, and reports
+all mistakes at once, each with its cost. JAX raises one per attempt. The checks use the rules, the
+shapes and the mesh. They use names for two conventions only: the use of a mesh axis (`axis_names`),
+and which leaves are optimizer state.
 
     check                        codes
     1. _specs_that_do_not_fit    unmatched, rank, axis-not-in-mesh, axis-already-used,
@@ -18,7 +18,7 @@ for two conventions: what a mesh axis is for (`axis_names`), and which leaves ar
     9. _left_whole               left-whole
     10. _state_unlike_weights    state-unlike-weight
 
-Each is a function of the plan that yields findings, in this order.
+Each check is a function of the plan that yields findings. They run in this order.
 """
 
 import re
@@ -83,17 +83,17 @@ class Finding(NamedTuple):
         return "error" if self.code in _ERRORS else "warning"
 
     def __str__(self) -> str:
-        """One line, the paths of repeated layers folded: `layers/{0..79}/attn/q`."""
+        """One line, with the paths of repeated layers folded: `layers/{0..79}/attn/q`."""
         paths = fold_paths(self.paths)
         shown = ", ".join(paths[:5]) + (f" and {len(paths) - 5} more" * (len(paths) > 5))
-        # A shadowed rule is the subject of its own line, and its leaves are sharded well.
+        # The line of a shadowed rule starts with the rule, because its leaves are sharded well.
         where = f"{shown}: " if shown and self.code != "shadowed-rule" else ""
         return f"{self.severity} {self.code}: {where}{self.fact} {self.fix}"
 
 
 def find(plan: PlannedTree) -> tuple[Finding, ...]:
-    """All findings of a plan: errors first; unsplit leaves ordered by what they waste."""
-    # The leaves of a plan by `Plan.follow` were not decided by rules, so its rules are not checked.
+    """All findings of a plan: errors first, and unsplit leaves by the bytes that they waste."""
+    # Rules did not decide the leaves of a plan by `Plan.follow`, so its rules are not checked.
     of_rules = (unused_rules, _unused_specs, _only_small_leaves)
     of_leaves = (
         _trimmed_specs,
@@ -149,7 +149,7 @@ def _group_by_note(
 
 
 def _specs_that_do_not_fit(plan: PlannedTree) -> Iterator[Finding]:
-    """What `match_partition_rules` raises for: one finding for each mistake of a rule."""
+    """The errors of `match_partition_rules`: one finding for each mistake of a rule."""
     for error, leaves in _group_by_note(plan, _ERRORS):
         leaf = leaves[0]
         if error.kind == "unmatched":
@@ -177,11 +177,11 @@ def shared_paths(plan: PlannedTree) -> Iterator[Finding]:
 
 
 def unused_rules(plan: PlannedTree) -> Iterator[Finding]:
-    """Rules that decided no leaf: dead if they match none, else shadowed by earlier ones.
+    """Rules that decided no leaf: dead if they match no leaf, otherwise shadowed by earlier rules.
 
-    A last rule that matches every leaf is a fallback, and not reported.
+    A last rule that matches every leaf is a fallback, and is not reported.
     """
-    # Patterns are searched only for rules that decided nothing: most decided something.
+    # Patterns are searched only for rules that decided no leaf, which are few.
     used = {leaf.rule for leaf in plan.leaves}
     patterns = [re.compile(pattern) for pattern, _ in plan.rules]
     for index, pattern in enumerate(patterns):
@@ -211,7 +211,7 @@ def _similar_path(pattern: str, leaves: Iterable[PlannedLeaf]) -> str:
     word = pattern.strip("^$/")
     count = word.count("/") + 1
     parts: dict[str, None] = {}
-    # Layers differ in numbers alone.
+    # Layers differ only in numbers.
     for path in {re.sub("[0-9]+", "0", leaf.path): None for leaf in leaves}:
         keys = path.split("/")
         for start in range(len(keys) - count + 1):
@@ -279,10 +279,9 @@ def _trimmed_specs(plan: PlannedTree) -> Iterator[Finding]:
 
 
 def _same_arrays(plan: PlannedTree) -> Iterator[Finding]:
-    """Arrays that are in the tree at two paths, one finding for each two branches that share some.
+    """Arrays at two paths of the tree, one finding for each pair of branches that share arrays.
 
-    Trees of JAX have value semantics: a function returns, and a device holds, an array for each
-    path.
+    Trees of JAX have value semantics: functions return, and devices hold, one array per path.
     """
     first_of = dict(plan._array_facts.same)
     later = [leaf for leaf in plan.leaves if leaf.path in first_of]
@@ -298,7 +297,7 @@ def _same_arrays(plan: PlannedTree) -> Iterator[Finding]:
 
 
 def _differing_branches(path: str, other: str) -> tuple[str, str]:
-    """Two paths without the keys at their ends that are equal."""
+    """Two paths without their common last keys."""
     keys, other_keys = path.split("/"), other.split("/")
     while keys and other_keys and keys[-1] == other_keys[-1]:
         keys.pop()
@@ -320,7 +319,7 @@ def _narrowed_arrays(plan: PlannedTree) -> Iterator[Finding]:
         yield Finding("narrowed", fact, fix, _paths(leaves))
 
 
-# ------------------------------------------------------------------ what leaves take
+# ------------------------------------------------------------------ wasted memory
 
 # Leaves are reported if they waste at least this part of a device's bytes.
 LARGE_PART = 0.01
@@ -331,9 +330,9 @@ def _left_whole(plan: PlannedTree) -> list[Finding]:
 
     1. Leaves with fewer elements than `min_size` are replicated on purpose, and so are leaves
        that a rule names and replicates (`_is_intended`).
-    2. A vector that is split already is left out: a bias takes its axis from the matrix beside it.
+    2. A vector that is split already is left out: a bias has the axis of its matrix.
     3. Leaves that miss the same axes for the same reason are one finding, if they waste at least
-       `LARGE_PART` of what a device holds.
+       `LARGE_PART` of a device's bytes.
     """
     fitting = [leaf for leaf in plan.leaves if not leaf.decision.errors]
     per_device = sum(leaf.bytes_per_device(plan.mesh) for leaf in fitting)
@@ -362,20 +361,20 @@ def _missed_axes(
     leaf: PlannedLeaf, usually_idle: Sequence[str], plan: PlannedTree
 ) -> tuple[str, ...]:
     """The idle axes that do not split a leaf. Empty if it is small, or sharded as intended."""
-    is_small = leaf.size < max(plan.min_size, 2)  # nothing splits a single element
+    is_small = leaf.size < max(plan.min_size, 2)  # a single element cannot be split
     if is_small or _is_intended(leaf, plan):
         return ()
     split = all_axes(entries(leaf.given))
     is_vector = sum(length > 1 for length in leaf.shape) == 1
     if is_vector and part_count(split, axis_sizes(plan.mesh)) > 1:
         return ()
-    # If its rule was to split it over some axes, these are idle whatever their names say.
+    # The axes over which its rule should have split it are idle, whatever their names.
     meant = {axis for note in leaf.adjustments if note.kind == "no-dim" for axis in note.axes}
     idle = idle_axes(plan.mesh, split)
     return tuple(axis for axis in idle if axis in usually_idle or axis in meant)
 
 
-# A path that a pattern without a name in it matches, and no other pattern.
+# A path that only patterns without a name match.
 _NO_NAME = "\N{LATIN LETTER DENTAL CLICK}/\N{LATIN LETTER LATERAL CLICK}"
 
 
@@ -396,10 +395,10 @@ def _is_intended(leaf: PlannedLeaf, plan: PlannedTree) -> bool:
 def _axes_idle_for_leaves(plan: PlannedTree) -> list[str]:
     """The axes that are idle for a leaf that they do not split.
 
-    Others replicate leaves by convention: those for data and sequences split the batch, unless they
-    split most of the parameters too; those for experts and pipelines split some of them alone.
+    Other axes replicate leaves by convention. Axes for data and sequences split the batch, unless
+    they also split most of the parameters. Axes for experts and pipelines split only some leaves.
     """
-    # A spec does not say whether its axis splits the batch, and a plan has no batch.
+    # Neither a spec nor a plan shows which axes split the batch.
     weights = parameters(plan.leaves)
     bytes_split: Counter[str] = Counter()
     for leaf in weights:
@@ -415,7 +414,7 @@ def _axes_idle_for_leaves(plan: PlannedTree) -> list[str]:
     return idle
 
 
-# What to do about a leaf that its rule did not split, by its last adjustment.
+# The fix for a leaf that its rule did not split, by its last adjustment.
 _FIXES = {
     "too-small": "Lower `min_size`.",
     "no-dim": "Free a dim, use another axis, or pad a dim in the model.",
@@ -444,9 +443,9 @@ def _explain_unsplit(leaf: PlannedLeaf, idle: Sequence[str], plan: PlannedTree) 
 
 
 def _state_unlike_weights(plan: PlannedTree) -> Iterator[Finding]:
-    """Optimizer state that is split unlike its parameter, and not further in the same dims.
+    """Optimizer state that is split unlike its parameter.
 
-    State that is split further is as in ZeRO-1.
+    State that is split further in the same dims, as in ZeRO-1, is not reported.
     """
     unlike: list[tuple[PlannedLeaf, PlannedLeaf]] = []
     for leaf, parameter in state_with_parameters(plan.leaves):

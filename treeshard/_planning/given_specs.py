@@ -1,4 +1,4 @@
-"""A plan from a tree of specs that somebody has already, instead of rules."""
+"""A plan from a tree of specs instead of rules."""
 
 import re
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from treeshard._core.spec_trees import (
     is_spec_function,
     resolve_specs,
 )
-from treeshard._core.specs import trimmed
+from treeshard._core.specs import trim_spec
 from treeshard._planning.logical import resolve_names
 from treeshard._planning.matching import Decided
 
@@ -29,11 +29,11 @@ _REPLICATED = ResolvedSpec(PartitionSpec(), PartitionSpec(), by_spec=True)
 
 
 def is_spec_tree(x: Any) -> bool:
-    """Whether what is given as rules is a tree of specs.
+    """Whether the argument `rules` is a tree of specs.
 
     1. A list or tuple is a list of rules if it is empty, or has a string or a pattern anywhere in
-       its lists and tuples. So is any other sequence that is not a pytree.
-    2. `None` alone, a string and a number are neither.
+       its lists and tuples. Any other sequence that is not a pytree is a list of rules, too.
+    2. `None`, a string and a number are neither rules nor specs.
     3. Anything else is a tree of specs: a spec, a plan, a function, a container.
     """
     if type(x) in (list, tuple):
@@ -52,16 +52,16 @@ def _has_pattern(x: Any) -> bool:
 
 
 def decide_by_specs(specs: SpecTree, tree: PyTree, mesh: AnyMesh) -> Decided:
-    """Decides every leaf of a tree by the spec that is given for it, whatever its size."""
+    """Decides every leaf of a tree by its given spec, whatever the size of the leaf."""
     if isinstance(specs, SpecCarrier):
-        specs = specs.placements  # which name memories, too
+        specs = specs.placements  # with memories
     leaves, treedef = tree_flatten(tree)
     resolved = resolve_specs(
         tree,
         call_functions(specs, tree),
         mesh,
         choose_mesh=lambda given, leaf: mesh,
-        resolve=lambda names: trimmed(resolve_names(names, mesh)),
+        resolve=lambda names: trim_spec(resolve_names(names, mesh)),
     )
     known = {id(x): _on_devices(x, mesh) for x in resolved if x is not None}
     decisions = [_REPLICATED if x is None else known[id(x)] for x in resolved]
@@ -70,20 +70,20 @@ def decide_by_specs(specs: SpecTree, tree: PyTree, mesh: AnyMesh) -> Decided:
 
 
 def _on_devices(resolved: ResolvedSpec, mesh: AnyMesh) -> ResolvedSpec:
-    """A decision of a plan, which has one mesh for all leaves, and `None` for their own memory."""
+    """A decision of a plan: without a mesh, and with `None` for the default memory."""
     memory = resolved.memory_kind
-    memory = None if memory in _own_memories(mesh) else memory
-    # One spec for a subtree is for leaves of any rank, and no leaf loses anything by it.
+    memory = None if memory in _default_memories(mesh) else memory
+    # One spec for a subtree serves leaves of any rank, so a trimmed spec is intended.
     notes = tuple(note for note in resolved.adjustments if note.kind != "trimmed")
     return replace(resolved, mesh=None, memory_kind=memory, adjustments=notes, by_spec=True)
 
 
-def _own_memories(mesh: AnyMesh) -> Sequence[str | None]:
+def _default_memories(mesh: AnyMesh) -> Sequence[str | None]:
     """The names of the memory in which devices hold arrays by default."""
     devices: Any = getattr(mesh, "devices", None)
     if devices is None:
         return ("device",)
     try:
         return ("device", devices.flat[0].default_memory().kind)
-    except jax.errors.JaxRuntimeError:  # those of a topology of GPUs have none: "UNIMPLEMENTED"
+    except jax.errors.JaxRuntimeError:  # devices of a GPU topology raise "UNIMPLEMENTED"
         return ("device",)

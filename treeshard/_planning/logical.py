@@ -1,7 +1,7 @@
 """Logical axis names of dims (`"batch"`, `"heads"`), and the rules that map them to mesh axes.
 
-The rules are a list by priority and not a dict, as in Flax: a name may have several, and which one
-applies depends on the axes that the other dims of the same array have taken.
+The rules are a list by priority, as in Flax, and not a dict: a name may have several rules, and the
+axes that other dims of the array have taken decide which rule applies.
 """
 
 import sys
@@ -93,7 +93,7 @@ def logical_axis_rules(rules: LogicalRules) -> Iterator[None]:
 
 
 def current_logical_rules() -> ReadLogicalRules | None:
-    """The rules in force: treeshard's, else Flax's or haliax's, else `None`."""
+    """The rules in force: of treeshard, otherwise of Flax or haliax; `None` without any."""
     if logical_rules.value is not None:
         return logical_rules.value
     # Linen and nnx both keep the rules of their contexts in this module.
@@ -128,13 +128,13 @@ def resolve_by(
 ) -> PartitionSpec:
     """Resolves names by rules, and projects the spec on the mesh and the shape, if given."""
     check_names(names)
-    # Flax too refuses names that occur twice, but for `None` and `UNCONSTRAINED`.
+    # Flax also rejects repeated names, except `None` and `UNCONSTRAINED`.
     if twice := [name for name, count in Counter(all_axes(names)).items() if count > 1]:
         raise SpecError(
             f"{tuple(names)}: {', '.join(map(repr, twice))} occurs twice, and an axis can split"
             " only one dim. Use a different name for each dim, and give each name a rule."
         )
-    # `project` would drop names beyond the rank, and the dims would get axes of other names.
+    # `project` would drop names beyond the rank, and dims would get the axes of wrong names.
     if shape is not None and len(names) > len(shape):
         raise SpecError(
             f"{tuple(names)} names {counted(len(names), 'dim')}, but shape {shape} has"
@@ -148,7 +148,7 @@ def resolve_by(
 def rules_of_variable(
     given: ReadLogicalRules | None, own: ReadLogicalRules | None
 ) -> ReadLogicalRules | None:
-    """The rules for an nnx variable: those given, or in force, and its own ones for other names.
+    """The rules for an nnx variable: the given rules, or the rules in force, and then its own.
 
     Raises:
         SpecError: If both have rules for a name, and they differ.
@@ -178,10 +178,10 @@ def _pairs(rules: ReadLogicalRules | None) -> tuple[tuple[str, Entry], ...]:
 def notes_on_names(
     names: Sequence[Entry], rules: ReadLogicalRules | None, mesh: MeshLike | None
 ) -> list[Adjustment]:
-    """Why a list of rules does not shard a leaf with these names as they say: a name has no rule,
-    or its rule names an axis that the mesh lacks."""
-    # Without rules in force, and for names that a `PartitionAxis` lacks, resolving them raises. Its
-    # default fields name axes that few meshes have.
+    """Why a list of rules does not shard some dims of these names: a name has no rule, or its rule
+    names an axis that the mesh lacks."""
+    # Without rules in force, and for names that a `PartitionAxis` lacks, the resolution raises. The
+    # default fields of a `PartitionAxis` name axes that few meshes have.
     if rules is None or isinstance(rules, NamedAxes):
         return []
     known = {name for name, _ in rules}
@@ -217,7 +217,7 @@ def read_logical_rules(rules: LogicalRules) -> ReadLogicalRules:
 # ------------------------------------------------------------------ reading rules
 
 
-@lru_cache(maxsize=64)  # validating a long list costs more than resolving names by it
+@lru_cache(maxsize=64)  # validating a long list takes longer than resolving names
 def _read(pairs: tuple[Any, ...]) -> tuple[tuple[str, Entry], ...]:
     bad = [
         f"logical rule {index}, {rule!r}, {wrong}"
@@ -267,7 +267,7 @@ def _entries_by_priority(
     names: Sequence[Entry], rules: tuple[tuple[str, Entry], ...]
 ) -> dict[str, Entry]:
     """The mesh axes of each name that a rule applies to."""
-    # As in Flax, rules are tried in the order of the list, and not dims in the order of the array:
+    # As in Flax, rules are tried in the order of the list, not in the order of the dims:
     # by ("a", "x"), ("b", "x") and ("b", "y"), ("b", "a") becomes P("y", "x").
     undecided = set(all_axes(names))
     entry_by_name: dict[str, Entry] = {}
@@ -314,7 +314,7 @@ def on_mesh(
     spec: PartitionSpec, mesh: MeshLike | None, shape: tuple[int, ...] | None = None
 ) -> PartitionSpec:
     """Projects a spec on a mesh and a shape, and keeps its number of entries."""
-    # MaxText has one list of rules for all meshes, so rules name axes that a mesh may lack.
+    # MaxText has one list of rules for all meshes, so a mesh may lack axes of the rules.
     count = len(entries(spec))
     projected, _ = project(spec, mesh, shape)
     return PartitionSpec(*dim_entries(projected, count))

@@ -1,7 +1,7 @@
 """Applies rules to the leaves of a tree, and records a decision for each.
 
-Nothing that a rule does to one leaf raises: it is recorded with the decision, so that all mistakes
-are known together, and a plan can show them.
+A mistake in one leaf does not raise. The decision records it, so that a plan can show all mistakes
+together.
 """
 
 import math
@@ -25,7 +25,7 @@ from treeshard._core.specs import (
     is_logical,
     project,
     shard_size,
-    trimmed,
+    trim_spec,
 )
 from treeshard._planning.logical import (
     current_logical_rules,
@@ -172,11 +172,11 @@ def decide(
     shown = leaves_with_names(tree) if rules.read_boxes else leaves
     arrays = [path for path, shape in zip(paths, shapes, strict=True) if shape]
     rule_of = _first_matches([pattern for pattern, _ in read], arrays, whole_paths)
-    # A model has few shapes, so most leaves get a decision that was made for another one.
+    # A model has few shapes, so most leaves share the decision of another leaf.
     known: dict[tuple[int, Shape, int], ResolvedSpec] = {}
     decisions: list[ResolvedSpec] = []
     for path, shape, leaf, in_box in zip(paths, shapes, leaves, shown, strict=True):
-        # EasyLM replicates scalars before it tries a rule, so its lists have none for counters.
+        # EasyLM replicates scalars before it tries a rule, so its lists have no rules for counters.
         if not shape:
             decisions.append(_REPLICATED)
             continue
@@ -197,8 +197,8 @@ def decide(
     return Decided(treedef, leaves, paths, shapes, decisions)
 
 
-# What makes a pattern tell one digit from another: a digit in it, also in a range, in an escape or
-# as the number of a group; a character by its name; and a named group that is to occur again.
+# The parts of patterns that distinguish digits: a digit, also in a range, in an escape or as the
+# number of a group; a character by its name; and a reference to a named group.
 _TELLS_DIGITS_APART = re.compile(r"\d|\\N|\(\?P=")
 _SAME_DIGITS = "".join("0" if chr(i).isdigit() else chr(i) for i in range(128))
 
@@ -206,9 +206,9 @@ _SAME_DIGITS = "".join("0" if chr(i).isdigit() else chr(i) for i in range(128))
 def _first_matches(
     patterns: Sequence[re.Pattern[str]], paths: Sequence[str], whole_paths: bool
 ) -> dict[str, int]:
-    """The first pattern that matches each path; paths that none matches are left out.
+    """The first pattern that matches each path; unmatched paths are left out.
 
-    The paths of layers differ in digits alone, so most patterns match all of them or none.
+    The paths of layers differ only in digits, so most patterns match either all layers or no layer.
     """
     kinds: dict[str, list[str]] = defaultdict(list)
     for path in paths:
@@ -216,7 +216,7 @@ def _first_matches(
     left = {alike[0]: alike for alike in kinds.values()}
     first: dict[str, int] = {}
     for index, pattern in enumerate(patterns):
-        # `filter` calls it a quarter faster than a loop does.
+        # `filter` is a quarter faster than a loop.
         matches = pattern.fullmatch if whole_paths else pattern.search
         if not _TELLS_DIGITS_APART.search(pattern.pattern):
             for path in list(filter(matches, left)):
@@ -237,10 +237,10 @@ class _Rule(NamedTuple):
     pattern: re.Pattern[str]
     # Logical names are resolved to a spec.
     action: Any
-    # Whether leaves of one shape and itemsize get one decision. Functions may tell them apart, and
-    # so may tactics that read boxes.
+    # Whether leaves of one shape and itemsize share a decision. Functions, and tactics that read
+    # boxes, may distinguish them.
     by_shape: bool
-    # What the logical rules lack for its names.
+    # The names or axes that its logical rules lack.
     notes: tuple[Adjustment, ...]
 
 
@@ -256,7 +256,7 @@ def _resolve_rules(read: ReadRules, mesh: AnyMesh | None) -> list[_Rule]:
         elif is_logical(action):
             notes = tuple(notes_on_names(action, logical, mesh))
             try:
-                action = trimmed(resolve_names(action, mesh))
+                action = trim_spec(resolve_names(action, mesh))
             except SpecError as error:
                 bad.append(f"rule {index}, {pattern.pattern!r}: {error}")
         rules.append(_Rule(pattern, action, by_shape, notes))
@@ -301,9 +301,9 @@ class _Rules:
         )
 
     def _refine(self, index: int, path: str, leaf: Any) -> Refined:
-        """What a tactic gives a leaf."""
+        """The result of a tactic for a leaf."""
         pattern, tactic, *_ = self.rules[index]
-        assert self.tactic_mesh is not None  # there are tactics, so there is a mesh
+        assert self.tactic_mesh is not None  # set if there are tactics
         try:
             return tactic.refine(PartitionSpec(), self.tactic_mesh, path, leaf, self.min_size)
         except SpecError as error:
@@ -311,7 +311,7 @@ class _Rules:
             return PartitionSpec(), ()
 
     def _call_function(self, index: int, path: str, leaf: Any) -> PartitionSpec | None:
-        """What a function returns for a leaf; `None`, and an error of the call, if no spec."""
+        """The spec that a function returns for a leaf. Without one, `None` and a recorded error."""
         pattern, function, *_ = self.rules[index]
         asked = function(path, value_of(leaf))
         if asked is None or isinstance(asked, PartitionSpec):
@@ -323,7 +323,7 @@ class _Rules:
         return None
 
     def _too_small(self, action: Any, shape: Shape) -> Refined:
-        """What an action asks for a leaf that is replicated for its size, and what it loses."""
+        """The spec that an action requests for a leaf below `min_size`, and the adjustment."""
         size = math.prod(shape)
         note = too_small(size, self.min_size)
         # A function is not called for small leaves, so it counts as sharding them.
@@ -342,16 +342,16 @@ class _Rules:
 
 # ------------------------------------------------------------------ which leaves are parameters
 
-# Of a state that rules decide as one tree, no structure says which leaves are parameters. Their
-# paths do: the path of a copy ends in the parameter's path without the first key. So
+# If rules decide a state as one tree, its structure does not show which leaves are parameters.
+# Paths do: the path of a copy ends in the parameter's path without the first key.
 # `opt_state/0/mu/mlp/w` is a copy of `params/mlp/w`.
 
 
 def parameters(leaves: Sequence[PlannedLeaf]) -> list[PlannedLeaf]:
-    """The leaves that have gradients: floats, but for branches that mirror another one.
+    """The leaves that have gradients: floats outside of branches that mirror another branch.
 
     In a state of `params/mlp/w` and `opt_state/0/mu/mlp/w`, the branch `opt_state` mirrors
-    `params`, since all its paths end in paths of `params`.
+    `params`, because all its paths end in paths of `params`.
     """
     # jax.numpy counts bfloat16 and float8 as inexact, and numpy does not.
     floats = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
@@ -360,7 +360,7 @@ def parameters(leaves: Sequence[PlannedLeaf]) -> list[PlannedLeaf]:
         branch, _, tail = leaf.path.partition("/")
         if leaf.shape:
             by_tail[tail][branch] = leaf.shape
-    sources: dict[str, set[str]] = {}  # the branches that all leaves of a branch may be made from
+    sources: dict[str, set[str]] = {}  # the branches that each branch may be a copy of
     for leaf in floats:
         branch = leaf.path.partition("/")[0]
         if leaf.shape:
@@ -370,7 +370,7 @@ def parameters(leaves: Sequence[PlannedLeaf]) -> list[PlannedLeaf]:
 
 
 def _possible_sources(leaf: PlannedLeaf, by_tail: dict[str, dict[str, Shape]]) -> set[str]:
-    """The branches with a leaf that this one may be made from."""
+    """The branches with a leaf that this leaf may be a copy of."""
     # A moment has the shape of its parameter, or fewer dims if it is factored. A leaf with more
     # dims is another parameter whose path has the same end, as `q/weight` and `norm/weight` do.
     return {

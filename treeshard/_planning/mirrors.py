@@ -1,8 +1,8 @@
 """The specs of a tree that holds copies of another: optimizer state, averages, gradients.
 
-Each leaf of a copy is matched to a leaf of the original. Where a copy has the original's
-structure, possibly with missing leaves or small lists in the place of leaves, leaves are
-matched by structure; elsewhere by the ends of their paths.
+Each leaf of a copy is matched to a leaf of the original. If a copy has the original's structure,
+possibly with missing leaves or with small lists instead of leaves, leaves are matched by structure.
+Other leaves are matched by the ends of their paths.
 """
 
 from collections import defaultdict
@@ -26,7 +26,7 @@ from treeshard._core.paths import (
 from treeshard._core.specs import dim_entries, with_entries
 from treeshard._planning.matching import PlannedLeaf, Shape
 
-# For each dim of a leaf the dim of its counterpart; `None` for a new one.
+# For each dim of a leaf, the dim of its counterpart; `None` for a new dim.
 Dims = tuple[int | None, ...]
 
 
@@ -34,8 +34,8 @@ class Followed(NamedTuple):
     """A leaf in a tree that mirrors another.
 
     Attributes:
-        spec: Its spec.
-        counterpart: The leaf of the original that it was made from; `None` without one.
+        spec: The spec of the leaf.
+        counterpart: The leaf of the original that it is a copy of, or `None`.
     """
 
     spec: PartitionSpec
@@ -57,7 +57,7 @@ class Original:
 
     @cached_property
     def names(self) -> dict[str, dict[Any, int]]:
-        """For each path, the arrays that have it: one index for each shape and spec."""
+        """For each path, the indices of its arrays, one for each shape and spec."""
         names: dict[str, dict[Any, int]] = defaultdict(dict)
         for index, path in enumerate(paths_of(self.treedef)):
             if self.leaves[index] is not None:
@@ -66,8 +66,8 @@ class Original:
 
     @cached_property
     def endings(self) -> dict[str, dict[Any, int]]:
-        """The same for the ends of paths, which an optimizer of a subtree has as paths: for each
-        ending the arrays whose paths are longer by the fewest keys."""
+        """For each ending of a path, the arrays whose paths are longer by the fewest keys. Endings
+        are the paths in an optimizer of a subtree."""
         endings: dict[str, tuple[int, dict[Any, int]]] = {}
         for path, indices in self.names.items():
             keys = path.split("/")
@@ -82,7 +82,7 @@ class Original:
 
     @cached_property
     def in_full(self) -> list[Followed]:
-        """What a copy of each leaf gets that has its shape: most copies."""
+        """For each leaf, the result for a copy of its shape, as most copies are."""
         pairs = enumerate(self.shapes)
         return [self.kept(i, tuple(range(len(x)))) if x else _ALONE for i, x in pairs]
 
@@ -114,8 +114,8 @@ class _Follower:
     def node(self, treedef: TreeDef, node: Any, path: str) -> None:
         if not treedef.num_leaves:
             return
-        # What is smaller than the original has no copy of it by structure: its leaves may still be
-        # copies by their names, as in an optimizer that is masked to a part of the tree.
+        # A tree that is smaller than the original has no copy by structure. Its leaves may be
+        # copies by name, as in an optimizer that is masked to a part of the tree.
         if treedef.num_nodes < self.original.treedef.num_nodes:
             self._match_by_names(node, path)
         elif not self._copy(treedef, path):
@@ -134,7 +134,7 @@ class _Follower:
                 self._follow_each(field)
                 return True
             parts = _parts_of(treedef, self.original.treedef)
-        except Exception:  # comparing static fields may raise: they may be arrays, for example
+        except Exception:  # static fields may be arrays, whose comparison raises
             return False
         followed: list[Followed] = []
         for index, part in enumerate(parts):
@@ -170,7 +170,7 @@ class _Follower:
         return _ALONE if dims is None else self.original.kept(index, dims)
 
     def _parts(self, part: TreeDef, leaves: list[Any], index: int) -> list[Followed] | None:
-        """The leaves in the place of one leaf: none, a moment per dim, or halves; else `None`."""
+        """The leaves instead of one leaf: empty, a moment per dim, or halves; otherwise `None`."""
         full = self.original.shapes[index]
         followed: list[Followed] = []
         for position, leaf in enumerate(leaves):
@@ -192,19 +192,21 @@ class _Follower:
             )
 
     def _match_by_name(self, path: str, shape: Shape) -> Followed:
-        """Matches a leaf to the original's leaf whose path is the longest end of its own path;
-        without one, to the leaves whose paths share the longest end with it. Of several, all
-        that its shape fits must give it the same spec."""
+        """Matches a leaf to the original's leaf whose path is the longest end of its own path.
+
+        Otherwise, matches it to the leaves whose paths share the longest end with it. All of
+        these leaves that fit its shape must give it the same spec.
+        """
         original = self.original
-        # `0/mu/mlp/w` is the array `mlp/w`; `0/mu/mlp/w/1` its second part, as SM3 has one for each
-        # dim; of an optimizer for `mlp` alone, it is `0/mu/w`, which only ends as that path does.
+        # `0/mu/mlp/w` is a copy of the array `mlp/w`. `0/mu/mlp/w/1` is its second part, as in SM3,
+        # which has a part per dim. In an optimizer for `mlp` alone, the copy is `0/mu/w`.
         parent, _, key = path.rpartition("/")
         position = int(key) if key.isdecimal() else -1
         own, above = _owners(path, original.names), _owners(parent, original.names)
         if not own and not above:
             own = _owners(path, original.endings)[:1]
             above = _owners(parent, original.endings)[:1]
-        # The array itself; one of several in its place, `mu/w/0`; what was computed from it.
+        # The array itself, then a part of it, `mu/w/0`, then an array computed from it.
         attempts: list[tuple[list[_Owner], Callable[[Shape, str], Dims | None]]] = [
             (own, lambda full, _: all_dims(shape, full)),
             (above, lambda full, _: part_dims(position, shape, full)),
@@ -220,7 +222,7 @@ class _Follower:
     def _alike(
         self, owner: "_Owner", dims_of: Callable[[Shape, str], Dims | None]
     ) -> Followed | None:
-        """What all leaves of one owner that the shape fits give a leaf, if they give the same."""
+        """The result that all fitting leaves of an owner share; `None` if they differ."""
         field, indices = owner
         kept: list[Followed] = []
         for index in indices:
@@ -235,7 +237,7 @@ _LEAF = tree_structure(0)
 
 
 def _parts_of(treedef: TreeDef, original: TreeDef) -> list[TreeDef]:
-    """What `treedef` has in the place of each leaf of `original`; `[]` for another structure.
+    """The parts of `treedef` at the leaves of `original`; `[]` for another structure.
 
     `flatten_up_to` needs the tree itself, and prints all its values if the structures differ.
     """
@@ -245,7 +247,7 @@ def _parts_of(treedef: TreeDef, original: TreeDef) -> list[TreeDef]:
         return [treedef]
     if treedef.node_data() != original.node_data():
         return []
-    children, originals = treedef.children(), original.children()  # which JAX copies
+    children, originals = treedef.children(), original.children()  # JAX copies them
     if len(children) != len(originals):
         return []
     parts: list[TreeDef] = []
@@ -284,8 +286,8 @@ def kept_dims(shape: Shape, full: Shape, field: str) -> Dims | None:
     as in projections and reductions that keep a dim of 1; or reordered. `field`, the optimizer's
     name for the computed array, distinguishes the factors of arrays with dims of equal length.
 
-    Returns for each dim of `shape` the dim of `full`, or `None` for a new one; `None` if no dim
-    matches.
+    Returns for each dim of `shape` the dim of `full`, or `None` for a new dim. Returns `None` if no
+    dim matches.
     """
     new = len(shape) - len(full)
     if new > 0:
@@ -305,9 +307,9 @@ def kept_dims(shape: Shape, full: Shape, field: str) -> Dims | None:
 
 
 def _factor_dims(full: Shape, field: str) -> Dims | None:
-    """The dims that a factor of this name keeps: a row factor drops the longest, a column
-    factor the second longest. This is Adafactor's rule, which sorts equal lengths as numpy."""
-    # optax has `FactoredState(count, v_row, v_col, v)`; other fields tell nothing of their dims.
+    """The dims that a factor of this name keeps. A row factor drops the longest dim, and a column
+    factor the second longest, as in Adafactor, which sorts equal lengths like numpy."""
+    # optax has `FactoredState(count, v_row, v_col, v)`; other names do not show the dims.
     if len(full) < 2 or not ("row" in field or "col" in field):
         return None
     by_length = np.argsort(full).tolist()
@@ -316,7 +318,7 @@ def _factor_dims(full: Shape, field: str) -> Dims | None:
 
 
 def _dims_by_length(shape: Shape, full: Shape) -> Dims | None:
-    """Dims of the same position and length; of the others, those whose length is unique."""
+    """Dims of the same position and length, and other dims with a unique length."""
     dims = [dim if length == full[dim] else None for dim, length in enumerate(shape)]
     moved = [dim for dim, kept in enumerate(dims) if kept is None]
     for dim in moved:
@@ -327,8 +329,8 @@ def _dims_by_length(shape: Shape, full: Shape) -> Dims | None:
 
 
 def part_dims(position: int, shape: Shape, full: Shape) -> Dims | None:
-    """The dims of one of several arrays in the place of one: its moment along the dim of this
-    position, or a half of the same shape, such as the real part."""
+    """The dims of one part of an array: its moment along the dim of this position, or a half of the
+    same shape, such as the real part."""
     if 0 <= position < len(full) and shape == (full[position],):
         return (position,)
     return all_dims(shape, full)

@@ -29,7 +29,7 @@ class FieldArray(NamedTuple):
 
 
 class OptimizerState(NamedTuple):
-    """An array of optimizer state, by what the nnx variable of its parameter says of it."""
+    """An array of optimizer state, with the metadata in the nnx variable of its parameter."""
 
     array: Any
     names: tuple[Entry, ...]
@@ -43,7 +43,7 @@ class NamesInBox(NamedTuple):
         names: An entry for each dim.
         rules: The box's own rules.
         logical: Whether names are never mesh axes.
-        adds_rules: Whether its own rules are added to those in force, and do not replace them.
+        adds_rules: Whether its own rules are added to the rules in force, or replace them.
     """
 
     names: tuple[Entry, ...]
@@ -70,8 +70,8 @@ def names_in(leaf: Any) -> NamesInBox:
     if hasattr(type(leaf), "replace_boxed"):
         rules = getattr(leaf, "rules", None)
         return NamesInBox(tuple(getattr(leaf, "names", ())), rules, hasattr(leaf, "rules"))
-    # nnx: `nnx.with_partitioning(init, names, sharding_rules=...)` keeps them in the metadata of a
-    # `Variable`; `out_sharding` may also be a finished spec.
+    # nnx: `nnx.with_partitioning(init, names, sharding_rules=...)` keeps names in the metadata of
+    # a `Variable`. `out_sharding` may also be a finished spec.
     metadata = leaf.get_metadata()
     names = _names_of_sharding(metadata.get("out_sharding"))
     return NamesInBox(names, metadata.get("sharding_rules"), adds_rules=True)
@@ -83,7 +83,7 @@ def _names_of_sharding(sharding: Any) -> tuple[Entry, ...]:
 
 
 def optimizer_states(tree: Any) -> dict[int, OptimizerState]:
-    """What variables of nnx say of the optimizer state of their arrays, by the index of the leaf.
+    """The metadata of nnx variables about the optimizer state of their arrays, by leaf index.
 
     `nnx.with_partitioning(init, names, optimizer_sharding=...)` keeps it in their metadata.
     """
@@ -120,15 +120,15 @@ def value_of(leaf: Any) -> Any:
 
 
 def leaves_with_names(tree: Any) -> list[Any]:
-    """The leaves, in JAX's order, each with what has the names of its dims.
+    """The leaves, in JAX's order, each with the object that has the names of its dims.
 
-    A leaf that is alone in a box or in a `NamedArray` is replaced by that, and an array in a field
-    that names its dims by a `FieldArray`.
+    A box or a `NamedArray` replaces the single leaf in it. A `FieldArray` replaces an array in a
+    field that names its dims.
     """
     shown: list[Any] = []
     for node in tree_flatten(tree, is_leaf=lambda x: is_wrapper(x) or bool(_named_fields(x)))[0]:
         if is_wrapper(node):
-            # A box may hold a tree: `nnx.Param({"q": ..., "k": ...})`, whose names fit none of it.
+            # A box may hold a tree: `nnx.Param({"q": ..., "k": ...})`. Its names then fit no leaf.
             inside = tree_leaves(node)
             shown += [node] if len(inside) == 1 else inside
         elif names_of_fields := _named_fields(node):

@@ -1,7 +1,7 @@
 """Decides how every leaf of a tree is sharded, and records why. Needs no devices.
 
-A plan is a value and not a tree of shardings: it keeps the rules and the shapes, so that it can be
-made again for another mesh, explain itself, and be compared, before anything is allocated.
+A plan keeps the rules and the shapes, not only a tree of shardings. Before any allocation, it can
+therefore be remade for another mesh, explain its decisions, and be compared.
 """
 
 import math
@@ -51,14 +51,14 @@ from treeshard.errors import (
     warn,
 )
 
-if TYPE_CHECKING:  # a training loop needs neither
+if TYPE_CHECKING:  # not needed by training loops
     from treeshard._planning.findings import Finding
     from treeshard._planning.plan_diff import PlanDiff
 
 
 @dataclass(frozen=True)
 class _ByRules:
-    """The recipe of a plan that rules decided, or a tree of specs in their place."""
+    """The recipe of a plan that rules or a tree of specs decided."""
 
     # The rules for logical names that were in force.
     logical: ReadLogicalRules | None
@@ -74,7 +74,7 @@ class _ByRules:
 
 @dataclass(frozen=True)
 class _Copies:
-    """The recipe of a plan that `Plan.follow` made of another one."""
+    """The recipe of a plan that `Plan.follow` made from another plan."""
 
     source: "Plan"
     extra_axis: str | Sequence[str]
@@ -97,7 +97,7 @@ class _PartOf:
 
 
 class _Place(jax.ShapeDtypeStruct):
-    """The index of a leaf, with its type: some classes look at what they are rebuilt from."""
+    """The index of a leaf, with its type, because some classes inspect their new children."""
 
     def __init__(self, index: int, leaf: PlannedLeaf | None) -> None:
         super().__init__(*((leaf.shape, leaf.dtype) if leaf else ((), "bool")))
@@ -121,9 +121,9 @@ class Plan(PlannedTree):
             `check_before_use`.
     """
 
-    # How it is made again for another mesh, and the plan that it was made from, if any.
+    # How to remake it for another mesh, with the plan that it was made from, if any.
     _recipe: _ByRules | _Copies | _PartOf = _ByRules(None)
-    # What it has warned of when it was applied, and plans made from it: one set for all of them.
+    # The warnings that it has given when it was applied. Plans made from it share the set.
     _told: set[str] = field(default_factory=set)
 
     @property
@@ -214,7 +214,7 @@ class Plan(PlannedTree):
         """
         if isinstance(self._recipe, _PartOf):
             return self._recipe.source.findings
-        from treeshard._planning.findings import find  # a training loop needs none of its modules
+        from treeshard._planning.findings import find  # not needed by training loops
 
         return find(self)
 
@@ -291,21 +291,21 @@ class Plan(PlannedTree):
         errors = [error for error in both if error is not None]
         if errors:
             return type(errors[0]), "\n".join(map(str, errors))
-        # The copies of a leaf with an error may fit, as a factored moment does, which has fewer
-        # dims. They are still not sharded as the rule says.
+        # The copies of a leaf with an error may fit, such as a factored moment with fewer dims.
+        # They are still not sharded by the rule.
         origin = self.whole
         return origin._recipe.source._error_text if isinstance(origin._recipe, _Copies) else None
 
     @cached_property
     def _unused(self) -> list[str]:
-        """What its rules say and no leaf gets: warnings of a plan that is applied."""
+        """Warnings about the parts of rules that no leaf gets, for a plan that is applied."""
         moves = describe_moves(self._adjusted_rows(), WARNED)
         messages = [] if moves is None else [moves]
         used = {leaf.rule for leaf in self.leaves if leaf.shape}
         if used and len(used - {None}) < len(self.rules):
             from treeshard._planning.findings import unused_rules
 
-            # Scalars need no rule, so a rule that matches only them misses nothing.
+            # A rule that matches only scalars, which do not need rules, is not reported.
             dead = [x for x in unused_rules(self) if x.code == "dead-rule" and not x.paths]
             facts = [f"the plan's {x.fact} {x.fix}" for x in dead]
             messages += [listed(f"{len(facts)} rules match no leaf:", facts)] if facts else []
@@ -344,7 +344,7 @@ class Plan(PlannedTree):
             >>> plan(tree, [("w", fsdp("fsdp"))], make_mesh("fsdp=8")).on("fsdp=1024")
             <Plan: 1 leaf on fsdp=1024, 4.0 KiB per device>
         """
-        # Planning again has shapes alone, which do not show what the arrays did.
+        # The new plan is made from shapes, which do not show facts about arrays.
         return replace(self._recipe.remake(self, mesh), _array_facts=self._array_facts)
 
     def follow(
@@ -480,9 +480,9 @@ class Plan(PlannedTree):
 
 
 def _child(node: Any, path: str, prefix: str, whole: Plan) -> tuple[str, Any]:
-    """The first key of a path below a node, and what the node has there."""
+    """The child of a node that a path starts with, and its key."""
     children = dict(children_with_keys(node))
-    # A key may have a slash of its own: the longest one counts.
+    # Keys may contain slashes: the longest matching key counts.
     keys = [key for key in children if key and f"{path}/".startswith(f"{key}/")]
     if keys:
         key = max(keys, key=len)
@@ -497,8 +497,8 @@ def _child(node: Any, path: str, prefix: str, whole: Plan) -> tuple[str, Any]:
 
 
 def _mesh_of_text(text: str) -> AnyMesh:
-    """The mesh of text: of the devices, if as many are attached; else abstract."""
-    # Text with a size of -1 is about the devices.
+    """The mesh of text: of the attached devices if their number fits, otherwise abstract."""
+    # A size of -1 stands for the attached devices.
     sizes = parse_axes(text).values()
     is_attached = -1 in sizes or math.prod(sizes) == jax.device_count()
     return make_mesh(text) if is_attached else abstract_mesh(text)
@@ -591,7 +591,7 @@ def plan(
 
 
 def _array_facts(leaves: Sequence[PlannedLeaf], arrays: Sequence[Any]) -> ArrayFacts:
-    """What only the arrays of planned leaves tell."""
+    """The facts about planned leaves that only their arrays show."""
     pairs = zip(leaves, arrays, strict=True)
     narrowed = tuple(
         (leaf.path, x.dtype.name) for leaf, x in pairs if x.dtype.itemsize > leaf.dtype.itemsize

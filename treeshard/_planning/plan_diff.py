@@ -1,7 +1,7 @@
-"""The difference between two plans: which leaves change, and what a device receives for it.
+"""The difference between two plans: the leaves that change, and the bytes that a device receives.
 
-The bytes follow from the regions that each device has before and after, not from the ways that
-`reshard` takes. Without devices there are no regions, and the bytes are an upper bound.
+The bytes follow from the regions of each device before and after, not from the transfers of
+`reshard`. Without devices, regions are unknown, and the bytes are an upper bound.
 """
 
 import math
@@ -56,7 +56,7 @@ class PlanDiff(NamedTuple):
         return bool(self.changes) or not same_axes(*self.meshes)
 
     def __str__(self) -> str:
-        """One line per change, repeated layers folded, then the total."""
+        """One line per change, with repeated layers folded, then the total."""
         rows = [("path", "array", "before", "after", "received")]
         for path, alike in fold((x.path, (*_cells(x), x.bytes), x) for x in self.changes):
             received = human_bytes(sum(change.bytes for change in alike))
@@ -89,11 +89,11 @@ def diff_plans(before: PlannedTree, after: PlannedTree) -> PlanDiff:
     by_path = [[(leaf.path, leaf) for leaf in plan.leaves] for plan in (before, after)]
     for path, old, new in pair(*by_path):
         cost = 0 if new is None else _received_bytes(old, new, meshes)
-        # A device may receive nothing: a replicated leaf that is then split.
+        # If a replicated leaf is split, the change is 0 bytes.
         kept = {None if x is None else (x.shape, x.dtype, x.memory, *_axes(x)) for x in (old, new)}
         if cost or len(kept) > 1:
             changes.append(LeafChange(path, old, new, cost))
-    # Leaves in any memory count: what is on the devices alone is `Plan.bytes_per_device`.
+    # Leaves in any memory count, unlike in `Plan.bytes_per_device`.
     sizes = [
         sum(leaf.bytes_per_device(plan.mesh) for leaf in plan.leaves) for plan in (before, after)
     ]
@@ -111,10 +111,10 @@ def _received_bytes(
 ) -> int:
     """The most bytes of a leaf that a device receives.
 
-    1. All of its new shard counts if there was no such array, or the memory is another one.
-    2. With devices, it is the part of the new shard that the device does not have yet.
-    3. Without, on meshes of different axes, all of the shard counts.
-    4. Without, on meshes of the same axes, each device is assumed to keep its position.
+    1. The full new shard counts if the leaf is new, or moves to another memory.
+    2. With devices, the part of the new shard that the device does not have yet counts.
+    3. Without devices, on meshes of different axes, the full shard counts.
+    4. Without devices, on meshes of the same axes, each device is assumed to keep its position.
     """
     before, after = meshes
     shard = new.bytes_per_device(after)
@@ -129,11 +129,11 @@ def _received_bytes(
 
 
 def _certain_overlap(old: PlannedLeaf, new: PlannedLeaf, mesh: AnyMesh) -> int:
-    """The elements of its new shard that every device has already, wherever it is in the mesh."""
+    """The number of elements of its new shard that any device has already."""
     sizes = axis_sizes(mesh)
-    # Along one dim, the old and the new shard of a device overlap for certain only if one spec's
-    # axes begin with the other's. By P("a") a device of mesh (a=2, b=2) has a half, and
-    # by P(("a", "b")) a quarter of that half; by P("b") it has a half that may be the other one.
+    # Along one dim, the old and the new shard of a device certainly overlap only if the axes of one
+    # spec begin with the axes of the other. On a mesh (a=2, b=2), a device has a half by P("a"), a
+    # quarter in the same half by P(("a", "b")), and a half that may be the other one by P("b").
     overlap = 1
     for length, *both in zip(new.shape, _axes(old), _axes(new), strict=True):
         splitting = [[axis for axis in axes if sizes[axis] > 1] for axes in both]

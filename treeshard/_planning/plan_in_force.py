@@ -1,4 +1,4 @@
-"""The plan of the step that is being traced, for functions inside that need specs.
+"""The plan of the step that is being traced, for functions in the step that need specs.
 
 On Auto axes, a tracer does not have a sharding, because the compiler chooses it after the trace.
 Without a plan in force, users would pass specs through every layer. With it, a function finds the
@@ -32,12 +32,12 @@ from treeshard._core.spec_trees import SpecTree, layer_specs
 from treeshard._core.specs import (
     all_axes,
     dim_entries,
+    drop_axes,
     entries,
     entry_of,
     is_spec,
-    trimmed,
+    trim_spec,
     with_entries,
-    without_axes,
 )
 from treeshard._core.text import fold_paths
 from treeshard._planning.axis_names import splits_rows
@@ -50,8 +50,8 @@ _Specs = tuple[PartitionSpec | None, ...]
 
 
 def default_batch(plan: Plan) -> PartitionSpec:
-    """The spec of a batch by default: dim 0 over the axes along which the plan gathers parameters,
-    and those that split a batch by their names."""
+    """The default spec of a batch: dim 0 over the axes along which the plan gathers parameters, and
+    the axes that split a batch by their names."""
     gathered = plan.fsdp_axes()
     split = [axis for axis in axis_sizes(plan.mesh) if axis in gathered or splits_rows(axis)]
     return PartitionSpec(entry_of(split)) if split else PartitionSpec()
@@ -75,15 +75,15 @@ class Part(NamedTuple):
     """A part of a plan that a tree may be."""
 
     leaves: tuple[PlannedLeaf, ...]
-    # How each array of the tree is sharded if it is this part; `None` for an array that has the
-    # full shape of a leaf that is sharded.
+    # The spec of each array if the tree is this part; `None` for an array with the full shape of a
+    # sharded leaf.
     specs: _Specs
     # Whether the tree is one layer of it, a slice of dim 0.
     is_layer: bool
 
 
-# What `PlanInForce.known_spec` returns for an array that it does not know. `None` would be an
-# array that has its full shape.
+# The result of `PlanInForce.known_spec` for an unknown array. `None` stands for an array of full
+# shape.
 UNKNOWN = object()
 
 
@@ -101,17 +101,17 @@ class PlanInForce:
     rows: tuple[str, ...]
     is_by_hand: bool = False
     # The shapes and specs of shards whose gradients code by hand has reduced, and over which axes.
-    # It only grows: JAX does not run code again that it has traced before with this in force.
+    # It only grows: JAX does not rerun code that it has traced with this plan in force.
     _reduced: dict[tuple[Shape, PartitionSpec], set[str]] = field(default_factory=dict)
 
     @property
     def gathered_axes(self) -> tuple[str, ...]:
-        """The axes over which weights are gathered for use: those that split the batch."""
+        """The axes over which weights are gathered for use: the axes that split the batch."""
         return tuple(dict.fromkeys([*self.rows, *sorted(self.plan.fsdp_axes())]))
 
-    # Part of the key of jit's caches. Comparing plans takes long, and who passes one plan again and
-    # again, as `value_and_grad(loss, plan)` in a loop, passes the same object. A step by hand has
-    # traces of its own: tracing also fills `_reduced`.
+    # Part of the key of jit's caches. Comparing plans takes long, and repeated calls, such as
+    # `value_and_grad(loss, plan)` in a loop, pass the same object. Each step by hand has its own
+    # traces, because tracing also fills `_reduced`.
     def _key(self) -> tuple[Any, ...]:
         return id(self._reduced if self.is_by_hand else self.plan), self.rows
 
@@ -132,17 +132,17 @@ class PlanInForce:
         return run
 
     def record_received(self, arrays: Sequence[Any]) -> None:
-        """Records which leaves of the plan the arrays are that a step has received."""
+        """Records the arrays that a step has received, as leaves of the plan."""
         for x, leaf in zip(arrays, self.plan.leaves, strict=True):
             note_origin(x, Received(self.plan, leaf))
 
     def record_reduced(self, x: Any, spec: PartitionSpec, axes: Iterable[str]) -> None:
         """Records that the gradient of a shard was reduced over axes of its spec."""
-        self._reduced.setdefault((tuple(x.shape), trimmed(spec)), set()).update(axes)
+        self._reduced.setdefault((tuple(x.shape), trim_spec(spec)), set()).update(axes)
 
     def reduced_axes(self, leaf: PlannedLeaf) -> set[str]:
         """The axes of its spec over which the gradient of a leaf, or of its layers, was reduced."""
-        spec, shape = trimmed(leaf.given), self._shard_shape(leaf, leaf.given)
+        spec, shape = trim_spec(leaf.given), self._shard_shape(leaf, leaf.given)
         of_layer = with_entries(spec, entries(spec)[1:])
         of_leaf = self._reduced.get((shape, spec), set())
         return of_leaf | self._reduced.get((shape[1:], of_layer), set())
@@ -153,8 +153,8 @@ class PlanInForce:
     # 2. Inside `shard_map`, an array that is equal on all devices by its type is not a shard.
     # 3. All other arrays belong to the part of the plan that has the structure and the shapes of
     #    the tree, or whose layers, stacked on dim 0, have them. Several such parts with different
-    #    specs are ambiguous. Under `jit`, a wrong choice changes no value, so parameters come
-    #    before optimizer state. Inside `shard_map` it would change values, and is an error.
+    #    specs are ambiguous. Under `jit`, a wrong choice does not change values, so parameters
+    #    come before optimizer state. Inside `shard_map`, it would, so ambiguity is an error.
 
     def specs_of(
         self, tree: PyTree, call: str = "", specs: str = "specs", *, are_gradients: bool = False
@@ -167,7 +167,7 @@ class PlanInForce:
         Args:
             tree: Any pytree.
             call: How to pass a plan, for messages: `"unshard(tree, {})"`.
-            specs: What to pass in its place if the plan does not have the tree.
+            specs: The specs to pass if the plan does not have the tree, for messages.
             are_gradients: Whether the tree has gradients of parameters, with `None` for leaves
                 without one. Arrays that cannot be shards may then be absent from the plan.
 
@@ -186,8 +186,8 @@ class PlanInForce:
         return treedef.unflatten([found.get(i) for i in range(len(values))])
 
     def specs_of_state(self, parameters: PyTree) -> SpecTree | None:
-        """The specs of the optimizer state of parameters; `None` if the plan has none that is
-        sharded otherwise than they are, or several that differ."""
+        """The specs of the optimizer state of parameters, if they differ from the parameters'
+        specs. `None` if they are equal, or the plan has several states that differ."""
         outline = tree_map(lambda x: x if has_shape(x) else None, parameters)
         parts = self._parts_like(outline, "value_and_grad", are_gradients=False)
         of_parameters = {part.specs for part in parts if self._has_parameters(part)}
@@ -200,13 +200,13 @@ class PlanInForce:
     # -------------------------------------------------------------- one array
 
     def known_spec(self, x: Any) -> Any:
-        """The spec of an array by its identity or its type, `None` if it is the full array of a
-        leaf that is sharded; `UNKNOWN` if neither tells."""
+        """The spec of an array by its identity or its type: `None` for the full array of a sharded
+        leaf, and `UNKNOWN` if neither decides."""
         origin = origin_of(x)
         if isinstance(origin, Received) and origin.plan is self.plan:
-            # Code inside a `shard_map` of the step's own may close over the full array.
-            is_whole = tuple(x.shape) != self._shape_here(origin.leaf)
-            return None if is_whole else trimmed(origin.leaf.given)
+            # Code in a `shard_map` inside the step may close over the full array.
+            is_full = tuple(x.shape) != self._shape_here(origin.leaf)
+            return None if is_full else trim_spec(origin.leaf.given)
         if isinstance(origin, GatheredFrom):
             return origin.rest
         may_be_shard = not self._is_once_per_device() or any(
@@ -231,10 +231,10 @@ class PlanInForce:
         """The part of a spec that code by hand sees: its Manual axes of several devices."""
         seen = self._axes_by_hand()
         others = [axis for axis in self.plan.mesh.axis_names if axis not in seen]
-        return without_axes(spec or PartitionSpec(), others)
+        return drop_axes(spec or PartitionSpec(), others)
 
     def _is_once_per_device(self) -> bool:
-        """Whether this code runs once per device along axes of the plan, of one device too."""
+        """Whether this code runs once per device along an axis of the plan, of any size."""
         return not manual_axes().isdisjoint(self.plan.mesh.axis_names)
 
     def _axes_by_hand(self) -> list[str]:
@@ -248,7 +248,7 @@ class PlanInForce:
         return isinstance(x, jax.ShapeDtypeStruct) or still_differs(x, axis)
 
     def _shape_here(self, leaf: PlannedLeaf) -> Shape:
-        """The shape of a leaf where this is traced: inside `shard_map`, the shape of a shard."""
+        """The shape of a leaf in the traced code: inside `shard_map`, the shape of a shard."""
         return self._shard_shape(leaf, self.part_by_hand(leaf.given))
 
     def _shard_shape(self, leaf: PlannedLeaf, spec: PartitionSpec) -> Shape:
@@ -259,18 +259,18 @@ class PlanInForce:
     def _specs_in_plan(
         self, outline: PyTree, call: str, specs: str, are_gradients: bool
     ) -> Sequence[PartitionSpec | None]:
-        """The specs of the arrays of a tree by the part of the plan that it is."""
+        """The specs of the arrays of a tree, from the part of the plan that matches the tree."""
         arrays = tree_leaves(outline)
         parts = self._parts_like(outline, call.partition("(")[0], are_gradients)
         if are_gradients and not parts and not self.may_be_shards(arrays):
             return [PartitionSpec()] * len(arrays)
         by_hand = self._is_once_per_device()
-        # Inside `shard_map` a wrong part would change values, so code by hand gets no choice.
-        # Gradients are always gradients of parameters, and of all layers.
+        # Inside `shard_map`, a wrong part would change values, so all parts must agree. Gradients
+        # always belong to parameters, and to all layers.
         if are_gradients or not by_hand:
             parts = [part for part in parts if not part.is_layer] or parts
             parts = [part for part in parts if self._has_parameters(part)] or parts
-        # Specs differ if they do where code by hand sees them.
+        # Only the part of specs that code by hand sees counts.
         different: dict[_Specs, Part] = {}
         for part in parts:
             seen = tuple(map(self.part_by_hand, part.specs)) if by_hand else part.specs
@@ -282,12 +282,12 @@ class PlanInForce:
     def _parts_like(self, outline: PyTree, where: str, are_gradients: bool) -> list[Part]:
         """The parts of the plan that have the structure and the shapes of a tree of arrays.
 
-        Raises `SpecError` if all of them are stacks of layers that are split over devices as such.
+        Raises `SpecError` if all of them are stacks that are sharded along the dim of layers.
         """
         arrays = tree_leaves(outline)
         parts: list[Part] = []
         refused: list[SpecError] = []
-        for place in find_subtrees(self._whole, outline, with_gaps=are_gradients):
+        for place in find_subtrees(self._structure, outline, with_gaps=are_gradients):
             leaves = tuple(self.plan.leaves[i] for i in place)
             if (specs := self._specs_at(leaves, arrays, 0)) is not None:
                 parts.append(Part(leaves, tuple(specs), is_layer=False))
@@ -316,7 +316,7 @@ class PlanInForce:
             if len(leaf.shape) != len(shape) + first:  # also for a scalar, which has no layers
                 return None
             if self._shape_here(leaf)[first:] == shape and may_be_shard:
-                specs.append(trimmed(leaf.given))
+                specs.append(trim_spec(leaf.given))
             elif leaf.shape[first:] == shape:
                 specs.append(None)
             else:
@@ -355,8 +355,8 @@ class PlanInForce:
         return frozenset(leaf.path for leaf in parameters(self.plan.leaves))
 
     @cached_property
-    def _whole(self) -> Any:
-        """The structure of the plan's arrays, where boxes are leaves: code may take them off."""
+    def _structure(self) -> Any:
+        """The structure of the plan's arrays, with boxes as leaves: code may remove boxes."""
         structure = self.plan.structure_of_arrays
         tree = structure.unflatten([0] * structure.num_leaves)
         return tree_structure(tree, is_leaf=is_box_of_leaf)
@@ -367,7 +367,7 @@ def _line(plan: Plan, path: str) -> str:
     keys = path.split("/") if path else []
     try:
         reduce(lambda part, key: part[key], keys, plan)
-    except SpecError:  # a key has a slash of its own
+    except SpecError:  # a key contains a slash
         keys = [path]
     return "plan" + "".join(f"[{key}]" if key.isdigit() else f'["{key}"]' for key in keys)
 
@@ -380,15 +380,15 @@ def _nodes(treedef: Any, start: int = 0) -> Iterator[tuple[int, Any]]:
         start += child.num_leaves
 
 
-def find_subtrees(whole: Any, tree: PyTree, *, with_gaps: bool = False) -> list[list[int]]:
-    """The indices of the leaves of each subtree that has the structure of a tree.
+def find_subtrees(planned: Any, tree: PyTree, *, with_gaps: bool = False) -> list[list[int]]:
+    """The indices of the leaves of each subtree of a structure that is like a tree.
 
-    If there is none, and `with_gaps`, the tree may have `None` instead of leaves.
+    If none is found and `with_gaps` is true, the tree may have `None` instead of leaves.
     """
     structure = tree_structure(tree)
     count = structure.num_leaves
-    # A tree without arrays is everywhere, and nowhere.
-    nodes = [(start, node) for start, node in _nodes(whole) if 0 < count <= node.num_leaves]
+    # A tree without arrays would match everywhere.
+    nodes = [(start, node) for start, node in _nodes(planned) if 0 < count <= node.num_leaves]
     starts = [start for start, node in nodes if node.num_leaves == count and node == structure]
     if starts or not with_gaps:
         return [list(range(start, start + count)) for start in starts]
@@ -397,8 +397,8 @@ def find_subtrees(whole: Any, tree: PyTree, *, with_gaps: bool = False) -> list[
 
 
 def _leaves_in_common(start: int, node: Any, tree: PyTree) -> list[int]:
-    """The indices of the leaves of a node in whose places a tree has leaves too; none if it has
-    another structure."""
+    """The indices of the leaves of a node where a tree has leaves too; empty if the structures
+    differ."""
     try:
         found = node.flatten_up_to(tree)
     except (ValueError, TypeError, KeyError):
@@ -411,7 +411,7 @@ def _leaves_in_common(start: int, node: Any, tree: PyTree) -> list[int]:
 INITIALISING = "initialising"
 
 # The scope in which `accumulate_gradients` averages gradients over parts of the batch, by
-# `axis_names`: by its name a trace tells that it does.
+# `axis_names`. Traces show its name.
 AVERAGES_PARTS = "mean_of_parts"
 # The scope in which it takes a batch in several passes.
 IN_MINIBATCHES = "in_minibatches"

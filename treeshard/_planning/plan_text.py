@@ -1,8 +1,8 @@
 """Writes a plan as text, for people, and as JSON, for other programs.
 
-In the text, repeated layers are one line: a model of 80 layers has thousands of leaves and some
-ten decisions. JSON has a line for each leaf. It names no devices and holds no code, so it cannot
-be read back as a plan: the functions among rules have no text.
+In the text, repeated layers share a line: a model of 80 layers has thousands of leaves and about
+ten decisions. JSON has a line for each leaf. It has neither devices nor the functions among rules,
+so a plan cannot be read back from it.
 """
 
 import json
@@ -20,7 +20,7 @@ from treeshard._core.text import columns, fold, human_bytes
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.planned import PlannedTree
 from treeshard._planning.rules import kind_of
-from treeshard.errors import counted
+from treeshard.errors import counted, short
 
 _HEADS = ("path", "array", "spec", "per device", "why")
 _WITH_ROLES = (*_HEADS[:-1], "in the step", "why")
@@ -43,7 +43,7 @@ def describe(plan: PlannedTree) -> str:
 
 def type_text(leaf: PlannedLeaf, mesh: AnyMesh) -> str:
     """`float32[512,64]`; on Explicit axes the type that JAX prints, `float32[512@fsdp,64]`."""
-    # On Auto axes a type has no axes: `jax.typeof` would not show them.
+    # Types do not have Auto axes, and `jax.typeof` does not show them.
     explicit = axes_of_type(mesh, AxisType.Explicit)
     dims: list[str] = []
     for length, entry in zip(leaf.shape, dim_entries(leaf.given, len(leaf.shape)), strict=True):
@@ -54,20 +54,20 @@ def type_text(leaf: PlannedLeaf, mesh: AnyMesh) -> str:
 
 
 def _reason(leaf: PlannedLeaf, rules: Sequence[tuple[Any, Any]]) -> str:
-    """The rule that decided a leaf, and what of it could not be done."""
+    """The rule that decided a leaf, and the adjustments to its result."""
     if not leaf.shape and leaf.rule is None:
         why = "scalar"
     elif leaf.decision.by_spec:
         why = "its spec" if leaf.asked == leaf.given else f"its spec {leaf.asked}"
     elif leaf.rule is None:
-        # Unmatched leaves have an adjustment; others are in a plan that follows another one.
+        # Unmatched leaves have an adjustment. Leaves without a counterpart have none.
         why = "" if leaf.adjustments else "no counterpart"
     else:
         action = rules[leaf.rule][1]
         kind = kind_of(action)
         why = f"rule {leaf.rule} {leaf.pattern!r}"
         if kind == "tactic":
-            why += f" {action!r}"
+            why += f" {short(repr(action), 80)}"
         elif kind != "function" and leaf.asked != leaf.given:
             why += f" {leaf.asked}"
     notes = "; ".join(map(_note, leaf.adjustments))
@@ -118,7 +118,7 @@ def to_json(plan: PlannedTree) -> str:
         "min_size": plan.min_size,
         "strict": plan.strict,
     }
-    # By hand, as `json.dumps(indent=...)` would spread a leaf over ten lines of a review.
+    # By hand, because `json.dumps(indent=...)` would use ten lines for a leaf.
     lines = [f"{json.dumps(key)}: {_dump(value)}" for key, value in head.items()]
     rules = [_dump(_rule_to_json(*rule)) for rule in plan.rules]
     leaves = [_dump(_leaf_to_json(leaf)) for leaf in plan.leaves]

@@ -1,7 +1,7 @@
-"""The result of planning: a record for each array of a tree, and what follows from all of them.
+"""The result of planning: a record for each array of a tree, and the specs and sums of all records.
 
-`PlannedTree` is what the checks, the text and the difference of plans read. `Plan` adds what can be
-done with it, and calls them.
+The checks, the text and the difference of plans read a `PlannedTree`. `Plan` adds the methods that
+call them.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from treeshard._core.arrays import StaticSplit
 from treeshard._core.mesh import AnyMesh, axis_sizes
 from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import SpecCarrier, SpecTree
-from treeshard._core.specs import all_axes, entries, trimmed
+from treeshard._core.specs import all_axes, entries, trim_spec
 from treeshard._planning.axis_names import splits_rows
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.tactics import Tactic
@@ -25,11 +25,11 @@ from treeshard.errors import MeshError
 
 
 class ArrayFacts(NamedTuple):
-    """What only arrays tell, and shapes do not: a plan for another mesh keeps it."""
+    """Facts that arrays show and shapes do not. A plan for another mesh keeps them."""
 
-    # The paths of arrays that are one object with another leaf, and of that leaf.
+    # Pairs of paths that hold the same array.
     same: tuple[tuple[str, str], ...] = ()
-    # The paths of arrays that devices hold in a narrower dtype, and their own dtype.
+    # The paths of arrays that devices hold in a narrower dtype, with the original dtype.
     narrowed: tuple[tuple[str, str], ...] = ()
 
 
@@ -48,7 +48,7 @@ class PlannedTree(SpecCarrier):
 
     @property
     def _follows(self) -> bool:
-        """Whether another plan decided the leaves, and no rules."""
+        """Whether another plan decided the leaves, instead of rules."""
         return False
 
     # -------------------------------------------------------------- the tree
@@ -77,8 +77,7 @@ class PlannedTree(SpecCarrier):
         return self.with_arrays(structs)
 
     def with_arrays(self, arrays: Sequence[Any]) -> PyTree:
-        """The tree with these arrays, which are in the order of `leaves`; non-array leaves as they
-        are."""
+        """The tree with these arrays, in the order of `leaves`; non-array leaves unchanged."""
         return self._split.combine(arrays)
 
     @property
@@ -90,7 +89,7 @@ class PlannedTree(SpecCarrier):
         pairs = zip(self.leaves, self.sharding_of_each(), strict=True)
         return [x.given if x.memory is None else sharding for x, sharding in pairs]
 
-    def at_each_leaf(self, tree: PyTree, *, placements: bool = False) -> list[Any] | None:
+    def specs_by_leaf(self, tree: PyTree, *, placements: bool = False) -> list[Any] | None:
         """The specs, or `placements`, for the leaves of a tree, if it has the planned structure."""
         if tree_structure(tree) != self._split.treedef:
             return None
@@ -127,7 +126,7 @@ class PlannedTree(SpecCarrier):
 
     def _bare_structs(self) -> PyTree:
         """The tree with a `ShapeDtypeStruct` without a sharding at every array."""
-        # A model has few kinds of leaves, and making a struct takes longer than all else.
+        # A model has few kinds of leaves, and making structs takes the most time.
         kinds = [(leaf.shape, leaf.dtype) for leaf in self.leaves]
         of_kind = {kind: jax.ShapeDtypeStruct(*kind) for kind in set(kinds)}
         return self.with_arrays([of_kind[kind] for kind in kinds])
@@ -177,7 +176,7 @@ class PlannedTree(SpecCarrier):
             frozenset({'fsdp'})
         """
         axes: set[str] = set()
-        # Few decisions are different, and each is one object.
+        # Equal decisions are one object, and few differ.
         for decision in {id(leaf.decision): leaf.decision for leaf in self.leaves}.values():
             split = set(all_axes(entries(decision.spec)))
             axes.update(filter(splits_rows, split))
@@ -193,8 +192,9 @@ class PlannedTree(SpecCarrier):
         return hash(self._key())
 
     def _key(self) -> tuple[Any, ...]:
-        short = {spec: trimmed(spec) for spec in {x.given for x in self.leaves}}
-        # Sorted, as trees of the same paths may be flattened in another order: modules and dicts.
+        short = {spec: trim_spec(spec) for spec in {x.given for x in self.leaves}}
+        # Sorted, because trees of the same paths may flatten in different orders, as modules and
+        # dicts do.
         leaves = sorted(self.leaves, key=lambda leaf: leaf.path)
         rows = [(x.path, x.shape, x.dtype, short[x.given], x.memory) for x in leaves]
         return tuple(axis_sizes(self.mesh).items()), tuple(rows)

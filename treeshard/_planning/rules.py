@@ -1,7 +1,7 @@
 """`match_partition_rules`: specs for a tree from a list of rules, and its errors.
 
-One error lists all leaves. The functions of this name elsewhere raise for the first one, so that a
-list of rules is mended in as many runs as it has mistakes.
+One error lists all leaves. In other projects, the functions of this name raise for the first leaf,
+and fixing a list of rules takes a run per mistake.
 """
 
 import os
@@ -93,7 +93,7 @@ def match_partition_rules(
             f" leaf that is sharded, write `match_partition_rules(rules, tree, min_size={mesh})`."
         )
     mesh = as_mesh(mesh)
-    # Decisions are records and no errors yet: one error then lists all of them.
+    # Decisions record mistakes, and one error then lists all of them.
     decided = decide(read_rules(rules), tree, mesh, min_size)
     rows = decided.adjusted_rows()
     if strict and (error := rules_error(rows, mesh)):
@@ -119,7 +119,7 @@ def rules_error(rows: Iterable[Row], mesh: AnyMesh | None) -> ShardingRuleError 
     where = f"The mesh has {describe_mesh(mesh)}." if mesh is not None else "No mesh was given."
     what = "fit their specs" if by_specs else "follow the rules"
     message = listed(f"{len(facts)} leaves do not {what}. {where}", facts)
-    if len(facts) == 1 and "axis-not-in-mesh" not in kinds:  # which names the mesh's axes itself
+    if len(facts) == 1 and "axis-not-in-mesh" not in kinds:  # it names the axes of the mesh
         message = f"{message} {where}"
     if "unmatched" in kinds:
         message += '\nTo replicate leaves that no other rule matches, add a last rule (".*", None).'
@@ -127,21 +127,21 @@ def rules_error(rows: Iterable[Row], mesh: AnyMesh | None) -> ShardingRuleError 
 
 
 def warn_of_moves(rows: Iterable[Row], kinds: Iterable[str]) -> None:
-    """Warns once of all leaves with adjustments of these kinds, as `describe_moves` says them."""
+    """Warns once about all leaves with adjustments of these kinds, by `describe_moves`."""
     if message := describe_moves(rows, kinds):
         warn(message)
 
 
 def logs_moves() -> bool:
-    """Whether `LOG_SHARDING_MOVE` is on in the environment, by the words that EasyDeL knows."""
+    """Whether `LOG_SHARDING_MOVE` is on in the environment, by the words that EasyDeL accepts."""
     return os.environ.get("LOG_SHARDING_MOVE", "").strip().lower() in ("true", "yes", "1", "on")
 
 
 def describe_moves(rows: Iterable[Row], kinds: Iterable[str]) -> str | None:
     """One message about all leaves with adjustments of these kinds; `None` if there are none.
 
-    If `LOG_SHARDING_MOVE` is on in the environment, also about trimmed specs and leaves that are
-    replicated for their size.
+    If `LOG_SHARDING_MOVE` is on in the environment, the message also lists trimmed specs and leaves
+    that are replicated for their size.
     """
     shown = frozenset(kinds)
     if logs_moves():
@@ -157,7 +157,7 @@ def describe_moves(rows: Iterable[Row], kinds: Iterable[str]) -> str | None:
 def _facts_and_kinds(
     rows: Iterable[Row], kinds: frozenset[str]
 ) -> tuple[list[str], frozenset[str]]:
-    """A line for each leaf with adjustments of these kinds, and the kinds that there are."""
+    """A line for each leaf with adjustments of these kinds, and the kinds that occur."""
     facts: list[str] = []
     found: set[str] = set()
     for path, shape, decision in rows:
@@ -201,7 +201,7 @@ def check_action(action: Any) -> Any:
 
 
 def check_order(rules: Any, other: Any, where: str, call: str) -> None:
-    """Raises `ShardingRuleError` if the rules are where another argument belongs."""
+    """Raises `ShardingRuleError` if the rules are in the position of another argument."""
     if is_list_of_rules(other) and not is_list_of_rules(rules):
         raise ShardingRuleError(
             f"{where}: the arguments are in the wrong order: the rules are"
@@ -245,7 +245,7 @@ def read_rules(rules: Any, read_action: Callable[[Any], Any] = check_action) -> 
 
 
 def _is_window(pattern: Any) -> bool:
-    """Whether it has a pattern for each of some neighbouring keys: `("attention", "kernel")`."""
+    """Whether it is a tuple of patterns for neighbouring keys: `("attention", "kernel")`."""
     return (
         isinstance(pattern, tuple | list)
         and bool(pattern)
@@ -259,7 +259,7 @@ def _group_alternatives(pattern: str) -> str:
 
 
 def _read_rule(rule: Any, read_action: Callable[[Any], Any]) -> tuple[re.Pattern[str], Any]:
-    """Reads one rule. Errors go on from the number of the rule."""
+    """Reads one rule. Errors continue a line that starts with the number of the rule."""
     if not isinstance(rule, tuple | list) or len(rule) != 2:
         raise ShardingRuleError(
             f" is not a pair: {rule!r}. A rule is a pair (pattern, action), such as"

@@ -1,8 +1,7 @@
 """Tactics: actions of rules that choose a spec by the shape of the leaf.
 
-A tactic is a tuple of steps, and a step is a text and a function. The text can be compared and
-printed, as a closure cannot: a plan shows which tactic decided, and leaves of one shape share its
-result.
+A tactic is a tuple of steps, and a step is a text and a function. Unlike a closure, the text can be
+compared and printed: a plan shows which tactic decided, and leaves of one shape share its result.
 """
 
 import math
@@ -31,7 +30,7 @@ from treeshard._core.specs import (
     entry_of,
     part_count,
     project,
-    trimmed,
+    trim_spec,
     with_entries,
 )
 from treeshard._planning.logical import (
@@ -50,8 +49,8 @@ from treeshard.errors import ShardingRuleError, SpecError, counted, misfit_error
 
 Refined = tuple[PartitionSpec, tuple[Adjustment, ...]]
 # Takes the spec that the previous steps returned, the mesh, the leaf's path, and the leaf. Returns
-# the refined spec, and what could not be done. Raises `SpecError` if there is none: logical names
-# do not resolve, for example.
+# the refined spec, and the adjustments. Raises `SpecError` if it cannot return a spec, for example
+# if logical names do not resolve.
 Refine = Callable[[PartitionSpec, AnyMesh, str, Any], Refined]
 
 
@@ -59,17 +58,17 @@ Refine = Callable[[PartitionSpec, AnyMesh, str, Any], Refined]
 class Step:
     """One step of a tactic: the call that makes it, and a function. Equal calls are equal steps."""
 
-    # The call, as a plan shows it.
+    # The call, which a plan shows.
     text: str
     refine: Refine = field(compare=False)
     # Its own threshold in elements; `None` uses the threshold of the call that applies the rules.
     min_size: int | None = None
     # The axes over which it shards parameters that are gathered for use.
     fsdp_axes: tuple[str, ...] = ()
-    # The kind of memory that it puts the leaf in; `None` for the devices' own.
+    # The kind of memory for the leaf; `None` for device memory.
     memory: str | None = None
-    # Whether the result depends only on the leaf's shape and itemsize. Leaves for which these are
-    # equal then share one decision. If not, it takes the leaf in its box, if there is one.
+    # Whether the result depends only on the leaf's shape and itemsize, so that equal leaves share a
+    # decision. Otherwise the step takes the leaf in its box, if it has one.
     by_shape: bool = True
 
 
@@ -117,13 +116,13 @@ class Tactic:
 
     @property
     def memory(self) -> str | None:
-        """The kind of memory that its last step to name one puts the leaf in."""
+        """The kind of memory for the leaf, from the last step that names one."""
         return next((step.memory for step in reversed(self.steps) if step.memory), None)
 
     def refine(
         self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any, min_size: int
     ) -> Refined:
-        """Applies the steps in turn, each to leaves of at least its own `min_size`, or this one.
+        """Applies the steps in turn. A step without `min_size` uses the argument as its threshold.
 
         `leaf` may be a box. Raises `SpecError` as the steps do.
         """
@@ -142,10 +141,10 @@ class Tactic:
 
 
 def call_text(name: str, *args: Any, **options: Any) -> str:
-    """The call of a tactic as one writes it, without options that are `None` or empty."""
+    """The call of a tactic as text, without options that are `None` or empty."""
     shown = [*map(repr, args)]
     for key, value in options.items():
-        # 0 is a value, and equal to False.
+        # `0 == False`, but 0 is a value of an option.
         if value is not None and value is not False and value != ():
             shown.append(f"{key}={value!r}")
     return f"{name}({', '.join(shown)})"
@@ -293,7 +292,7 @@ def logical_partitioning(rules: LogicalRules | None = None) -> Tactic:
     def refine(spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
         return _shard_by_names(spec, mesh, leaf, read)
 
-    # Boxes of equal shape have other names.
+    # Boxes of equal shape may have different names.
     return Tactic((Step(text, refine, by_shape=False),))
 
 
@@ -327,7 +326,7 @@ DEFAULT_MIN_SIZE = 2**14
 
 
 def min_size_in_force(min_size: SupportsIndex | None) -> int:
-    """The threshold of a call, in elements: its argument, else the environment's, else 16384."""
+    """The threshold of a call, in elements: the argument, or the environment, or 16384."""
     if min_size is not None:
         return index(min_size)  # also an integer of numpy
     text = os.environ.get("MIN_SHARDING_SIZE", "").strip()
@@ -335,7 +334,7 @@ def min_size_in_force(min_size: SupportsIndex | None) -> int:
         return DEFAULT_MIN_SIZE
     if not text.isdecimal():
         raise ShardingRuleError(
-            f"MIN_SHARDING_SIZE is {text!r} in the environment. Set it to a whole number of"
+            f"MIN_SHARDING_SIZE is {text!r} in the environment. Set it to a number of"
             f" elements, such as {DEFAULT_MIN_SIZE}, or pass `min_size=`."
         )
     return int(text)
@@ -354,7 +353,7 @@ def axes_to_shard(axis: str | Sequence[str], where: str) -> tuple[str, ...]:
     return axes
 
 
-# ------------------------------------------------------------------ what the steps do
+# ------------------------------------------------------------------ steps
 
 
 def shard_largest(
@@ -370,8 +369,8 @@ def shard_largest(
     count = part_count(axes, axis_sizes(mesh))
     new = dim_entries(spec, len(shape))
     skipped = {dim % len(shape) for dim in skip if -len(shape) <= dim < len(shape)}
-    # big_vision tries dims in the order of `np.argsort(shape)[::-1]`: of equal lengths the last
-    # one first, and so a square matrix by its columns. The maximum of these pairs is the same dim.
+    # big_vision tries dims in the order of `np.argsort(shape)[::-1]`: among equal lengths, the last
+    # dim comes first. The maximum of these pairs is the same dim.
     candidates = [
         (length, dim)
         for dim, length in enumerate(shape)
@@ -405,7 +404,7 @@ def _shard_one(
     if conflicts := _axis_conflicts(spec, axes, mesh):
         return spec, conflicts
     new[dim] = entry_of(axes)
-    # The dim may not be divisible: unlike `fsdp`, this tactic has no other one to shard.
+    # The dim may be indivisible: unlike `fsdp`, this tactic cannot choose another dim.
     return project(with_entries(spec, new), mesh, shape)
 
 
@@ -423,7 +422,7 @@ def _shard_by_names(
     by_names = _resolve_box(box, rules, mesh)
     projected, adjustments = project(by_names, mesh, tuple(value_of(leaf).shape))
     notes = notes_on_names(box.names, rules, mesh) if box.logical else ()
-    return trimmed(projected), (*adjustments, *notes)
+    return trim_spec(projected), (*adjustments, *notes)
 
 
 def _rules_for(box: NamesInBox, given: ReadLogicalRules | None) -> ReadLogicalRules | None:
@@ -441,8 +440,8 @@ def _resolve_box(box: NamesInBox, rules: ReadLogicalRules | None, mesh: AnyMesh)
         if rules is None:
             return resolve_names(box.names, mesh)  # raises: no rules are in force
         return resolve_by(rules, box.names, mesh)
-    # As in Flax, a name in any other box is a mesh axis if it has no rule. A `PartitionAxis` raises
-    # for names that it lacks, so it is left out if all names are axes.
+    # As in Flax, a name without a rule is a mesh axis in any other box. A `PartitionAxis` raises
+    # for names that it lacks, so it is not used if all names are axes.
     axes = axis_sizes(mesh)
     are_axes = axes.keys() >= set(all_axes(box.names))
     if rules is None or (isinstance(rules, NamedAxes) and are_axes):

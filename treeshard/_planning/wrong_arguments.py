@@ -1,4 +1,4 @@
-"""What is passed as specs and is something else: the message has the line to write."""
+"""Errors for wrong arguments instead of specs, with the line to write."""
 
 from typing import Any
 
@@ -12,14 +12,14 @@ from treeshard.errors import ArgumentError, SpecError
 
 
 def check_specs(specs: Any, call: str, tree: Any = None, axis: str = "") -> None:
-    """Raises `ArgumentError` if what is passed as specs is a mesh, a list of rules or text, and
-    `SpecError` if the tree and a plan are swapped.
+    """Raises `ArgumentError` if the specs are a mesh, a list of rules or text, and `SpecError` if
+    the tree and a plan are swapped.
 
     Args:
-        specs: What is passed as specs.
-        call: How the function is called, with a place for the specs: `"shard(tree, {})"`.
-        tree: The tree that they are for.
-        axis: What follows the specs in the call, unless they are a plan: `', "fsdp"'`.
+        specs: The argument.
+        call: The call of the function, with a place for the specs: `"shard(tree, {})"`.
+        tree: The tree of the specs.
+        axis: The text after the specs in the call, unless they are a plan: `', "fsdp"'`.
     """
     if isinstance(specs, SpecCarrier):
         return
@@ -36,7 +36,7 @@ def check_specs(specs: Any, call: str, tree: Any = None, axis: str = "") -> None
         raise ArgumentError(f"{where}: the specs are a list of rules. Make a plan: `{planned}`.")
     if not isinstance(specs, (Mesh, AbstractMesh, *PLAIN_VALUES)):
         return
-    # A name of an axis, most likely.
+    # Text is most likely the name of an axis.
     spec = f"P({specs!r})" if isinstance(specs, str) and not axis else "specs"
     raise ArgumentError(
         f"{where}: the specs are {describe_argument(specs)}. Pass the plan,"

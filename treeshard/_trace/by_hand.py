@@ -1,7 +1,7 @@
 """Finds code inside `shard_map` that uses shards of weights as if they were full weights.
 
-Shapes often fit: a shard of a layer's columns gives fewer features, and their mean is a number. The
-trace shows the mistake: the weight is used while it is split, and is never gathered.
+Shapes often fit: a shard of a layer's columns gives fewer features, and a mean over them still
+runs. The trace shows the mistake: the step uses the weight while it is split, and never gathers it.
 """
 
 from collections.abc import Mapping
@@ -13,12 +13,12 @@ from treeshard._trace.roles import TRAINED, roles_of, run_walk
 
 
 def find_ungathered(jaxpr: Any, plan: Plan, axes: Mapping[str, set[str]]) -> dict[str, list[str]]:
-    """The trained leaves that a step by hand uses split and never gathers, and over which axes.
+    """The trained leaves that a step uses as shards and never gathers, with the axes.
 
     Args:
         jaxpr: The trace of the step, as for `roles_of`.
         plan: The plan of the state.
-        axes: The axes over which a leaf has to be gathered, by its path.
+        axes: By a leaf's path, the axes over which the step must gather the leaf.
     """
     along = set().union(*axes.values())
     roles = roles_of(jaxpr, plan, along)
@@ -32,6 +32,6 @@ def find_ungathered(jaxpr: Any, plan: Plan, axes: Mapping[str, set[str]]) -> dic
     # The second walk is needed only if something looks wrong.
     if not any(split.values()):
         return {}
-    # As experts do, activations may go to the devices that have the weights.
+    # The step may send activations to the devices that have the weights, as for experts.
     sent = run_walk(drop_unused(jaxpr), plan.leaves, along).sent
     return {path: sorted(left - sent) for path, left in split.items() if left - sent}

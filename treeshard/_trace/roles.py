@@ -1,7 +1,7 @@
 """Finds out what a step does with each leaf of its state, from its trace.
 
-Names cannot show this: an average has the paths and shapes of the weights, and a frozen base has
-the paths and shapes of a trained one.
+Paths and shapes do not show it: an average of the weights has the paths and shapes of the weights,
+and a frozen base model has the paths and shapes of a trained one.
 """
 
 import math
@@ -18,7 +18,7 @@ from treeshard._planning.plan import Plan
 from treeshard._trace.uses import Gather, Place, Walk
 from treeshard._trace.values import OF_ARRAYS, OF_SCALARS, Value, dims_of, leaf_value
 
-# What a step does with a leaf: by whether it uses it, takes its gradient, and changes it.
+# What a step does with a leaf: whether it uses, differentiates and changes the leaf.
 TRAINED = "trained"
 FROZEN = "frozen"
 UPDATED = "used, updated"
@@ -32,15 +32,15 @@ class Role(NamedTuple):
     """What a step does with one leaf.
 
     Attributes:
-        name: `"trained"` (used, and its gradient is taken), `"frozen"` (used, and returned as it
-            is), `"used, updated"` (used, and changed without a gradient, as target networks are),
-            `"updated only"` (as moments and averages are) or `"passed through"`.
-        gathers: Where it is needed whole.
+        name: `"trained"` (used, and its gradient is taken), `"frozen"` (used, and returned
+            unchanged), `"used, updated"` (used, and changed without a gradient, as target networks
+            are), `"updated only"` (as moments and averages are) or `"passed through"`.
+        gathers: The gathers of the full leaf that the step needs.
         split: The axes of the batch over which it stays split in its uses.
         sources: The paths of the leaves that its new value is computed from, element by element.
-        uses: How many ops of the forward pass use it; 0 if that is not known.
-        updates: How often a step updates it: in each trip of a loop over steps. Those of a `while`
-            are unknown, and count once.
+        uses: How many ops of the forward pass use it; 0 if unknown.
+        updates: How often a step updates it: once per trip of a loop over steps. The trips of a
+            `while` are unknown, so it counts as one update.
         is_updated_in_loop: Whether such a loop updates it.
         is_multiplied: Whether the update multiplies it by others, as matrix optimizers do.
         is_broadcast: Whether the update broadcasts it, as Adafactor does with its means of rows and
@@ -87,23 +87,24 @@ def roles_of(jaxpr: Any, plan: Plan, batch_axes: Collection[str]) -> Roles:
         batch_axes: The mesh axes that split the batch.
     """
     leaves = plan.leaves
-    # Gradients that nobody uses, as of leaves that an optimizer masks, are not computed.
+    # Unused gradients, such as those that an optimizer masks, are never computed.
     program = drop_unused(jaxpr)
     uses = run_walk(program, leaves, batch_axes)
-    # What is prepared for the loss is used; an old statistic, whose new value gradients make, not.
+    # A leaf that is prepared for the loss is used. An old statistic, whose new value comes from
+    # gradients, is not.
     uses.used |= {x for x in uses.prepared if not _has_gradient(x, uses, set())}
     finals = program.outvars[: len(leaves)]
     roles: Roles = {}
     for number, (leaf, before) in enumerate(zip(leaves, program.invars, strict=False)):
         after = finals[number]
-        # A result that is an argument or a constant is defined by no equation that a walk sees.
+        # If a result is an argument or a constant, no equation that a walk sees defines it.
         is_constant = isinstance(after, Literal) or after in program.invars
         is_changed = after is not before if is_constant else number in uses.changed
         name = _name(number, leaf, uses, is_changed=is_changed)
         is_used = number in uses.used
         gathers = uses.gathers.items() if is_used else ()
         of_leaf = tuple(gather for (owner, _), gather in gathers if owner == number)
-        # Of moments and master copies, and not of weights that are used themselves
+        # The new value may come from moments and master copies, not from weights that are used.
         sources = uses.sources[number] - {number} - uses.used
         roles[leaf.path] = Role(
             name,
@@ -127,15 +128,15 @@ def _find_scatter(leaf: PlannedLeaf, uses: Walk) -> str:
         return BY_TYPES
     if (leaf.shape, dims_of(leaf.given, len(leaf.shape))) in uses.constrained:
         return CONSTRAINT
-    # By hand there is no spec to compare, only the elements of what is scattered: of the leaf, or
-    # of one layer in a scan.
+    # By hand, only the number of scattered elements is known: the leaf's, or one layer's in a
+    # scan.
     layers = leaf.shape[0] if leaf.shape else 1
     of_one_layer = leaf.size // max(layers, 1)
     return "" if uses.scattered.isdisjoint({leaf.size, of_one_layer}) else BY_HAND
 
 
 def with_roles(plan: Plan, roles: Roles) -> Plan:
-    """The plan, whose leaves say what a step does with them."""
+    """The plan, with the role of each leaf."""
     leaves = tuple(leaf._replace(role=str(roles[leaf.path])) for leaf in plan.leaves)
     return replace(plan, leaves=leaves)
 
@@ -164,8 +165,11 @@ def _name(number: int, leaf: PlannedLeaf, uses: Walk, *, is_changed: bool) -> st
 
 
 def _has_gradient(number: int, uses: Walk, seen: set[int]) -> bool:
-    """Whether the new value of a leaf depends on a gradient, and not through the new value of
-    another leaf that is used, as an average of the weights does."""
+    """Whether the new value of a leaf depends on a gradient.
+
+    A gradient does not count if it reaches the leaf only through the new value of a leaf that is
+    used, as in an average of the weights.
+    """
     seen.add(number)
     of_leaf = uses.gradients[number]
     if not of_leaf.isdisjoint({OF_ARRAYS, OF_SCALARS}):

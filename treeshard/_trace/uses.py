@@ -2,8 +2,8 @@
 
 A trace does not mark gradients, but JAX names the transformation that made an equation: `jvp()` in
 the forward pass, `transpose(jvp())` in the backward pass. Equations of these passes need the full
-leaf. The update is elementwise, and needs each device's shard. These names, and what depends on
-gradients, tell the passes from the update.
+leaf. The update is elementwise, and needs only each device's shard. These names, and the dependence
+on gradients, distinguish the passes from the update.
 """
 
 import math
@@ -37,25 +37,25 @@ from treeshard._trace.values import (
 )
 
 GATHERS = ("all_gather", "all_gather_invariant", "all_gather_reduced")
-# Beside a gather, code by hand may send activations to the devices that have the weights.
+# The collectives by which code by hand sends activations to the devices that have the weights.
 _SENDS = ("all_to_all", "ppermute", "ragged_all_to_all", "reduce_scatter", *GATHERS)
 _FORWARD, _BACKWARD = "forward", "backward"
 Finals = Mapping[Any, tuple[int, ...]]  # the leaves whose new value a variable is
 
 
 class Gather(NamedTuple):
-    """A leaf, or each of its layers, that is needed whole.
+    """A gather of a leaf, or of each of its layers.
 
     Attributes:
         axes: The mesh axes over which it is gathered.
         dtype: The dtype in which it is gathered; `uint32` for a key.
         itemsize: The bytes of one element, or of one key.
-        parts: The number of layers of the leaf, each of which is gathered by itself.
-        times: How often in a step, over all layers.
+        parts: The number of layers of the leaf, which are gathered one by one.
+        times: The number of gathers in a step, over all layers.
         is_again: Whether it is for the backward pass.
         is_changed: Whether its elements differ from the leaf's.
-        is_counted: Whether it is counted for this leaf: of leaves that are added up first, the sum
-            is gathered, and counted for the first.
+        is_counted: Whether it counts for this leaf. If leaves are added up before the gather, the
+            gather of their sum counts for the first leaf.
     """
 
     axes: frozenset[str]
@@ -73,39 +73,40 @@ class Place(NamedTuple):
 
     region: str = ""  # `"forward"` or `"backward"` if it is differentiated, else empty
     trips: int = 1  # how often it runs
-    path: tuple[int, ...] = ()  # the identities of the equations that it stands in
+    path: tuple[int, ...] = ()  # the identities of the equations around it
     loop: tuple[int, ...] = ()  # the path to the innermost loop or repeated forward pass
     repeat: tuple[int, ...] = ()  # the path to the innermost repeated forward pass
     manual: frozenset[str] = frozenset()  # the mesh axes over which it runs once per device
 
 
 class Walk:
-    """One pass over a trace, which notes what it does with each leaf, by its number.
+    """One pass over a trace. It records what the step does with each leaf, by the leaf's number.
 
     Args:
         along: The mesh axes that split the batch: weights are gathered over them.
-        scalars: The leaves of one element.
+        scalars: The leaves with one element.
 
     Attributes:
         used: The leaves that the forward pass uses.
-        prepared: The leaves that are used outside of it before they meet a gradient: a scale of
-            frozen weights, or an optimizer's old statistics.
-        ops: The equations of the forward pass that use each.
+        prepared: The leaves that are used outside of the forward pass before they are combined with
+            a gradient, such as a scale of frozen weights, or an optimizer's old statistics.
+        ops: By leaf, the equations of the forward pass that use it.
         multiplied: The leaves that the update multiplies by others.
         broadcast: The leaves that the update broadcasts, as Adafactor does with its means of rows
             and columns.
-        combined: The leaves that the forward pass computes with before the batch, as with the
+        combined: The leaves that the forward pass combines before it uses the batch, such as the
             factors of a product that it adds to a weight.
-        gathers: Where each is needed whole.
-        split: The axes of the batch over which each stays split where it is used.
-        sources: The leaves from which the new value of each is computed, element by element.
-        updates: How often each that a loop trains is updated in a step.
-        gradients: What the new value of each depends on.
-        changed: The leaves whose new values are not the old ones.
+        gathers: The gathers of full leaves that the step needs.
+        split: By leaf, the axes of the batch over which it stays split where it is used.
+        sources: By leaf, the leaves from which its new value is computed, element by element.
+        updates: For leaves that a loop trains, the number of updates in a step.
+        gradients: By leaf, the gradients that its new value depends on.
+        changed: The leaves whose new values differ from the old ones.
         constrained: The shapes of gradients that the step constrains, with the axes of each dim.
         scattered: The elements of arrays that the step reduce-scatters by hand.
         has_waiting: Whether gradients wait for their sum over devices, on Explicit axes.
-        sent: The axes over which code by hand sends what is not a weight before the backward pass.
+        sent: The axes over which code by hand sends other values than weights before the backward
+            pass.
     """
 
     def __init__(self, along: Collection[str], scalars: Collection[int]) -> None:
@@ -126,8 +127,8 @@ class Walk:
         self.scattered: set[int] = set()
         self.has_waiting = False
         self.sent: set[str] = set()
-        self.is_counting = True  # gathers: not while what a loop carries is still unknown
-        self.asked: dict[Any, Gather] = {}  # the gathers that the step asks for
+        self.is_counting = True  # false while the values that a loop carries are still unknown
+        self.asked: dict[Any, Gather] = {}  # the gathers that the step writes
 
     def run(self, jaxpr: Any, given: Sequence[Value], finals: Finals, at: Place) -> list[Value]:
         """The values that a jaxpr returns for these arguments."""
@@ -153,8 +154,11 @@ class Walk:
     def _add_dependencies(
         self, variable: Any, operands: Sequence[Value], result: Value, at: Place
     ) -> Value:
-        """The result of an op, with what it depends on. A norm of gradients, which is a scalar, is
-        not a gradient of an array that it scales; nor does a loss make it one of the batch."""
+        """The result of an op, with what it depends on.
+
+        A scalar does not pass on what it is to an array that it scales: the array does not become
+        a gradient by a norm of gradients, nor a value of the batch by a loss.
+        """
         is_scalar = math.prod(variable.aval.shape) == 1
         if at.region == _BACKWARD:
             gradients = frozenset({OF_SCALARS if is_scalar else OF_ARRAYS})
@@ -165,7 +169,7 @@ class Walk:
         return result._replace(gradients=gradients, is_of_batch=is_of_batch)
 
     def _final(self, leaves: tuple[int, ...], new: Value) -> Value:
-        """The new value of a leaf, as what reads it sees it: as that leaf."""
+        """The new value of a leaf: later equations that read it use that leaf."""
         owner = next((leaf for leaf in leaves if leaf in new.leaves), leaves[0])
         gradients = frozenset({owner}) if new.gradients else frozenset[int]()
         for leaf in leaves:
@@ -185,8 +189,8 @@ class Walk:
             return self._call(inner[0], eqn, operands, finals, at)
         is_of_batch = any(operand.is_of_batch for operand in operands)
         if is_of_batch:
-            # The region of an op that is not differentiated is empty, as in the update. But an
-            # evaluation of the new weights computes with the batch, and is no part of the update.
+            # An op that is not differentiated has an empty region, as in the update. An evaluation
+            # of the new weights uses the batch, and so does not belong to the update.
             at = at._replace(region=at.region or _FORWARD)
         results = self._apply_op(eqn, operands, at)
         if self.is_counting and at.region == _FORWARD and not is_of_batch:
@@ -227,8 +231,7 @@ class Walk:
             return [self._apply_product(eqn, operands, at)]
         if name in LAY_OUT:
             return [layout_result(eqn, operands[0])]
-        # Of any other op, such as a convolution, a sort or a custom kernel, nothing is known but
-        # that it needs its operands whole.
+        # Other ops, such as convolutions, sorts and custom kernels, may need their full operands.
         for variable, operand in zip(eqn.invars, operands, strict=True):
             self._use(eqn, variable, operand, at)
         return [Value() for _ in eqn.outvars]
@@ -238,7 +241,7 @@ class Walk:
         size = math.prod(eqn.outvars[0].aval.shape)
         # A bias that is broadcast to the rows is used here: its elements are no longer the leaf's.
         # An operand of the result's size is still the leaf, changed element by element.
-        whole: list[Value] = []
+        full_size: list[Value] = []
         for variable, operand in zip(eqn.invars, operands, strict=True):
             is_broadcast = operand.leaves and operand.size < size
             if is_broadcast and not at.region:
@@ -247,14 +250,14 @@ class Walk:
                 others = [x for x in operands if x is not operand]
                 self._use(eqn, variable, operand, at, _common_axes(operand, others))
             if not is_broadcast and math.prod(variable.aval.shape) == size:
-                whole.append(operand)
-        return elementwise_result(eqn.primitive.name, operands, whole)
+                full_size.append(operand)
+        return elementwise_result(eqn.primitive.name, operands, full_size)
 
     def _apply_product(self, eqn: Any, operands: list[Value], at: Place) -> Value:
         """The result of a product. A dim over which it runs independently may stay split."""
         # dot_general[dimension_numbers=(([1], [0]), ([], []))]: the dims of each side over which
-        # it sums, and those over which it runs independently, as over experts. The result has the
-        # latter first, then all others.
+        # it sums, and the dims over which it runs independently, as over experts. The independent
+        # dims come first in the result, then all others.
         independent: list[list[tuple[str, ...]]] = []
         others: list[tuple[str, ...]] = []
         sides = zip(eqn.invars, operands, *eqn.params["dimension_numbers"], strict=True)
@@ -276,7 +279,7 @@ class Walk:
         for dim in eqn.params.get("unconstrained_dims", ()):
             dims[dim] = before[dim]
         named = {axis for dim in dims for axis in dim}
-        # Inside `shard_map`, and on axes that JAX has no types for, a spec leaves out other axes.
+        # Inside `shard_map`, and on axes without types, a spec leaves out other axes.
         silent = at.manual
         if eqn.primitive.name == "reshard":
             silent = at.manual | {*axes_of_type(sharding.mesh, AxisType.Auto)}
@@ -305,7 +308,10 @@ class Walk:
     def _use(
         self, eqn: Any, variable: Any, value: Value, at: Place, split: Collection[str] = ()
     ) -> Value:
-        """Notes that an op uses a value whole, but for the axes `split`; returns it so."""
+        """Records that an op needs a value in full, except over the axes `split`.
+
+        Returns the value after the gathers.
+        """
         if not value.leaves:
             return value
         kept = value.axes & {*split, *at.manual}
@@ -313,10 +319,9 @@ class Walk:
         is_sum = all(math.prod(x.aval.shape) == 1 for x in eqn.outvars)
         is_product = not is_sum and not eqn.primitive.name.startswith("reduce_")
         is_scalar = math.prod(variable.aval.shape) == 1 and not _is_key(variable)
-        # 1. In the update, and not in a loss: a matrix optimizer multiplies. Norms and means do not
-        #    count.
-        # 2. In a loss, or in an evaluation: a use, which may need gathers.
-        # 3. A sum over all elements outside of both, as of a norm that is logged: no use.
+        # 1. A product in the update belongs to a matrix optimizer. Norms and means do not count.
+        # 2. An op in a loss or an evaluation is a use, and may need gathers.
+        # 3. A sum over all elements outside of both, such as a norm for a log, is not a use.
         if value.gradients and not at.region:
             self.multiplied.update(value.leaves if is_product and not is_scalar else ())
         elif at.region or not (is_sum or is_scalar):
@@ -333,9 +338,9 @@ class Walk:
     def _gathers_for_use(
         self, variable: Any, value: Value, axes: Collection[str], at: Place
     ) -> dict[Any, Gather]:
-        """The gathers of a value that an op needs whole."""
-        # A loop may use the whole of what it does not change: one gather before it is enough.
-        # Layers that it cuts out are gathered one by one.
+        """The gathers of a value that an op needs in full."""
+        # If a loop uses a value that it does not change, one gather before the loop is enough.
+        # Layers that the loop cuts out are gathered one by one.
         is_layer = value.parts > 1
         where, times = (at.loop, at.trips) if is_layer else ((value.loop, at.repeat), value.trips)
         which = (value.part, value.is_changed, frozenset(axes), str(variable.aval.dtype), where)
@@ -348,12 +353,12 @@ class Walk:
     def _request_gather(
         self, eqn: Any, variable: Any, value: Value, after: Value, at: Place
     ) -> Value:
-        """The result of an op that gathers. It is counted where it is used, so that an update that
-        is gathered is not."""
+        """The result of an op that gathers. The gather counts where its result is used, so the
+        gather of an update does not count."""
         axes = self.along & (value.axes - after.axes)
         if not value.leaves or not axes:
             return after
-        # Each call is one gather, though some compilers see that two are alike.
+        # Each call is one gather, although some compilers merge equal gathers.
         where = (*at.path, id(eqn), id(variable))
         asked = _make_gathers(variable, value, axes, at.trips, where, at)
         self.asked |= asked
@@ -364,8 +369,8 @@ class Walk:
     def _call(
         self, inner: Any, eqn: Any, operands: list[Value], finals: Finals, at: Place
     ) -> list[Value]:
-        """A jitted function and the like. One that `jax.checkpoint` repeats for the gradients
-        starts from its arguments again."""
+        """The results of a jitted function and the like. If `jax.checkpoint` repeats it for the
+        gradients, it starts from its arguments again."""
         at = _enter(at, eqn)
         if eqn.params.get("differentiated"):
             at = at._replace(loop=at.path, repeat=at.path)
@@ -380,7 +385,7 @@ class Walk:
         ):
             dims = dims_of(spec, variable.aval.ndim)
             named = {axis for dim in dims for axis in dim}
-            # An argument whose spec does not name an axis is whole along it.
+            # An argument is replicated along the axes that its spec does not name.
             value = self._request_gather(eqn, variable, value, value.without(manual - named), at)
             if not value.dims:
                 value = value._replace(dims=dims)
@@ -393,7 +398,7 @@ class Walk:
         ]
 
     def _scan(self, eqn: Any, operands: list[Value], finals: Finals, at: Place) -> list[Value]:
-        """A scan: its first arguments are the same in each trip, the last are cut into slices."""
+        """The results of a scan. All trips get its first arguments, and a slice of the last."""
         inner, length = inner_jaxprs(eqn)[0], eqn.params["length"]
         is_cut = [
             x.aval.shape != y.aval.shape for x, y in zip(eqn.invars, inner.invars, strict=True)
@@ -428,9 +433,9 @@ class Walk:
     def _loop(
         self, inner: Any, given: list[Value], carried: slice, eqn: Any, finals: Finals, at: Place
     ) -> list[Value]:
-        """What a loop returns, when what holds before its first trip holds after each."""
-        # A trip may turn a leaf into a changed one, or split it differently, so the body is run
-        # until what it carries stays the same. These runs count no gathers: the last one does.
+        """The results of a loop, once the values that it carries stay the same in each trip."""
+        # A trip may change a leaf, or split it differently, so the body runs until the carried
+        # values stay the same. Only the last run counts gathers.
         count = carried.stop - carried.start
         inside = _inner_finals(eqn, inner, finals)
         was_counting, self.is_counting = self.is_counting, False
@@ -459,12 +464,12 @@ class Walk:
 
 
 def _join_trips(before: Value, after: Value) -> Value:
-    """What holds before each trip of a loop. Weights that a trip gathers for the next one count
-    where that uses them, beside those that were gathered before the loop."""
+    """A value that a loop carries, as each trip receives it. Weights that a trip gathers for the
+    next one count where the next trip uses them, like weights that are gathered before the loop."""
     return join_branches(before, after)._replace(gathers=before.gathers | after.gathers)
 
 
-# Each round removes what is known of a value, or adds the gathers of a trip: few are needed.
+# Each round removes knowledge about a value, or adds the gathers of a trip: few rounds are enough.
 _MOST_ROUNDS = 8
 _PROGRAMS: Mapping[str, Callable[..., list[Value]]] = {
     "cond": Walk._cond,
@@ -477,7 +482,7 @@ _PROGRAMS: Mapping[str, Callable[..., list[Value]]] = {
 def _make_gathers(
     variable: Any, value: Value, axes: Collection[str], times: int, which: Any, at: Place
 ) -> dict[tuple[int, Any], Gather]:
-    """A gather of a value, for each leaf that it comes from; `which` distinguishes gathers."""
+    """A gather of a value for each leaf that it comes from; `which` distinguishes gathers."""
     dtype = variable.aval.dtype
     one = Gather(
         frozenset(axes),
@@ -493,8 +498,11 @@ def _make_gathers(
 
 
 def is_last_step(groups: Sequence[Sequence[int]] | None) -> bool:
-    """Whether a gather over groups of devices is the last of those that gather over a whole axis:
-    that of the devices that are farthest apart, `((0, 4, 8, 12), (1, 5, 9, 13), ...)`."""
+    """Whether a gather over groups of devices is the last step of a gather over a full axis.
+
+    The groups of the last step have the devices that are farthest apart:
+    `((0, 4, 8, 12), (1, 5, 9, 13), ...)`.
+    """
     if not groups or len(groups[0]) < 2:
         return True
     first, second, *_ = groups[0]
@@ -502,7 +510,7 @@ def is_last_step(groups: Sequence[Sequence[int]] | None) -> bool:
 
 
 def _waits(variable: Any) -> bool:
-    """Whether the type of a variable is a sum that waits: `f32[64,128]{U:data}`."""
+    """Whether a variable has an unreduced type, so that its sum waits: `f32[64,128]{U:data}`."""
     return bool(getattr(getattr(variable.aval, "sharding", None), "spec", P()).unreduced)
 
 
@@ -516,8 +524,11 @@ def _literal(literal: Any) -> Value:
 
 
 def _find_region(eqn: Any) -> str:
-    """The pass in which JAX traced an equation: the name that it gave it, as far as that differs
-    from the names around it, has the transformations, as in `transpose(jvp(block))/attn`."""
+    """The pass in which JAX traced an equation.
+
+    The name of the equation has the transformations, as in `transpose(jvp(block))/attn`. Only the
+    part that differs from the names around the equation counts.
+    """
     name = str(eqn.source_info.name_stack)
     if "transpose(" in name:
         return _BACKWARD
@@ -534,7 +545,7 @@ def _enter_loop(at: Place, eqn: Any, trips: int) -> Place:
 
 
 def _mark_changed_in_loop(value: Value, at: Place) -> Value:
-    """What a loop carries: each trip changes it, or none does."""
+    """A value that a loop carries, with the loop that changes it, if one does."""
     if not value.is_changed or not value.leaves:
         return value
     return value._replace(loop=at.loop, trips=at.trips)
@@ -548,15 +559,15 @@ def _inner_finals(eqn: Any, inner: Any, finals: Finals) -> Finals:
 
 def _slice_layer(value: Value, shape: Sequence[int]) -> Value:
     """One slice of dim 0 of a value."""
-    whole = max(value.size, 1)
+    all_elements = max(value.size, 1)
     size = math.prod(shape)
     return value._replace(
-        dims=value.dims[1:], size=size, parts=value.parts * max(whole // max(size, 1), 1)
+        dims=value.dims[1:], size=size, parts=value.parts * max(all_elements // max(size, 1), 1)
     )
 
 
 def _stack_results(value: Value, shape: Sequence[int], length: int) -> Value:
-    """What a scan returns of all slices, such as weights that the backward pass needs."""
+    """The slices that a scan stacks as results, such as weights for the backward pass."""
     parts = value.parts // length if value.parts % length == 0 else 1
     return value._replace(
         dims=((), *value.dims) if value.dims else (), size=math.prod(shape), parts=parts
@@ -564,7 +575,7 @@ def _stack_results(value: Value, shape: Sequence[int], length: int) -> Value:
 
 
 def _common_axes(value: Value, others: Sequence[Value]) -> set[str]:
-    """The axes that split the same dims of a value and of one that it is combined with."""
+    """The axes that split the same dims of a value and of another operand of its op."""
     return {
         axis
         for other in others
@@ -575,7 +586,7 @@ def _common_axes(value: Value, others: Sequence[Value]) -> set[str]:
 
 
 def _drop_repeated_axes(dims: Sequence[tuple[str, ...]]) -> Dims:
-    """The dims, each axis at its first dim only."""
+    """The dims, with each axis only at its first dim."""
     seen: set[str] = set()
     result: list[tuple[str, ...]] = []
     for axes in dims:

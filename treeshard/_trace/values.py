@@ -1,7 +1,7 @@
 """Records which leaves a value in a trace comes from, and how the value is split.
 
 A step seldom uses a weight directly: it casts, transposes, scales, and slices the weight first.
-Each device does this on its shard, so the record must survive these operations.
+Each device runs these operations on its shard, so the record must survive them.
 """
 
 import math
@@ -17,18 +17,18 @@ class Value(NamedTuple):
     """What is known of a value.
 
     Attributes:
-        leaves: The leaves of the state whose elements it has, perhaps changed one by one.
+        leaves: The leaves of the state whose elements it has, perhaps each element changed.
         dims: The mesh axes that split each dim, as far as they are known.
         size: Its number of elements before it was broadcast.
         parts: The number of slices into which its leaf was cut; the value is one slice.
-        part: A key of the slice.
+        part: A key that identifies the slice.
         is_changed: Whether its elements differ from the leaf's.
         is_zero: Whether all elements are 0, as updates of frozen leaves are.
-        gathers: The gathers that made it whole.
-        gradients: What it depends on: gradients of arrays (`OF_ARRAYS`) and of scalars
-            (`OF_SCALARS`), and new values of leaves that depend on such, by their numbers.
+        gathers: The gathers that it is the result of.
+        gradients: The gradients that it depends on: of arrays (`OF_ARRAYS`), of scalars
+            (`OF_SCALARS`), and, by their numbers, new values of leaves that depend on gradients.
         is_of_batch: Whether it is computed from the batch, and is not a gradient.
-        loop: The innermost loop that changes it, by its place, if one does.
+        loop: The path of the innermost loop that changes it; empty if no loop does.
         trips: How often that loop runs.
     """
 
@@ -51,7 +51,7 @@ class Value(NamedTuple):
         return self._replace(dims=dims)
 
     def dims_of_rank(self, rank: int) -> Dims:
-        """The axes of each dim; those that are unknown, as of constants, are taken for none."""
+        """The axes of each dim. Unknown dims, such as the dims of constants, have no axes."""
         return self.dims or ((),) * rank
 
     @property
@@ -74,7 +74,7 @@ def dims_of(spec: Any, rank: int) -> Dims:
 
 
 def merge_values(values: Sequence[Value]) -> Value:
-    """A value that is computed from several of one shape, element by element."""
+    """A value that is computed from several values of one shape, element by element."""
     # Zeros, as for updates that optax masks, do not change what a value is.
     values = [value for value in values if not value.is_zero] or [values[0]]
     of_leaves = [value for value in values if value.leaves]
@@ -85,7 +85,7 @@ def merge_values(values: Sequence[Value]) -> Value:
 
 
 def join_branches(first: Value, second: Value) -> Value:
-    """What holds for both of two values, such as the results of two branches."""
+    """A value with the properties that two values share, such as the results of two branches."""
     common = {
         "is_zero": first.is_zero and second.is_zero,
         "gradients": first.gradients | second.gradients,
@@ -116,7 +116,7 @@ ELEMENTWISE = frozenset(
         *("square", "stop_gradient", "sub", "tan", "tanh", "xor"),
     }
 )
-# Of these, the ones that keep each element, as far as its dtype holds it.
+# The elementwise ops that keep each element, within the precision of its dtype.
 KEEP_ELEMENTS = ("convert_element_type", "copy", "reduce_precision", "stop_gradient")
 # Ops on each PRNG key by itself, whose results may have other dims at the end.
 OF_KEYS = ("random_fold_in", "random_split", "random_unwrap", "random_wrap")
@@ -124,26 +124,26 @@ OF_KEYS = ("random_fold_in", "random_split", "random_unwrap", "random_wrap")
 PASS_ON = ("device_put", "optimization_barrier", "pvary", "copy_p")
 
 
-def elementwise_result(name: str, operands: Sequence[Value], whole: Sequence[Value]) -> Value:
-    """The result of an op on each element, `whole` being the operands of its size."""
-    # 1. 0 * x and 0 / x are zeros, whatever x is: so is the update of a frozen leaf after it was
+def elementwise_result(name: str, operands: Sequence[Value], full_size: Sequence[Value]) -> Value:
+    """The result of an elementwise op; `full_size` are the operands of the result's size."""
+    # 1. 0 * x and 0 / x are zeros for every x. The update of a frozen leaf stays zero after it is
     #    scaled by a learning rate, or divided by the root of its moments.
-    # 2. x + 0 and x - 0 are x, and no change.
-    # 3. All else changes the elements, unless it only casts or copies them.
+    # 2. x + 0 and x - 0 are x unchanged.
+    # 3. All other ops change the elements, unless they only cast or copy them.
     zeros = [operand.is_zero for operand in operands]
     if (name == "mul" and any(zeros)) or (name == "div" and zeros[0]):
         return Value(is_zero=True)
-    if not whole:
+    if not full_size:
         return Value()
     adds_zero = (name in ("add", "sub") and zeros[-1]) or (name == "add" and zeros[0])
     keeps = name in KEEP_ELEMENTS or adds_zero
-    new = merge_values(whole)
+    new = merge_values(full_size)
     is_zero = new.is_zero and (keeps or name == "neg")
     return new._replace(is_changed=new.is_changed or not keeps, is_zero=is_zero)
 
 
 def key_result(eqn: Any, value: Value) -> Value:
-    """What an op makes of keys: `random_split` makes several of each."""
+    """The result of an op on keys: `random_split` makes several keys of each."""
     result = eqn.outvars[0].aval.shape
     dims = (value.dims + ((),) * len(result))[: len(result)] if value.dims else ()
     return value._replace(dims=dims, size=math.prod(result), is_changed=True)
@@ -184,7 +184,7 @@ def unstack_results(eqn: Any, value: Value) -> list[Value]:
 
 
 def _slice_result(value: Value, eqn: Any, shape: Sequence[int], result: Sequence[int]) -> Value:
-    """One layer of several, if a dim is cut to length 1; else a part of one layer."""
+    """One layer of a stack, if a dim is cut to length 1; otherwise a part of one layer."""
     # slice[start_indices=(2, 0) limit_indices=(3, 64)] of float32[4,64] is layer 2
     cut = [dim for dim, length in enumerate(result) if length == 1 < shape[dim]]
     starts = eqn.params.get("start_indices")
@@ -197,7 +197,7 @@ def _slice_result(value: Value, eqn: Any, shape: Sequence[int], result: Sequence
 
 
 def _reshape_dims(dims: Dims, shape: Sequence[int], result: Sequence[int]) -> Dims:
-    """The axes of the dims that a reshape joins go to the first dim that they become."""
+    """The dims after a reshape. The axes of joined dims go to the first dim of the result."""
     new: list[tuple[str, ...]] = [()] * len(result)
     if 0 in shape:  # no dims of an empty array join: their products are all 0
         return tuple(new)

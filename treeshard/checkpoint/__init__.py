@@ -75,7 +75,8 @@ def save(
         on_divergence: What to do if replicas of an array, or copies on several processes, differ in
             a bit. `"error"` raises a `CheckpointError`. `"warn"` saves the first replica of each
             shard, or the copy of process 0.
-        timeout: Seconds to wait for other processes. Waits for their writes have no limit.
+        timeout: Seconds to wait for other processes. Their writes may take longer, as long as they
+            are alive.
         progress: Whether to show a progress bar of the bytes on disk (needs `tqdm`).
 
     Raises:

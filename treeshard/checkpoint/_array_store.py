@@ -188,12 +188,12 @@ def _index(region: Region) -> tuple[slice, ...]:
 # ------------------------------------------------------------------ writing
 
 
-def own_parts(arrays: Arrays) -> dict[str, Parts]:
+def select_parts(arrays: Arrays) -> dict[str, Parts]:
     """What this process stores, by leaf path: no part is copied."""
-    return {leaf: _own_parts(x) for leaf, x in arrays.items()}
+    return {leaf: _select_parts(x) for leaf, x in arrays.items()}
 
 
-def _own_parts(x: Any) -> Parts:
+def _select_parts(x: Any) -> Parts:
     if not isinstance(x, jax.Array):
         # Each process has a numpy array of its own, and process 0 stores it for all.
         return [(full_region(x.shape), x)] if jax.process_index() == 0 else []
@@ -222,8 +222,8 @@ def memory_to_save(parts: Mapping[str, Parts], *, copied: bool) -> int:
 def _is_view(part: Any) -> bool:
     """Whether a part is written from its own memory.
 
-    Other threads may change arrays of numpy, but not what JAX has: it donates nothing that a view
-    refers to.
+    Other threads may change arrays of numpy, but not arrays of JAX, which are not donated while a
+    view refers to them.
     """
     return isinstance(part, jax.Array) and is_on_host(part)
 
@@ -232,10 +232,10 @@ def copies(parts: dict[str, Parts]) -> dict[str, Parts]:
     """Copies of parts in host memory, so that the arrays may change. Takes them out of `parts`."""
     for _, part in chain.from_iterable(parts.values()):
         _start_transfer(part)
-    return {leaf: [(region, _copied(x)) for region, x in parts.pop(leaf)] for leaf in [*parts]}
+    return {leaf: [(region, _copy_part(x)) for region, x in parts.pop(leaf)] for leaf in [*parts]}
 
 
-def _copied(part: Any) -> np.ndarray:
+def _copy_part(part: Any) -> np.ndarray:
     if isinstance(part, jax.Array) and not is_on_host(part):
         return _values(part)
     return to_host(part)
@@ -279,7 +279,7 @@ def write_arrays(
         ]
         _commit(transaction, described)
     # Each transaction rewrites the index, and holds its writes in memory.
-    for batch in in_batches(_take_parts(rows, parts), lambda part: part[2].nbytes):
+    for batch in split_batches(_take_parts(rows, parts), lambda part: part[2].nbytes):
         _write_batch(values, batch, copied=copied)
         batch.clear()
     return True
@@ -338,10 +338,10 @@ def merge(path: epath.Path, writers: Iterable[int], leaves: Iterable[str]) -> No
         # This copies entries of the index, which refer to the files of the process.
         part.experimental_copy_range_to(merged.with_transaction(transaction)).result()
     transaction.commit_async().result()
-    (path / ARRAYS / "_METADATA").write_text(json.dumps(_for_orbax(map(store_key, leaves))))
+    (path / ARRAYS / "_METADATA").write_text(json.dumps(_orbax_metadata(map(store_key, leaves))))
 
 
-def _for_orbax(keys: Iterable[str]) -> dict[str, Any]:
+def _orbax_metadata(keys: Iterable[str]) -> dict[str, Any]:
     """The `_METADATA` of Orbax for a flat dict of arrays, in zarr 3 and OCDBT."""
     value = {"value_type": "jax.Array", "skip_deserialize": False}
     rows = {
@@ -519,7 +519,7 @@ def _file_of(location: str) -> str:
 T = TypeVar("T")
 
 
-def in_batches(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
+def split_batches(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
     """Splits items into lists of at most `IN_FLIGHT` bytes, or of a single larger item."""
     batch: list[T] = []
     held = 0

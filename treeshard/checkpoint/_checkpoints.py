@@ -27,7 +27,7 @@ from treeshard._core.processes import (
     require_agreement,
     show_progress,
 )
-from treeshard._core.threads import Outcome, end_process, interrupts_deferred, start_thread
+from treeshard._core.threads import Outcome, defer_interrupts, end_process, start_thread
 from treeshard._disk.files import (
     Lock,
     PathLike,
@@ -36,7 +36,7 @@ from treeshard._disk.files import (
     make_directory,
     new_mark,
     remove_mark,
-    tell_removed,
+    warn_of_removed,
 )
 from treeshard.checkpoint._paths import (
     ARRAYS,
@@ -494,7 +494,7 @@ class Checkpoints:
         """
         if self._writing is None:
             return
-        if self._process != os.getpid():  # a fork has no threads, so nothing here would end
+        if self._process != os.getpid():  # a fork has no threads that could end
             raise CheckpointError(
                 f"{self._directory}: process {self._process} is saving step {self._writing[0]}, and"
                 f" this one, {os.getpid()}, was forked from it. Only process {self._process} can"
@@ -513,13 +513,13 @@ class Checkpoints:
     def close(self) -> None:
         """Waits as `wait` does, and then releases the directory for other writers.
 
-        In a fork of the process that opened the directory, it does nothing.
+        In a fork of the process that opened the directory, it has no effect.
 
         Raises:
             CheckpointError: As `wait`.
         """
         self._closed = True
-        if self._process != os.getpid():  # the locks and the save are those of the other process
+        if self._process != os.getpid():  # the locks and the save belong to the other process
             return
         with ExitStack() as ending:  # whatever is raised, even by a Ctrl-C
             ending.callback(self._release)
@@ -533,7 +533,7 @@ class Checkpoints:
     def _release(self) -> None:
         if self._preemption is not None:
             self._preemption.release()
-        with interrupts_deferred():
+        with defer_interrupts():
             self._held.close()
 
     def __enter__(self) -> "Checkpoints":
@@ -572,7 +572,7 @@ def _lock(directory: epath.Path, held: ExitStack) -> Lock | None:
     # Without locks, an unfinished checkpoint may still be being written. Object stores never have
     # locks, and unfinished checkpoints are removed there all the same. The warning says so.
     if lock is None or lock.is_held:
-        tell_removed("Checkpoints", directory, sweep_run(directory))
+        warn_of_removed("Checkpoints", directory, sweep_run(directory))
     return lock
 
 

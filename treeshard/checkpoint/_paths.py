@@ -268,7 +268,7 @@ def reading(path: epath.Path, *, listed: bool = False) -> Iterator[Callable[[], 
 
     def check() -> None:
         why = ""
-        with suppress(CheckpointError):  # a disk that does not answer says nothing
+        with suppress(CheckpointError):  # a disk that does not answer gives no hints
             why = _change_of(path, handle) if was_there else ""
         if why:
             raise RemovedError(f"{path} was {why}") from None

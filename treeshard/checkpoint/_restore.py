@@ -26,7 +26,7 @@ from treeshard._core.hosts import check_memory_of_hosts
 from treeshard._core.meetings import breaking_if_left
 from treeshard._core.memory import Meter, kept_by_allocator
 from treeshard._core.mesh import MeshLike
-from treeshard._core.paths import PyTree, nested
+from treeshard._core.paths import PyTree, nest
 from treeshard._core.processes import (
     TIMEOUT,
     all_or_none,
@@ -51,9 +51,9 @@ from treeshard.checkpoint._array_store import (
     chunk_bytes,
     chunks_of,
     full_region,
-    in_batches,
     read_ahead,
     region_bytes,
+    split_batches,
     store_key,
 )
 from treeshard.checkpoint._paths import (
@@ -69,9 +69,9 @@ from treeshard.checkpoint._table import (
     LeafTable,
     empty_containers,
     from_text,
-    in_its_dtype,
     paths_of,
     unpack,
+    view_in_dtype,
 )
 from treeshard.errors import DamagedError, FormatError, MismatchError
 
@@ -135,7 +135,8 @@ def restore(
         partial: Whether leaves may be missing from the checkpoint or from `like`. `None` counts as
             missing in both, and `...` in `like`. Leaves that the checkpoint lacks stay as they are
             in `like`, and a `ShardingWarning` lists them.
-        timeout: Seconds to wait for other processes. Waits for their reads have no limit.
+        timeout: Seconds to wait for other processes. Their reads may take longer, as long as they
+            are alive.
         progress: Whether to show a progress bar with a step per array (needs `tqdm`).
 
     Returns:
@@ -182,7 +183,7 @@ def restore(
         leaves = [(rows[x.name], x) for x in requested.values()]
         arrays = _read_together(checkpoint, table.files, leaves, check, among, timeout, progress)
     tree = request.tree(zip(requested, _values(leaves, arrays), strict=True))
-    return nested({**tree, **empty_containers(table)}) if like is None else tree
+    return nest({**tree, **empty_containers(table)}) if like is None else tree
 
 
 def table_at(path: epath.Path) -> LeafTable:
@@ -299,7 +300,7 @@ def _read_arrays(
     def read_parts() -> Iterator[Part[str]]:
         for row, region, stored in store.read(reads, errors):
             target = targets[row.path]
-            values = [_converted(row, stored, parse_dtype(target.dtype))]
+            values = [_convert(row, stored, parse_dtype(target.dtype))]
             del stored  # frees it before the next read
             if target.sharding is None:
                 on_host[row.path] = values.pop()
@@ -310,8 +311,8 @@ def _read_arrays(
     return to_devices(on_devices, read_parts()) | on_host
 
 
-def _converted(row: SavedLeaf, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    values = in_its_dtype(row, values)
+def _convert(row: SavedLeaf, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    values = view_in_dtype(row, values)
     with np.errstate(all="ignore"):  # overflow gives inf, as in `jnp.asarray`
         return values.astype(dtype, copy=False)
 
@@ -353,7 +354,7 @@ def _leaves_in(
 
     An intact chunk in such a file may be from another step, so these leaves count as damaged.
     """
-    if not changed:  # the index need not be read
+    if not changed:  # without reading the index
         return {}
     found: dict[str, str] = {}
     for key, holders in store.files_by_key.items():
@@ -369,7 +370,7 @@ def read_each(path: epath.Path, table: LeafTable, rows: Iterable[SavedLeaf]) -> 
     """Reads leaves of the table to host memory, a few at a time."""
     store = ArrayStore(path)
     in_changed = _leaves_in(changed_files(path, table.files), table.leaves, store)
-    for batch in in_batches(rows, lambda row: row.bytes):
+    for batch in split_batches(rows, lambda row: row.bytes):
         reads = [(row, full_region(row.stored_shape)) for row in batch if row.stored]
         targets = {row.path: _on_host(row) for row, _ in reads}
         check_memory(path, _memory_to_read(reads, targets), THREADS)

@@ -33,7 +33,7 @@ from treeshard._core.processes import (
     show_progress,
     to_first,
 )
-from treeshard._core.threads import Outcome, interrupts_deferred, start_thread
+from treeshard._core.threads import Outcome, defer_interrupts, start_thread
 from treeshard._disk.files import (
     FileFacts,
     Lock,
@@ -44,7 +44,7 @@ from treeshard._disk.files import (
     flush_tree,
     make_directory,
     new_mark,
-    tell_removed,
+    warn_of_removed,
 )
 from treeshard.checkpoint._array_store import (
     THREADS,
@@ -53,7 +53,7 @@ from treeshard.checkpoint._array_store import (
     copies,
     memory_to_save,
     merge,
-    own_parts,
+    select_parts,
     write_arrays,
     written_by,
 )
@@ -136,7 +136,7 @@ def begin(
             table, arrays = pack(tree, facts)
             if not table.leaves:
                 raise LeafError(f"{WHERE}: the tree has no array, number, text or `None` to save.")
-            parts = own_parts(arrays)
+            parts = select_parts(arrays)
             if first:
                 _lock(path, run, held)
                 check_vacant(path, replace=replace)
@@ -149,13 +149,13 @@ def begin(
             held.callback(_clean_up, path)
         running: list[Outcome[Any]] = []
         try:
-            with interrupts_deferred(at_most=1):  # so that no thread is orphaned
+            with defer_interrupts(at_most=1):  # so that no thread is orphaned
                 with _stage(path, "begin", timeout) as mark:
                     if first:
                         mark.own = _create(path)
                     if in_background:
                         parts = copies(parts)
-                with interrupts_deferred():  # the thread takes over the locks
+                with defer_interrupts():  # the thread takes over the locks
                     given = path, table, parts, mark.answer, timeout, replace, held.pop_all()
                     end = start_thread(running, _finish, *given, copied=in_background)
             return Writing(path, sum(row.bytes for row in table.leaves if row.stored), end)
@@ -182,10 +182,10 @@ def _lock(path: epath.Path, run: Lock | None, held: ExitStack) -> None:
         held.enter_context(Lock(lock_of(path), str(path)))
 
 
-def _why_differing(x: Any) -> str:
+def _explain_difference(x: Any) -> str:
     if isinstance(x, jax.Array) and len(x.sharding.device_set) > 1:
         return "its replicas on different devices are not equal."
-    return "its values differ between processes, each of which holds its own copy."
+    return "its values differ between processes, which hold separate copies."
 
 
 def _check_copies(arrays: Arrays, timeout: float, on_divergence: str) -> None:
@@ -194,7 +194,7 @@ def _check_copies(arrays: Arrays, timeout: float, on_divergence: str) -> None:
     if not differing:
         return
     facts = [
-        f"{path}: {_why_differing(arrays[path])}\n    {part or 'all of it'}: {checksums}"
+        f"{path}: {_explain_difference(arrays[path])}\n    {part or 'all of it'}: {checksums}"
         for path, (part, checksums) in differing.items()
     ]
     text = f"{WHERE}: {listed(f'the copies of {len(facts)} leaves differ:', facts)}\n"
@@ -204,7 +204,7 @@ def _check_copies(arrays: Arrays, timeout: float, on_divergence: str) -> None:
             " keys or other data on a process, or a `shard_map` that returns varying values as"
             " replicated; or save the first with on_divergence='warn'."
         )
-    warn(f"{text}The first replicas are saved, and of separate copies that of process 0.")
+    warn(f"{text}The first replicas are saved, and, for separate copies, the copy of process 0.")
 
 
 # ------------------------------------------------------------------ the stages
@@ -218,7 +218,7 @@ def _clean_up(path: epath.Path) -> None:
 def _create(path: epath.Path) -> bytes:
     """Creates the unfinished checkpoint, and returns the mark that every process must see."""
     partial = partial_path(path)
-    tell_removed(WHERE, path.parent, sweep(path))
+    warn_of_removed(WHERE, path.parent, sweep(path))
     partial.mkdir()
     (partial / ARRAYS).mkdir()
     return new_mark(partial / MARK)
@@ -310,13 +310,13 @@ def _check_seen(partial: epath.Path, files: FileFacts, written: Sequence[FileFac
         seen = {name: files[name] for name in of_process if name in files}
         if seen != of_process:
             raise CheckpointError(
-                f"process {process} has written {_in_all(of_process)}, and process 0 sees"
-                f" {_in_all(seen)} in {written_by(partial, process)}. Save to a directory that all"
-                " processes share."
+                f"process {process} has written {_total_text(of_process)}, and process 0 sees"
+                f" {_total_text(seen)} in {written_by(partial, process)}. Save to a directory"
+                " that all processes share."
             )
 
 
-def _in_all(files: FileFacts) -> str:
+def _total_text(files: FileFacts) -> str:
     return f"{counted(len(files), 'file')} of {sum(size for size, _ in files.values()):,} bytes"
 
 

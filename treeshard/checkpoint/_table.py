@@ -150,7 +150,7 @@ def unpack(row: SavedLeaf, array: Any) -> Any:
     return array if row.impl is None else jax.random.wrap_key_data(array, impl=row.impl)
 
 
-def in_its_dtype(row: SavedLeaf, stored: np.ndarray) -> np.ndarray:
+def view_in_dtype(row: SavedLeaf, stored: np.ndarray) -> np.ndarray:
     """The values of a row, or the data of its keys, in their own dtype."""
     dtype = np.dtype("uint32") if row.kind == "key" else parse_dtype(row.dtype)
     return stored if stored.dtype == dtype else stored.view(dtype)

@@ -1,7 +1,7 @@
 """Names the arguments of a compiled program by their paths in the trees that it was called with.
 
-Arguments are matched by position. JAX drops arguments that a program does not use, so the numbers
-in the text differ, and the compiler may change or leave out names.
+Arguments are matched by position. JAX drops unused arguments, so the text numbers them differently,
+and the compiler may change or omit names.
 """
 
 import re
@@ -26,18 +26,17 @@ class Argument(NamedTuple):
 
     path: str  # `state/layers/0/w`; empty if a text does not name it
     number: int | None  # its position in the text; `None` if JAX dropped it
-    struct: jax.ShapeDtypeStruct | None  # the array, by JAX; `None` if there is only a text
+    struct: jax.ShapeDtypeStruct | None  # `None` if there is only a text
 
 
 def arguments_of(program: Any, graph: HloProgram) -> list[Argument]:
-    """The arguments of a program in their order; those that it does not use too, unless there is
-    only its text."""
+    """The arguments of a program in order. A text does not have the unused ones."""
     in_text = _read_arguments(graph)
     if not isinstance(program, jax.stages.Compiled):
         return in_text
     infos = tree_flatten_with_path(program.args_info)[0]
     shardings = program.in_tree.flatten_up_to(program.input_shardings)  # `None` for dropped ones
-    # What JAX adds, such as the tokens of callbacks, comes before the user's arguments.
+    # JAX adds its own arguments, such as the tokens of callbacks, before the user's.
     kept = iter(in_text[len(in_text) - sum(x is not None for x in shardings) :])
     # `0/0/w` in the first argument, and `1/x/w` in the keyword argument `x`
     places = [path.partition("/")[2] for path in leaf_paths(program.args_info)]
@@ -48,8 +47,8 @@ def arguments_of(program: Any, graph: HloProgram) -> list[Argument]:
         argument = _DROPPED if sharding is None else next(kept)
         path = argument.path or place
         if name:  # `state['w'].value`, of a box of Flax, has the path that the box has in a plan
-            whole = name.removesuffix(keystr(keys[2:]))
-            path = path_under(path_of_name(whole), place.partition("/")[2])
+            full_name = name.removesuffix(keystr(keys[2:]))
+            path = path_under(path_of_name(full_name), place.partition("/")[2])
         struct = jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding)
         arguments.append(argument._replace(path=path, struct=struct))
     return arguments

@@ -52,28 +52,28 @@ class Collective:
             `"send"`, or `"unknown"` for an op whose name looks like a collective's.
         dtype: The dtype that is communicated. A backend may have widened it.
         bytes: The payload of one execution, measured on the full-size side: an all-gather's
-            output, a reduce-scatter's input, and for other kinds one device's buffer.
-        wire_bytes: The bytes that a device sends in one execution, if the devices form a ring. If a
-            backend turns an all-gather into an all-reduce of shards in arrays of zeros, these are
-            twice the bytes of a gather.
-        axes: The mesh axes that its device groups span; `None` if they do not span whole axes,
-            or the mesh is unknown.
+            output, a reduce-scatter's input, and one device's buffer for other kinds.
+        wire_bytes: The bytes that a device sends in one execution, if the devices form a ring. The
+            number doubles if a backend turns an all-gather into an all-reduce of shards in arrays
+            of zeros.
+        axes: The mesh axes that its device groups span; `None` if they span only a part of an
+            axis, or the mesh is unknown.
         count: The number of executions, including trips of loops; `None` if it depends on data.
         path: The argument whose data it communicates, such as `state/layers/0/w`; `None` for
             computed values, such as activations and gradients.
-        op_name: JAX's name of the operation. If the partitioner inserted it without a name,
-            the name of the first operation that uses its result.
+        op_name: JAX's name of the operation. If the partitioner inserted the operation without a
+            name, the name of the first operation that uses its result.
         source: The line of user code that this operation comes from, as `file:line`.
         is_async: Whether it can overlap with other work (`-start` and `-done`).
         rank: The number of dims of the buffer; 0 for a scalar such as a loss.
-        completes: The kind of the collective that it belongs to, if it only shifts the rows of
-            a padded result into place; else `None`.
+        completes: If it only shifts the rows of a padded result into place, the kind of the
+            collective that it completes; otherwise `None`.
         is_widened: Whether the step or the backend has cast the data to a wider dtype before.
-        is_inserted: Whether XLA marks it as inserted by its partitioner; only newer versions do.
-        within: The mesh axes along which the devices of a group differ, where groups span only
-            a part of them, as with `axis_index_groups`; else `None`.
-        part: The number of devices of a group, and how far apart they are along the axes of
-            `within`; `None` if the distances differ, or if groups span whole axes.
+        is_inserted: Whether XLA marks it as inserted by its partitioner. Only newer versions do.
+        within: If groups span only a part of the axes, as with `axis_index_groups`, the mesh axes
+            along which the devices of a group differ; otherwise `None`.
+        part: The number of devices of a group, and their distance along the axes of `within`;
+            `None` if the distances differ, or if groups span full axes.
 
     Examples:
         >>> Collective("all-gather", "float32", 4096, 3584, ("fsdp",), count=12).total_bytes
@@ -155,14 +155,14 @@ def assert_collectives(
     """Checks how often a program runs each kind of collective, and how many bytes it communicates.
 
     An op that looks like a collective but cannot be read fails the check, whatever the budgets are.
-    Rare kinds, such as `"send"`, have no budget of their own, and `max_bytes` includes them.
+    Rare kinds, such as `"send"`, count only for `max_bytes`.
 
     Args:
         program: As in `collectives`.
         mesh: As in `collectives`.
         all_gather: The exact number of executions, per buffer and including trips of loops; or
-            `(count, bytes)`, where `bytes` is the maximum for all executions together, and either
-            may be `None`. `None` leaves the kind unchecked.
+            `(count, bytes)`, where `bytes` is the maximum for all executions together. `None`, also
+            instead of either number, disables the check.
         reduce_scatter: As `all_gather`.
         all_reduce: As `all_gather`.
         all_to_all: As `all_gather`.
@@ -198,7 +198,7 @@ def assert_collectives(
 
 
 def _over(what: str, moved: Sequence[Collective], budget: Budget) -> Iterator[str]:
-    """How some collectives are not within a budget."""
+    """How some collectives exceed a budget."""
     count, most = budget if isinstance(budget, tuple) else (budget, None)
     runs, size = total(x.count for x in moved), total_bytes(moved)
     if count not in (None, runs):
@@ -207,29 +207,29 @@ def _over(what: str, moved: Sequence[Collective], budget: Budget) -> Iterator[st
         yield f"{what}: {count_text(size)} bytes, at most {most:,} allowed."
 
 
-# The bytes of what is as small as a scalar.
+# A buffer of at most this many bytes counts as a scalar.
 TINY = 4
 
 
 def _is_tiny(buffer: Buffer) -> bool:
-    """Whether it is as small as a scalar: the loss of a part of a batch may be a `float32[1]`."""
+    """Whether a buffer is as small as a scalar. A loss over part of a batch may be `float32[1]`."""
     return buffer.bytes is not None and buffer.bytes <= TINY
 
 
 def is_scalar(collective: Collective) -> bool:
-    """Whether it reduces a scalar, such as a loss, which no plan has."""
+    """Whether it reduces a scalar, such as a loss. Plans have no scalars."""
     return collective.kind == "all-reduce" and collective.rank == 0 and collective.bytes is not None
 
 
 def total(numbers: Iterable[int | None]) -> int | None:
     """The sum; `None` if a number is unknown."""
     known = list(numbers)
-    # Never a guess: one unknown number makes the sum unknown.
+    # One unknown number makes the sum unknown: sums are never guessed.
     return None if None in known else sum(number or 0 for number in known)
 
 
 def total_bytes(collectives: Iterable[Collective]) -> int | None:
-    """What all their executions move; `None` if that is unknown of one."""
+    """The payload of all executions together; `None` if one payload is unknown."""
     return total(x.total_bytes for x in collectives)
 
 
@@ -271,12 +271,12 @@ def _table(moved: Sequence[Collective]) -> str:
 
 
 def join_steps(moved: Sequence[Collective], sizes: Mapping[str, int]) -> list[Collective]:
-    """Collectives, those that run along axes in several steps as one.
+    """Joins the steps of each collective that runs along its axes in several steps.
 
-    A scatter of N bytes over 256 devices may run over 16 groups of 16 that are 16 apart, and then,
-    with N / 16 bytes, over groups of 16 neighbours; a gather the other way round. The step between
-    the devices that are farthest apart has all N bytes, and stands for the whole. It does so only
-    if the other steps move what is left after it, all together.
+    A scatter of N bytes over 256 devices may run first over groups of 16 devices at distance 16,
+    and then, with N / 16 bytes, over groups of 16 neighbours. A gather runs in the opposite order.
+    The step between the most distant devices has all N bytes, and represents the collective, if
+    the other steps together communicate exactly the rest.
     """
     left: dict[int, Collective] = dict(enumerate(moved))
     for kinds in _IN_STEPS:
@@ -292,8 +292,8 @@ def join_steps(moved: Sequence[Collective], sizes: Mapping[str, int]) -> list[Co
     return [left[i] for i in sorted(left)]
 
 
-# TPUs scatter small arrays by an all-reduce in each step, of the part that a device keeps, or in
-# the steps after the first.
+# To scatter small arrays, TPUs all-reduce the part that a device keeps, in each step or in the
+# steps after the first.
 _REDUCTIONS = ("reduce-scatter", "all-reduce")
 _IN_STEPS = (("all-gather",), *((kind,) for kind in _REDUCTIONS), _REDUCTIONS)
 
@@ -301,7 +301,7 @@ _IN_STEPS = (("all-gather",), *((kind,) for kind in _REDUCTIONS), _REDUCTIONS)
 def _join(
     steps: Mapping[int, Collective], within: tuple[str, ...], size: int
 ) -> dict[int, Collective]:
-    """The steps between the devices that are farthest apart, each with what all steps send."""
+    """The steps between the most distant devices, with the wire bytes of all steps."""
     first: dict[int, Collective] = {}
     payload = sent = 0
     for number, step in steps.items():
@@ -317,7 +317,7 @@ def _join(
 
 
 def _form_one_collective(steps: Sequence[Collective], size: int) -> bool:
-    """Whether each step moves what the one before leaves, the last one between neighbours."""
+    """Whether each step communicates what the step before it leaves, down to neighbours."""
     payloads: Counter[tuple[int, int]] = Counter()
     for each in steps:
         if each.part is None or each.total_bytes is None:
@@ -335,7 +335,7 @@ def _form_one_collective(steps: Sequence[Collective], size: int) -> bool:
 # ------------------------------------------------------------------ reading
 
 
-_Payloads = list[tuple[Buffer, list[Value]]]  # arrays that an op moves, and what each reads
+_Payloads = list[tuple[Buffer, list[Value]]]  # the buffers of an op, and what each reads
 _UNREAD = Buffer("unknown", None, 0)
 
 
@@ -348,7 +348,7 @@ class CollectiveReader:
         self._devices = self.program.devices
         if self._devices is None and self.axes:
             self._devices = math.prod(self.axes.values())
-        # Groups are kept, since a program has few that differ, with all its devices in each.
+        # Groups are cached: a program has few distinct ones, and each has all of its devices.
         self._groups_of = cache(partial(groups_of, devices=self._devices, axes=self.axes))
         self._arguments = {parameter.op_name for parameter in self.program.parameters}
         self._paths = paths_by_number(read.arguments)
@@ -356,7 +356,7 @@ class CollectiveReader:
         self._started = set[str]().union(*map(_find_chain_starts, computations))
 
     def all(self) -> Iterator[Collective]:
-        """The collectives that the entry reaches, and all of computations without a caller."""
+        """The collectives that the entry reaches, then the collectives of uncalled computations."""
         for context, op, count in executions(self.flow, lambda op: _kind(op) != ""):
             kind = self._kind_in(context, op)
             if kind:
@@ -374,7 +374,7 @@ class CollectiveReader:
             op_name = op.target or op.opcode
         buffers = self._buffers(context, kind, op, groups)
         for buffer, read in buffers:
-            # An all-reduce of shards in arrays of zeros is an all-gather, of what is in them.
+            # An all-reduce of shards in arrays of zeros is an all-gather of the shards.
             shard = self._shard_in_zeros(kind, read)
             origins = self.flow.origins(*(shard or read))
             if len(buffers) > 1:
@@ -399,7 +399,7 @@ class CollectiveReader:
             )
 
     def _kind_in(self, context: Context, op: Op) -> str:
-        """The kind of a collective; empty for a piece of one that is already counted."""
+        """The kind of a collective; empty for a further piece of a counted collective."""
         chain = op.frontend("chain_id")
         if chain and chain not in _find_chain_starts(context.computation):
             return "" if chain in self._started else "unknown"
@@ -413,8 +413,8 @@ class CollectiveReader:
     ) -> tuple[str | None, str | None]:
         """JAX's name of an op, and its line.
 
-        In JAX 0.11 and newer, the gather of a weight has no name and no line, or only the name of
-        the argument that it gathers: its first user has both.
+        In JAX 0.11 and newer, the gather of a weight has no line, and at most the name of the
+        argument that it gathers. Its first user has a name and a line.
         """
         op_name, source = op.op_name, self.program.source(op)
         is_unnamed = op_name in self._arguments or (is_inserted and op_name is None)
@@ -423,24 +423,24 @@ class CollectiveReader:
         return op.op_name, self.program.source(op)
 
     def _find_part_name(self, read: Sequence[Value]) -> tuple[str, str | None] | None:
-        """The name and the line of one of the arrays that a combined op moves. Its own name is of
-        all: `op_name="jit(f)/(reduce_sum:transpose(jvp())/dot_general)"`."""
+        """The name and the line of one array that a combined op communicates. The op itself has the
+        names of all: `op_name="jit(f)/(reduce_sum:transpose(jvp())/dot_general)"`."""
         for op in (self._unwrap(each).op for each in read):
             if op.op_name and op.op_name not in self._arguments:
                 return op.op_name, self.program.source(op)
         return None
 
-    # ---------------------------------------------------------------- what it moves
+    # ---------------------------------------------------------------- buffers
 
     def _buffers(self, context: Context, kind: str, op: Op, groups: Groups) -> _Payloads:
-        """Each buffer that an op moves, with its payload as `bytes`, and what it reads."""
+        """Each buffer that an op communicates, with its payload as `bytes`, and what it reads."""
         read = operands(Value(context, op))
         if kind in ("unknown", "ragged-all-to-all"):
             return [(next(iter(op.types), _UNREAD)._replace(bytes=None, rank=0), read)]
         if op.opcode == "send" and read:
             # `(f32[512,8,128], u32[], token[]) send(%bitcast, %after-all), channel_id=2`
             part = _type(read[0])
-            # Of an all-gather, one slice's part is sent.
+            # An all-gather sends the part of one slice.
             parts = groups.size if kind == "all-gather" else 1
             payload = part._replace(bytes=_product(part.bytes, parts))
             return self._split_joined(kind, read[0], payload)
@@ -485,8 +485,7 @@ class CollectiveReader:
         return [(buffer, [operand])]
 
     def _unwrap(self, at: Value, through: str = "") -> Value:
-        """Where a value was before it got another shape, went `through` an op, or became an
-        argument."""
+        """The value before reshapes, all-reduces and ops named `through`, outside of calls."""
         at = self.flow.trace(at, lambda each: not keeps(each.op) and each.op.opcode != through)
         if at.op.opcode != "all-reduce" or len(at.op.operands) != 1:
             return at
@@ -515,7 +514,7 @@ class CollectiveReader:
     def _completes(self, kind: str, read: Sequence[Value]) -> str | None:
         """The kind of the collective whose padded result this op shifts into place, if any.
 
-        TPUs pad what does not divide into tiles, and then send the rows that came too far:
+        TPUs pad arrays that do not divide into tiles, and then send misplaced rows to their device:
 
             %fusion.1 = f32[1032,1024] fusion(%fusion.13), kind=kCustom, calls=%all-reduce-scatter.1
             %slice.1 = f32[24,1024] slice(%fusion.1), slice={[1008:1032], [0:1024]}
@@ -528,7 +527,7 @@ class CollectiveReader:
         fused = [computations.get(name) for name in at.op.called.get("calls", ())]
         return "reduce-scatter" if any(map(_is_padded_scatter, filter(None, fused))) else None
 
-    # ---------------------------------------------------------------- who takes part
+    # ---------------------------------------------------------------- device groups
 
     def _groups(self, kind: str, op: Op) -> Groups:
         if kind in ("unknown", "send"):
@@ -541,17 +540,17 @@ class CollectiveReader:
         groups = op.attribute("replica_groups")
         if op.attribute("use_global_device_ids") or self.program.partitions == 1:
             return self._groups_of(groups)
-        # The groups number replicas, except for these kinds: they number partitions.
+        # Groups contain the numbers of replicas, and for these kinds the numbers of partitions.
         if self.program.replicas > 1:
             return UNKNOWN
         if not op.attribute("channel_id"):
-            return Groups(1, ())  # among replicas, and there is only one
+            return Groups(1, ())  # among replicas, and the program has one replica
         of_partitions = kind in ("all-to-all", "ragged-all-to-all", "collective-broadcast")
         return self._groups_of(groups if of_partitions else "{}")
 
 
 def _results(op: Op) -> Sequence[Buffer]:
-    """The arrays that an op moves, one for each operand, as they are afterwards.
+    """The arrays that an op communicates, one for each operand, as they are afterwards.
 
     A `-start` may return its operands before its results, and context values after them:
     `(f32[24,1024], f32[24,1024], u32[], u32[]) collective-permute-start(%slice.1)`.
@@ -561,13 +560,13 @@ def _results(op: Op) -> Sequence[Buffer]:
 
 
 def _type(of: Value) -> Buffer:
-    """The array that a value is; the first one of a tuple."""
+    """The array of a value; for a tuple, the first array."""
     number = of.path[-1] if of.path else 0
     return next(iter(of.op.types[number:]), _UNREAD)
 
 
 def path_of(origins: Origins, paths: Mapping[int, str]) -> str | None:
-    """The argument whose data all values are, if there is exactly one."""
+    """The path of the one argument whose data the values are; `None` if they have other data."""
     if len(origins.arguments) != 1 or origins.computed:
         return None
     [number] = origins.arguments
@@ -578,8 +577,8 @@ _NARROWER = {"float32": {"bfloat16", "float16"}, "float64": {"bfloat16", "float1
 
 
 def _is_widened(op: Op, dtype: str, origins: Origins) -> bool:
-    """Whether a float that is moved had a narrower dtype before, or is reduced by a function that
-    the compiler promoted to a wider one."""
+    """Whether a communicated float had a narrower dtype before, or its reduction was promoted to a
+    wider dtype by the compiler."""
     # `all-reduce(%convert.3), to_apply=%add.clone_promoted`: XLA's pass all-reduce-promotion, for
     # CPUs, which have no collectives of 16-bit floats
     if op.attribute("to_apply").endswith("_promoted"):
@@ -600,7 +599,7 @@ def _kind(op: Op) -> str:
 
 
 def _kind_of_host_transfer(op: Op) -> str:
-    """Between slices of TPUs, data moves through the hosts, as `send` with these attributes:
+    """The kind of a `send`. Between slices, TPUs send data through the hosts, with attributes:
 
     `_xla_megascale_target="{1,2}x{0:7}",_xla_megascale_transfer_type="ALL_REDUCE"`. Other sends to
     the host are callbacks.
@@ -612,11 +611,11 @@ def _kind_of_host_transfer(op: Op) -> str:
     return "unknown" if MEGASCALE in op.attribute("frontend_attributes") else ""
 
 
-# TPUs spread an async collective over a chain of fusions, so that each can overlap with it. Every
-# fusion has a copy of the op, with the same `chain_id`; only the first one feeds this custom call:
+# TPUs spread an async collective over a chain of fusions, which overlap with it. Every fusion has a
+# copy of the op, with the same `chain_id`. Only the first copy is an operand of this custom call:
 # `%all-gather.49 = bf16[4096,1024] all-gather(%param_0.130), frontend_attributes={chain_id="1"}`
 # `ROOT %custom-call.5 = (...) custom-call(%all-gather.49), custom_call_target=...`
-# Its channel_id is of no use: what is written by hand has channel 1 throughout.
+# The channel_id does not help: collectives by hand all have channel 1.
 _CHAIN_START, _CHAIN_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
 
 
@@ -630,7 +629,7 @@ def _find_chain_starts(computation: Computation) -> set[str]:
 def _is_async(context: Context, op: Op) -> bool:
     if op.frontend("chain_id") or op.opcode == "send":
         return True
-    # `backend_config={"is_sync":true}`: GPUs write `-start` also where nothing overlaps
+    # `backend_config={"is_sync":true}`: GPUs write `-start` for collectives without overlap too
     if '"is_sync":true' in op.attribute("backend_config"):
         return False
     in_async = context.op is not None and context.op.opcode == "async-start"
@@ -655,7 +654,7 @@ _ROUNDS = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "all-reduce": 
 
 
 def bytes_on_the_wire(kind: str, size: int | None, devices: int | None) -> int | None:
-    """What each of some devices in a ring sends of a payload."""
+    """The bytes of a payload that each device in a ring sends."""
     if size is None or devices is None or kind == "unknown":
         return None
     if kind in _ROUNDS:

@@ -1,7 +1,7 @@
 """Compares what a compiled step communicates with what its plan predicts.
 
-The comparison is made leaf by leaf: totals would be right for a step that gathers one weight twice
-and another one never. It needs the trace of the step, which shows what the step does with each
+The comparison is per leaf: totals would be right for a step that gathers one weight twice and
+another weight never. It needs the trace of the step, which shows what the step does with each
 leaf: which leaves are trained, how often each is gathered, and in which dtype.
 """
 
@@ -68,8 +68,8 @@ class Comparison:
 
     Attributes:
         planned: What the plan predicts, leaf by leaf.
-        compiled: What the program communicates, op by op. A scatter or a gather that runs over one
-            dim of a torus after the other is one entry.
+        compiled: What the program communicates, op by op. A scatter or gather that runs over the
+            dims of a torus in sequence is one entry.
         unplanned: How the program differs from the plan, and why. Empty if it does not differ.
         activations: Computed values that are communicated along axes that split weights where they
             are used, as in tensor parallelism and between experts. No plan predicts them.
@@ -83,7 +83,7 @@ class Comparison:
             gradients and widens 16-bit weights. On other platforms, gathers may have a narrower
             dtype, or become all-reduces.
         other_dtypes: The gradients and updates that are communicated in another dtype than planned,
-            a phrase for each pair of dtypes. The step may cast them, or the compiler.
+            a phrase for each pair of dtypes. The step or the compiler casts them.
         platform: The platform of the program, such as `"cpu"`.
         leaves: For each entry of `compiled`, the path of the leaf that it gathers or whose gradient
             it reduces; `None` for other values. For a gradient, the leaf is one with the right
@@ -137,7 +137,7 @@ class Comparison:
         return "\n".join([text, *self._notes(), *map(str, self.unplanned)])
 
     def _notes(self) -> list[str]:
-        """What differs without being a fault."""
+        """The differences that are not faults."""
         axes = dict.fromkeys(axis for x in self.activations for axis in x.axes or ())
         groups = (
             (self.activations, "activation", f" along {', '.join(axes)}"),
@@ -153,7 +153,7 @@ class Comparison:
         ]
         if self.by_compiler:
             name = f"{self.platform.upper()} compiler" if self.platform else "compiler"
-            # Whether those for accelerators do so depends on the mesh and the types of its axes.
+            # Compilers for accelerators may do the same, depending on the mesh and its axis types.
             hint = _COMPILE_FOR_TARGET if self.platform == "cpu" else ""
             notes.append(f"The {name} {' and '.join(self.by_compiler)}.{hint}")
         if self.other_dtypes:
@@ -186,8 +186,8 @@ def compare_communication(plan: Plan, step: Any, state: PyTree, batch: PyTree) -
 
     Raises:
         SpecError: If the state does not match the plan, or is not sharded as planned; if the step
-            does not return a new state first; if the compiled program does not say how the batch
-            is sharded.
+            does not return a new state first; if the compiled program does not show how the
+            batch is sharded.
         MeshError: If the plan was made for an abstract mesh.
         TypeError: If `step` is not a function, such as a compiled program.
 
@@ -214,8 +214,9 @@ def compare_communication(plan: Plan, step: Any, state: PyTree, batch: PyTree) -
     traced = _trace_step(step, state, batch)
     _check_returns_state(plan, traced.jaxpr.out_avals)
     read = read_program(traced.lower().compile(), plan.mesh)
-    # The compiled program knows how its arguments are sharded, also where only the step says so.
-    shardings = [(x.path, x.struct and x.struct.sharding) for x in read.arguments]
+    # Only the compiled program has all shardings: the step may constrain its arguments. A struct of
+    # a scalar has no truth value, because JAX gives structs a length.
+    shardings = [(x.path, getattr(x.struct, "sharding", None)) for x in read.arguments]
     count = len(plan.leaves)
     _check_placed(plan, shardings[:count])
     along = _batch_spec(plan, shardings[count:])
@@ -229,7 +230,7 @@ def compare_step(plan: Plan, batch: SpecTree, roles: Roles, read: ReadProgram) -
     The first arguments of the program are the arrays of the state.
     """
     planned = predict_transfers(plan, batch, roles)
-    # On a torus, a scatter over one axis may run dim by dim.
+    # On a torus, a scatter over one axis may run dim by dim, as several collectives.
     compiled = join_steps(list(CollectiveReader(read).all()), read.within)
     state = zip(read.arguments, plan.leaves, strict=False)
     names = {argument.path: leaf.path for argument, leaf in state}
@@ -256,7 +257,7 @@ def _idle_axes(
 ) -> Iterator[Unplanned]:
     """The axes that shard neither the plan nor the batch, and along which no data is sent."""
     moved = [x.axes for x in compiled]
-    # What has unknown axes may run along any.
+    # A collective with unknown axes may run along any axis.
     if None in moved:
         return
     used = {*get_names_from_partition_spec(plan), *batch_axes}
@@ -268,7 +269,7 @@ def _idle_axes(
 
 
 def _to_host(graph: HloProgram) -> Iterator[Unplanned]:
-    """The arrays that callbacks take to the host. Scalars may go there."""
+    """The arrays that callbacks copy to the host, scalars excepted."""
     for computation in graph.computations.values():
         for op in filter(_is_callback, computation.ops.values()):
             operands = [computation.ops[name] for name in op.operands if name in computation.ops]
@@ -284,7 +285,7 @@ def _is_callback(op: Op) -> bool:
     if "callback" in op.target:
         return True
     # `(f32[8], u32[], token[]) send(%x, %after-all), channel_id=2, is_host_transfer=true`, on TPUs,
-    # whose data moves so between slices too
+    # which also send data between slices in this way
     if op.opcode != "send" or op.attribute("is_host_transfer") != "true":
         return False
     return not op.frontend(f"{MEGASCALE}_transfer_type")
@@ -353,7 +354,7 @@ def _check_placed(plan: Plan, shardings: Sequence[_Placed]) -> None:
     for (_, actual), leaf, planned in zip(
         shardings, plan.leaves, plan.sharding_of_each(), strict=True
     ):
-        # JAX drops arguments that the step does not use, and then does not know.
+        # JAX drops unused arguments, and has no sharding for them.
         if actual is not None and not actual.is_equivalent_to(planned, len(leaf.shape)):
             spec = getattr(actual, "spec", actual)
             facts.append(f"{leaf.path}: sharded as {spec} in the program, planned as {leaf.given}.")
@@ -364,7 +365,7 @@ def _check_placed(plan: Plan, shardings: Sequence[_Placed]) -> None:
 
 
 def _batch_spec(plan: Plan, shardings: Sequence[_Placed]) -> PartitionSpec:
-    """The axes that shard the arguments which are not the state, as one spec."""
+    """The axes that shard the arguments after the state, as one spec."""
     split: set[str] = set()
     for path, sharding in shardings:
         if isinstance(sharding, NamedSharding):

@@ -1,7 +1,7 @@
 """Follows a program's values back to the data that they come from, and to the memory that they use.
 
-Names are not enough: compilers rename, fuse and clone ops, and an all-gather of a weight is named
-after whatever was traced last. The operand of the gather can be followed back, op by op, to the
+Names are not enough: compilers rename, fuse and clone ops, and an all-gather of a weight may have
+the name of an unrelated op. The operand of the gather can be followed back, op by op, to the
 parameter `state['w']` of the program.
 
 A value is an op's result, or an element of the result, in the context of a call. Two questions
@@ -9,8 +9,8 @@ share this representation:
 
 1. Where does its data come from? `sources` has one table by opcode. An all-gather passes data on,
    and a product does not.
-2. Which memory does it use? `home` follows what is computed in place. An all-gather has memory of
-   its own. A `bitcast` or a loop uses the memory of its operand.
+2. Which memory does it use? `home` follows ops that compute in place. An all-gather has its own
+   memory. A `bitcast` or a loop uses the memory of its operand.
 """
 
 import re
@@ -23,13 +23,13 @@ from treeshard.communication._hlo import Computation, HloProgram, Op
 from treeshard.errors import FormatError
 
 _MAX_STEPS = 10_000
-# Stands for an op that a text does not have: it is computed from nothing.
+# A placeholder without operands, for an op that a text does not have.
 _MISSING = Op("", "", "", "")
 
 
 @dataclass(frozen=True)
 class Context:
-    """A computation as it is called from one place: by `op` in the context `caller`."""
+    """A computation in one of its calls: by `op` in the context `caller`."""
 
     computation: Computation
     caller: "Context | None" = None
@@ -50,7 +50,7 @@ class Value(NamedTuple):
 
 
 class Origins(NamedTuple):
-    """The numbers of the arguments that data comes from; whether it is more; its earlier dtypes."""
+    """Where data comes from: the numbers of arguments, whether some is computed, earlier dtypes."""
 
     arguments: frozenset[int]
     computed: bool
@@ -135,7 +135,7 @@ class Dataflow:
         return at.op.index
 
     def sources(self, at: Value) -> list[Value]:
-        """The values that this one takes its data from, unchanged; none if it is computed."""
+        """The values whose data this one passes on unchanged; empty if it is computed."""
         opcode = at.op.opcode
         # `%all-gather-done.1 = f32[16]{0} all-gather-done(%all-gather-start.1)`
         if opcode.endswith("-done"):
@@ -146,7 +146,7 @@ class Dataflow:
         return [] if follow is None else follow(self, at)
 
     def home(self, at: Value) -> Value:
-        """The value in whose memory another one is: its own, if it is not computed in place."""
+        """The value whose memory another value uses: itself, unless it is computed in place."""
         passed: list[Value] = []
         while at not in self._homes and len(passed) < _MAX_STEPS:
             passed.append(at)
@@ -159,8 +159,8 @@ class Dataflow:
         return home
 
     def trace(self, at: Value, until: Callable[[Value], bool]) -> Value:
-        """The first value that meets a condition, on the way back to what `at` takes its data from;
-        or the last before the way divides or ends."""
+        """Follows the data of `at` back to the first value that meets a condition, or to the last
+        value with a single source."""
         for _ in range(_MAX_STEPS):
             if until(at):
                 break
@@ -186,8 +186,8 @@ class Dataflow:
         return _operand(passed, number, at.path)
 
     def _follow_loop(self, loop: Value, body: Context) -> list[Value]:
-        """What an element that a loop carries is before the first trip, and after each trip unless
-        all of them pass it on as it is."""
+        """The sources of an element that a loop carries: its value before the first trip and, if
+        trips change it, its value after each trip."""
         start = _operand(loop, 0, loop.path)
         after = result(body, loop.path)
         origin = self.trace(after, lambda each: _is_carried_by(body, each) or not keeps(each.op))
@@ -199,7 +199,7 @@ class Dataflow:
         return self._follow_loop(loop, self.enter(loop.context, loop.op, name, "body"))
 
     def _results(self, at: Value, role: str) -> list[Value]:
-        """What the computations that an op calls return."""
+        """The results of the computations that an op calls."""
         contexts = [
             self.enter(at.context, at.op, name, role, branch)
             for branch, name in enumerate(at.op.called.get(role, ()))
@@ -209,7 +209,7 @@ class Dataflow:
     # ---------------------------------------------------------------- loops
 
     def trips(self, context: Context, op: Op) -> int | None:
-        """The trip count of a `while`: as stated, or computed if it counts between constants."""
+        """The trip count of a `while`: as the text states it, or computed from constant bounds."""
         if op.trips is not None:
             return op.trips
         called = op.called
@@ -230,7 +230,7 @@ class Dataflow:
         return len(range(0, distance + direction.endswith("E"), step)) if step > 0 else None
 
     def _sequence(self, loop: "_Loop", side: Value) -> tuple[int, int]:
-        """What one side of a loop's condition is in the first trip, and what each trip adds to it.
+        """One side of a loop's condition: its value in the first trip, and its increment per trip.
 
         Raises `ValueError` if that depends on data.
         """
@@ -273,8 +273,8 @@ class Dataflow:
 
 
 def keeps(op: Op) -> bool:
-    """Whether the result of an op has the elements of its operand, perhaps in another shape or in
-    other memory."""
+    """Whether the result of an op has the elements of its operand, perhaps in another shape or
+    another memory."""
     opcode = op.opcode
     for suffix in ("-start", "-update", "-done"):
         opcode = opcode.removesuffix(suffix)
@@ -286,7 +286,7 @@ def _is_carried_by(body: Context, at: Value) -> bool:
 
 
 def _is_carried_or_part(at: Value) -> bool:
-    # A loop, perhaps an outer one, may change what it carries.
+    # A loop, also an outer one, may change the values that it carries.
     is_carried = at.op.opcode == "parameter" and at.context.role in ("body", "condition")
     return is_carried or at.op.opcode in _PARTS
 
@@ -319,8 +319,8 @@ def _follow_reshape(flow: Dataflow, at: Value) -> list[Value]:
     return _operand(at, 0) if len(sizes[0]) == 1 and sizes[1:] == sizes[:1] else []
 
 
-# How each op passes data on: by its opcode, without the suffix of `copy-start(%param.4)`, or by the
-# target of a custom call.
+# How each op passes data on, by its opcode without the suffix, as in `copy-start(%param.4)`, or by
+# the target of a custom call.
 _SOURCES: Mapping[str, Callable[[Dataflow, Value], list[Value]]] = {
     # `%p = (s32[], f32[8]{0}) parameter(0)` of a loop; `%param_1.2 = f32[8]{0} parameter(1)`
     "parameter": Dataflow._follow_parameter,
@@ -402,7 +402,8 @@ _KEEPING = frozenset(
         "while",
     }
 )
-# Ops that pass on a part of what they read, or more: no number of a loop is followed through them.
+# Ops that return a part of their operand, or join operands. Loop counters are not followed through
+# these ops.
 _PARTS = ("dynamic-slice", "slice", "concatenate")
 
 
@@ -415,12 +416,12 @@ class _Loop(NamedTuple):
 
 
 def result(context: Context, path: Path = ()) -> Value:
-    """What a computation returns."""
+    """The result of a computation."""
     return value(context, context.computation.root, path)
 
 
 def _operand(of: Value, number: int, path: Path = ()) -> list[Value]:
-    """One operand; none if the op has fewer."""
+    """One operand in a list; empty if the op has fewer operands."""
     names = of.op.operands[number : number + 1]
     return [value(of.context, name, path) for name in names]
 
@@ -462,7 +463,7 @@ _ALIASING = re.compile(r"\{(\d*)\}: \((\d+), \{(\d*)\}\)")
 
 
 def _find_in_place(flow: Dataflow, at: Value) -> list[Value]:
-    """The value in whose memory another one is computed; none if it has memory of its own."""
+    """The value in whose memory another one is computed; empty if it has its own memory."""
     opcode = at.op.opcode
     if opcode in ("tuple", "get-tuple-element"):
         return flow.sources(at)
@@ -475,7 +476,7 @@ def _find_in_place(flow: Dataflow, at: Value) -> list[Value]:
     if opcode == "call":
         return _find_passed_operand(flow, at)
     if at.path[:1] and at.path[0] in _OPERANDS_AT.get(opcode, ()):
-        # Of the operands in a tuple, one; else the first
+        # one operand of several in a tuple, otherwise the first
         number = at.path[1] if len(at.path) > 1 else 0
         return _operand(at, number, at.path[2:])
     return []
@@ -489,7 +490,7 @@ def _find_in_place_of_fusion(flow: Dataflow, at: Value) -> list[Value]:
             return _operand(at, int(number), (*path, *at.path[1:]))
     if aliases or at.op.opcode != "fusion":
         return []
-    # Else a fusion updates a parameter in place:
+    # A fusion without aliasing may update a parameter in place:
     #   %big = f32[16,1024]{1,0} parameter(0)
     #   ROOT %new = f32[16,1024]{1,0} dynamic-update-slice(%big, %row, %i, %zero)
     [returned] = flow._results(at, "calls")
@@ -505,7 +506,7 @@ def _find_in_place_of_fusion(flow: Dataflow, at: Value) -> list[Value]:
 
 def _find_passed_operand(flow: Dataflow, at: Value) -> list[Value]:
     """The operand that a call returns unchanged."""
-    # The CPU's compiler calls small loops, whose results are the memory of their operands:
+    # The compiler for CPUs wraps small loops in calls. Their results use their operands' memory:
     #   %while.24_computation (tuple.32: (s32[], f32[8])) -> (s32[], f32[8]) {
     #     %tuple.32 = (s32[], f32[8]{0}) parameter(0)
     #     ROOT %while.30 = (s32[], f32[8]{0}) while(%tuple.32), body=%region_0, ...
@@ -523,10 +524,10 @@ def _find_passed_operand(flow: Dataflow, at: Value) -> list[Value]:
 def executions(
     flow: Dataflow, wanted: Callable[[Op], bool]
 ) -> Iterator[tuple[Context, Op, int | None]]:
-    """Some of a program's ops in execution order, from the entry into loops and calls: each in each
-    context, and how often it runs; `None` if that depends on data.
+    """Some of a program's ops in execution order, in each context in which they are called.
 
-    The ops of computations without a caller come last, with an unknown number of executions.
+    Each has the number of its executions, or `None` if the number depends on data. The ops
+    of computations without a caller come last, also with `None`.
     """
     reached: set[str] = set()
 
@@ -559,7 +560,7 @@ def _check_is_no_circle(context: Context) -> None:
 
 
 def _times(flow: Dataflow, context: Context, count: int | None) -> int | None:
-    """How often a computation runs whose caller runs so often."""
+    """How often a computation runs, from how often its caller runs."""
     op, caller = context.op, context.caller
     if count is None or op is None or caller is None or context.role == "branches":
         return None  # the choice of a branch depends on data

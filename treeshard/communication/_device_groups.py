@@ -1,7 +1,7 @@
 """Reads the device groups and shardings in a program's text, and names them by mesh axes.
 
 Every notation becomes a table of device numbers. The coordinates of these devices in the mesh give
-the axes. The text's own names do not help: XLA numbers its axes (`axis_0`, `axis_1`), splits and
+the axes. The names in the text do not help: XLA numbers its axes (`axis_0`, `axis_1`), splits and
 joins the axes of the mesh, and older notations have no names.
 """
 
@@ -16,17 +16,17 @@ import numpy as np
 
 # `[2,4]<=[8]`, or `[4,2]<=[2,4]T(1,0)`
 _TILED_GROUPS = re.compile(r"(\[[\d,]+\])<=(\[[\d,]+\](?:T\([\d,]+\))?)")
-# `mesh['axis_0'=8,'axis_1'=1] {'axis_0'}`, from XLA's Shardy; where the mesh does not number its
+# `mesh['axis_0'=8,'axis_1'=1] {'axis_0'}`, from XLA's Shardy; if the mesh does not number its
 # devices row-major, `mesh['axis_0'=4,'axis_1'=2], device_ids=([2,4]T(1,0)) {'axis_0'}`
 _MESH = r"mesh\[([^\]]*)\](?:,\s*device_ids=\((.*?)\)(?=\s*[{,]))?"
 _ALONG_MESH = re.compile(_MESH + r"\s*\{([^}]*)\}")
 # The order of devices: `[2,4]T(1,0)`, or `0,4,1,5,2,6,3,7`
 _ORDER = re.compile(r"(\[[\d,]+\])(?:T\(([\d,]+)\))?")
-# An axis that is used: `'axis_0'`, or the part `'axis_0':(2)4` of it
+# A used axis: `'axis_0'`, or the part `'axis_0':(2)4` of it
 _USED = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 _SIZE = re.compile(r"'([^']+)'=(\d+)")
 
-# What parsing and NumPy raise for a text in an unknown notation, or one that contradicts itself.
+# What parsing and NumPy raise for a text in an unknown or inconsistent notation.
 _UNREADABLE = (ValueError, LookupError)
 
 
@@ -36,8 +36,8 @@ _UNREADABLE = (ValueError, LookupError)
 class Groups(NamedTuple):
     """The size of each device group, and the mesh axes that it spans; `None` if unknown.
 
-    `within` has the axes along which its devices differ, where it spans only a part of them, and
-    `stride` how far apart they are along these, if evenly.
+    If a group spans only a part of its axes, `within` has the axes along which its devices differ,
+    and `stride` has their distance along these axes, or `None` if the distances differ.
     """
 
     size: int | None
@@ -50,7 +50,7 @@ UNKNOWN = Groups(None, None)
 
 
 def groups_of(text: str, devices: int | None, axes: Mapping[str, int]) -> Groups:
-    """The groups in a text; their axes are unknown if `axes` do not cover all devices."""
+    """The groups in a text. Their axes are unknown if `axes` do not cover all devices."""
     try:
         table = _group_table(text, devices)
     except _UNREADABLE:
@@ -59,10 +59,9 @@ def groups_of(text: str, devices: int | None, axes: Mapping[str, int]) -> Groups
     if math.prod(axes.values()) != table.size:
         return Groups(size, None)
     along = _axes_within(table, axes)
-    # The other coordinates do not change within a group, so that groups as large as their axes
-    # are those of whole axes.
-    is_whole = math.prod(axes[name] for name in along) == size
-    if is_whole:
+    # The other coordinates do not change within a group, so a group as large as the axes together
+    # spans them in full.
+    if math.prod(axes[name] for name in along) == size:
         return Groups(size, along)
     return Groups(size, None, along, _stride(table, axes, along))
 
@@ -77,7 +76,7 @@ def groups_of_pairs(text: str, axes: Mapping[str, int]) -> Groups:
 
 
 def _group_table(text: str, devices: int | None) -> np.ndarray:
-    """The devices of each group, one row per group. Raises if they are not all, each once."""
+    """The devices of each group, one row per group. Raises unless each device occurs once."""
     if text in ("{}", "{{}}"):
         text = f"[1,{devices}]<=[{devices}]"
     if tiled := _TILED_GROUPS.fullmatch(text):
@@ -97,14 +96,13 @@ def _group_table(text: str, devices: int | None) -> np.ndarray:
 def _axes_within(groups: np.ndarray, axes: Mapping[str, int]) -> tuple[str, ...]:
     """The axes along which the devices of a row differ."""
     coordinates = np.stack(np.unravel_index(groups, tuple(axes.values())))
-    # One row per group: an axis along which no device differs from the first of its group is whole
-    # outside of the groups.
+    # Groups do not span an axis along which no device differs from the first device of its group.
     differs = (coordinates != coordinates[..., :1]).any(axis=(1, 2))
     return tuple(compress(axes, differs))
 
 
 def _stride(groups: np.ndarray, axes: Mapping[str, int], along: Sequence[str]) -> int | None:
-    """How far the devices of each row are apart along some axes; `None` if unevenly."""
+    """The distance of the devices of each row along some axes; `None` if distances differ."""
     coordinates = dict(zip(axes, np.unravel_index(groups, tuple(axes.values())), strict=True))
     sizes = tuple(axes[axis] for axis in along)
     places = np.ravel_multi_index([coordinates[axis] for axis in along], sizes)
@@ -142,11 +140,11 @@ def _check_permutation(devices: np.ndarray) -> None:
 def _along_axes(mesh: str, devices: str | None, axes: str) -> np.ndarray:
     """The devices that differ along named axes only, or parts of them, one group per row.
 
-    `'a':(2)4` is 4 positions of `a` inside of 2, so that each stands for `size / 8` devices.
+    `'a':(2)4` has 4 positions of `a` inside each of 2, so each stands for `size / 8` devices.
     """
     sizes = {name: int(size) for name, size in _SIZE.findall(mesh)}
     count = math.prod(sizes.values())
-    strides: dict[str, int] = {}  # by how much a row-major place grows along each axis
+    strides: dict[str, int] = {}  # the row-major stride of each axis
     stride = count
     for name, size in sizes.items():
         stride //= size

@@ -1,7 +1,7 @@
-"""The words for each way in which a program differs from its plan: a fact and a hint per code.
+"""Words each way in which a program differs from its plan: a fact and a hint per code.
 
-All words are in one table, so that a page or a test can list them without a program. The code that
-finds a difference names its code and its values. This module chooses the words.
+All words are in one table, so that a page or a test can list them without a program. `_matching`
+finds the differences, and passes their codes and values.
 """
 
 from collections import Counter
@@ -23,22 +23,22 @@ class Unplanned(NamedTuple):
 
             - `"activation"`: computed values, or rows of the batch, are communicated
             - `"again"`: a weight is gathered, or a gradient reduced, more often than planned
-            - `"all-reduce"`: of full gradients, where a reduce-scatter was planned
+            - `"all-reduce"`: full gradients are all-reduced, where a reduce-scatter was planned
             - `"as-one-product"`: the gradients of leaves that the step combines, such as factors of
               a product, may be reduced as one
-            - `"batch-not-split"`: devices along an axis do the same work, since it does not split
-              the batch
+            - `"batch-not-split"`: devices along an axis do the same work, because the axis does not
+              split the batch
             - `"inside-loop"`: a gradient is reduced in each trip of a loop
-            - `"not-moved"`: planned, and not in the program
+            - `"not-moved"`: a planned transfer is not in the program
             - `"sharded-further"`: a leaf is gathered although the step could use its shards, or
               along an axis along which the plan keeps it split
             - `"state-unlike-weight"`: a gradient is gathered for optimizer state that is sharded
               less than its weight
-            - `"other"`: as `fact` says
+            - `"other"`: another difference, which `fact` describes
         fact: What was found.
         hint: What to do about it.
         collectives: The ops; empty for `"not-moved"`.
-        paths: The leaves that it concerns, where they are known.
+        paths: The leaves that it concerns, if they are known.
     """
 
     code: str
@@ -148,12 +148,12 @@ def explain(
     axes: Sequence[str] = (),
     is_explicit: bool = False,
 ) -> Unplanned:
-    """A difference in the words of its code.
+    """Words a difference by its code.
 
     Args:
         code: One of `WORDS`.
         kind: The kind of the collectives.
-        detail: What of `"other"` or `"not-moved"`; the hint of `"all-reduce"`.
+        detail: What differs, for `"other"` and `"not-moved"`; the hint, for `"all-reduce"`.
         moved: The collectives.
         paths: The leaves that it concerns.
         batch_axes: The axes that split the batch.
@@ -189,7 +189,7 @@ def _lines(moved: Sequence[Collective]) -> list[str]:
 
 
 def collective_line(collective: Collective) -> str:
-    """What it communicates, along which axes, how often, and where in the user's code."""
+    """A collective in one line: its size, its axes, its count and the line of user code."""
     size = bytes_text(collective.bytes, "unknown bytes")
     times = "? times" if collective.count is None else counted(collective.count, "time")
     axes = " and ".join(map(repr, collective.axes or collective.within or ()))

@@ -1,7 +1,7 @@
 """Predicts what a training step has to communicate, from its plan and the roles of its leaves.
 
-The compiled program is not used, because the prediction is compared with it. The plan alone is not
-enough: names and shapes do not say which leaves are trained, or how often a weight is gathered.
+The prediction does not use the compiled program, which is compared with it. The plan alone is not
+enough: names and shapes do not show which leaves are trained, or how often a weight is gathered.
 """
 
 import math
@@ -61,17 +61,17 @@ def batch_axes(plan: Plan, batch: SpecTree) -> tuple[str, ...]:
 def predict_transfers(plan: Plan, batch: SpecTree, roles: Roles) -> list[PlannedTransfer]:
     """Lists what a step of data parallel, FSDP or ZeRO-1 training has to communicate.
 
-    1. A leaf is all-gathered wherever the step needs it whole along an axis of the batch, in the
-       dtype that it has there.
+    1. A leaf is all-gathered wherever the step needs it in full along an axis of the batch, in the
+       dtype that it has at that point.
     2. Its gradient is reduce-scattered over the axes along which it is gathered.
     3. If its optimizer state is sharded further than the leaf (ZeRO-1), the gradient is
-       reduce-scattered as far, and the update is all-gathered.
+       reduce-scattered over the same axes as the state, and the update is all-gathered.
     4. The gradient is all-reduced over the other axes of the batch, unless the leaf stays split
-       along them where it is used, as experts do.
+       along them where it is used, as weights of experts do.
     5. The loss is all-reduced.
 
     A leaf stays sharded along axes that do not split the batch (tensor parallelism). The
-    activations that are communicated for it depend on the model, and are not predicted.
+    communication of activations for such a leaf depends on the model, and is not predicted.
 
     Source:
         ZeRO: Rajbhandari et al. 2020, arXiv:1910.02054.
@@ -118,8 +118,8 @@ class _Forecast:
         size = shard_size(leaf.shape, leaf.given, self.mesh)
         size *= self._parts(axis for axes in scattered for axis in axes)
         for axes in scattered:
-            # The gradient of a weight that is gathered in bfloat16 is reduced in bfloat16; that of
-            # a stack that is gathered layer by layer is reduced so too.
+            # A gradient is reduced as its weight is gathered: in the same dtype, and, for a stack
+            # that is gathered layer by layer, layer by layer.
             yield _transfer(
                 "reduce-scatter",
                 axes,
@@ -143,8 +143,8 @@ class _Forecast:
             yield _transfer("all-gather", further, size, *rest, "update")
 
     def _axes_of_state(self, leaf: PlannedLeaf, role: Role) -> set[str]:
-        """The axes that shard the optimizer state of a leaf: an array of its shape, from which its
-        new value is computed."""
+        """The axes that shard the optimizer state of a leaf: arrays of its shape from which its new
+        value is computed."""
         state = [self.leaves[path] for path in role.sources]
         return {
             axis

@@ -1,10 +1,10 @@
 """Parses HLO text, the format of `jax.stages.Compiled.as_text`.
 
-Every backend gives text, also for devices that are not attached, and text is what people save and
-paste. JAX has no public access to the protobuf, and its schema changes with XLA.
+Every backend returns text, also for devices that are not attached, and users save and paste text.
+JAX has no public access to the protobuf, and its schema changes with XLA.
 
-A program may have hundreds of thousands of lines, and few of them matter here. Each line is parsed
-up to its opcode. The rest is parsed when one of its properties is read.
+A program may have hundreds of thousands of lines, of ops that are mostly irrelevant. Each line is
+parsed up to its opcode. The rest is parsed when one of its properties is read.
 """
 
 import math
@@ -52,15 +52,15 @@ _ROLES = {
 }
 _ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([^\]]*)\]")  # `bf16[512,1024]`
 _NAME = re.compile(r"%([^\s,)}]+)")
-# What is not a name among operands without `%`: `/*index=5*/`, `[512,1024]`, `{1,0:T(8,128)}`
+# Parts of operands without `%` that are not names: `/*index=5*/`, `[512,1024]`, `{1,0:T(8,128)}`
 _NO_NAME = re.compile(r"/\*.*?\*/|\[[^\]]*\]|\{[^}]*\}")
-# and, without these, the type of a tuple: `(f32, s32)`
+# the type of a tuple that is left after that: `(f32, s32)`
 _TUPLE_TYPE = re.compile(r"\((?:[^()]|\([^()]*\))*\)")
 # The comma in `mesh['axis_0'=4], device_ids=([4]) {'axis_0'}` does not end an attribute.
 _TOKEN = re.compile(r'[(\[{]|[)\]}]|,(?! device_ids=)|"(?:[^"\\]|\\.)*"')
 _DEPTH = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
-# In the `backend_config` of a loop, if XLA's pass while-loop-trip-count-annotator ran: for CPUs and
-# GPUs, not for TPUs
+# In the `backend_config` of a loop. XLA's pass while-loop-trip-count-annotator, which runs for CPUs
+# and GPUs, writes it.
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _COLLECTIVE = re.compile(
     r"\b(?:all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
@@ -78,7 +78,7 @@ class Buffer(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Op:
-    """One operation: a line of HLO. What it does not say is empty, or `None` for numbers."""
+    """One operation: a line of HLO. Missing properties are empty, or `None` for numbers."""
 
     name: str
     opcode: str
@@ -172,7 +172,7 @@ class Op:
 
 
 def _end(text: str, start: int, token: str) -> int:
-    """Where a token follows that is outside of brackets and quotes; the end if none does."""
+    """The position of the next token outside of brackets and quotes, or the end."""
     depth = 0
     for match in _TOKEN.finditer(text, start):
         if match[0] == token and depth == 0:
@@ -201,7 +201,7 @@ def _buffer(dtype: str, shape: str) -> Buffer:
 
 @dataclass(eq=False, slots=True)
 class Computation:
-    """Ops by name, and the name of the one whose result the computation returns."""
+    """Ops by name, and the name of the op whose result the computation returns."""
 
     name: str
     ops: dict[str, Op] = field(default_factory=dict)
@@ -211,14 +211,14 @@ class Computation:
 class HloProgram:
     """A module of HLO text. Raises `FormatError` if the text is truncated or damaged.
 
-    There is more than one replica only under `pmap`. `devices` is `None` if the text does not say
-    how many there are.
+    Only programs of `pmap` have more than one replica. `devices` is `None` if the text does not
+    have the number of devices.
     """
 
     def __init__(self, text: str) -> None:
         self.computations: dict[str, Computation] = {}
         self._tables: dict[str, dict[int, str]] = {}
-        # The user's line of each call stack: many ops share one.
+        # The user's line of each call stack. Many ops share a call stack.
         self._lines: dict[int, str | None] = {}
         head, entry = self._read(enumerate(text.split("\n"), 1))
         self.entry = self.computations[entry]
@@ -255,7 +255,7 @@ class HloProgram:
 
     @property
     def takes_tuple(self) -> bool:
-        """Whether its arguments are one tuple, without names: on TPUs, more than 2,000 are."""
+        """Whether its arguments are one tuple, without names, as on TPUs if they are over 2,000."""
         parameters = self.parameters
         return len(parameters) == 1 and parameters[0].type_text.startswith("(")
 
@@ -320,7 +320,7 @@ def _read_computation(name: str, lines: Iterator[tuple[int, str]]) -> Computatio
 
 
 def _rest_of_op(lines: Iterator[tuple[int, str]]) -> str:
-    """The further lines of an op, of a Pallas kernel with metadata of its own:
+    """The further lines of an op, as of a Pallas kernel with its own metadata:
 
     frontend_attributes={kernel_metadata={
     "xprof_metadata":"{\\"block_q\\": 128}"

@@ -2,36 +2,35 @@
 
 Compilers combine, split, reorder and peel collectives, so the ops of a program and the transfers of
 a plan are seldom one to one. Each planned transfer is therefore an account of elements. Each
-collective of the same kind, axes and leaf takes what it moves from the account. The text of a
+collective of the same kind, axes and leaf takes its elements from the account. The text of a
 program names the leaf of a gathered weight. It does not name the leaf of a gradient, so the size
 decides. Large collectives choose first, and prefer an account that others began: a compiler may
-peel a trip off a loop, and one layer of a leaf may have the size of all of another leaf.
+peel a trip off a loop, and one layer of a leaf may be as large as another leaf.
 
-Each collective goes to the first of these rules that takes it. Exact rules come first, so that a
-collective that may stand for a transfer does not use up an account that another one fits exactly.
+The first rule that takes a collective decides. Exact rules come first, so that a collective that
+may represent a transfer does not use up an account that another collective fits exactly.
 
- 1. Its axes or bytes are unknown: `other`.
- 2. An all-gather of a planned leaf, axes and size: booked.
- 3. A planned reduction of a gradient, of all of it or of some layers: booked.
- 4. An exchange of `training.by_matrix`, by its name: listed apart.
- 5. A reduction of a gradient over some of its axes, in parts, or in full where a reduce-scatter was
-    planned: booked; in full it is `all-reduce`, or the compiler's choice.
- 6. In each trip of a loop, a reduction of a layer of its own, of a stack that is gathered before
-    the loop: likewise.
- 7. It runs an unknown number of times: it closes the account that it fits, and is `other` in a
-    loop, and where it fits none.
- 8. A vector of an update that broadcasts it, as Adafactor does: listed apart.
- 9. Another all-gather of a leaf: `again`, `sharded-further`, or `batch-not-split`.
-10. Computed values, or rows of the batch, along axes that do not split the batch, as in tensor
-    parallelism and between experts: listed apart.
-11. A sum over all rows of the batch, as of batch norm: listed apart.
-12. A gradient, gathered for optimizer state that is sharded less: `state-unlike-weight`.
-13. In the backward pass, a reduction where gradients are left whose leaves are combined before the
-    batch: `as-one-product`.
-14. A reduction of the size of a gradient that is booked already: `again`, or `inside-loop`.
-15. The rest: `activation`, or `other` in an update that multiplies matrices.
+ 1. The axes or the bytes of the collective are unknown: `other`.
+ 2. It is an all-gather of a planned leaf, axes and size: booked.
+ 3. It is a planned reduction of a full gradient or of some layers: booked.
+ 4. It is an exchange of `training.by_matrix`, by its name: listed separately.
+ 5. It reduces a gradient over some of its axes, in parts, or in full where a reduce-scatter was
+    planned: booked. In full, it is also reported as `all-reduce`, or as the compiler's choice.
+ 6. It reduces one layer in each trip of a loop, of a stack that is gathered before the loop: as 5.
+ 7. It runs an unknown number of times: it closes the account that it fits. In a loop, or if it fits
+    no account, it is `other`.
+ 8. It moves a vector that the update broadcasts, as Adafactor does: listed separately.
+ 9. It is another all-gather of a leaf: `again`, `sharded-further`, or `batch-not-split`.
+10. It moves computed values, or rows of the batch, along axes that do not split the batch, as in
+    tensor parallelism and between experts: listed separately.
+11. It is a sum over all rows of the batch, such as a sum of batch norm: listed separately.
+12. It gathers a gradient for optimizer state that is sharded less: `state-unlike-weight`.
+13. It is a reduction in the backward pass, and accounts are open for leaves that the step combines
+    before the batch: `as-one-product`.
+14. It reduces elements of the size of a booked gradient: `again`, or `inside-loop`.
+15. Any other collective: `activation`, or `other` in an update that multiplies matrices.
 
-What is left in an account at the end is `as-one-product` of such leaves, else `not-moved`.
+An account that stays open is `as-one-product` for combined leaves, and otherwise `not-moved`.
 """
 
 import math
@@ -61,14 +60,14 @@ from treeshard.communication._differences import EXPLICIT, SCATTER_GRADIENTS, Un
 from treeshard.communication._forecast import PlannedTransfer
 
 _REDUCTIONS = ("all-reduce", "reduce-scatter")
-# The op that a name ends in: `jit(step)/reduce_sum`, or one of several that were combined:
+# A sum at the end of a name: `jit(step)/reduce_sum`, or among combined ops:
 # `jit(step)/(reduce_sum:transpose(jvp())/dot_general)`
 _SUM = re.compile(r"\breduce_\w+(?=[:)]|$)")
-# No op on each element needs a sum, but the partitioner may move one behind it.
+# Elementwise ops do not sum, but the partitioner may move a sum behind them.
 _SUM_BEHIND = re.compile(r"\b(neg|add_any|sub|mul|div)(?=[:)]|$)")
-# What is in another dtype, by a cast of the step or by the compiler
+# Differences of dtypes that the step or the compiler may have caused
 _OF_GRADIENTS = "{{size}} in {} instead of {}"
-# What only the compiler decides
+# Choices of the compiler
 _IN_FULL = "all-reduces full gradients ({size}) where a reduce-scatter was planned"
 _IN_DTYPE = "communicates {{size}} in {} instead of {}"
 _BY_REDUCING = "gathers {size} by all-reduces, which send twice the bytes"
@@ -76,13 +75,13 @@ _MERGED = "gathers once what the step gathers several times"
 
 
 class _Moved(NamedTuple):
-    """A collective, and what the rules ask of it."""
+    """A collective, with the properties that the rules use."""
 
     number: int  # its place in the program
     collective: Collective
     kind: str
     name: str  # JAX's name of the operation
-    leaf: str | None  # the plan's path of the argument that it moves, if that is in the plan
+    leaf: str | None  # the plan's path of the argument that it moves, if the plan has it
     size: int  # the elements of all its executions
     one: int  # the elements of one execution
     axes: frozenset[str]
@@ -91,7 +90,7 @@ class _Moved(NamedTuple):
 
     @property
     def is_forward_sum(self) -> bool:
-        """Whether it is a sum of the forward pass, which is not a gradient, whatever its size."""
+        """Whether it is a sum of the forward pass, and therefore never a gradient."""
         is_forward = "jvp(" in self.name and "transpose(" not in self.name
         return is_forward and _SUM.search(self.name) is not None
 
@@ -102,12 +101,12 @@ class _Moved(NamedTuple):
 
 
 class _Difference(NamedTuple):
-    """What collectives that are reported together have in common: see `explain`."""
+    """The properties that collectives of one report share: see `explain`."""
 
     code: str
-    kind: str  # empty where collectives of several kinds belong together
+    kind: str  # empty if the report has collectives of several kinds
     detail: str
-    axes: tuple[str, ...]  # the axes that it is about
+    axes: tuple[str, ...]  # the axes that the report names
 
 
 _PRODUCT = _Difference("as-one-product", "", "", ())
@@ -136,11 +135,11 @@ class _Gather:
 
 
 class _Gradient:
-    """The account of a leaf's gradient: over which axes how many of its elements are not reduced.
+    """The account of a leaf's gradient: for each axis, the number of elements not yet reduced.
 
-    `units` are the elements that one reduction may have: all, or the elements of one trip of a
-    loop. `layer` are the elements of one layer of a leaf that is not scattered: no gather shows its
-    layers.
+    `units` has the numbers of elements that one reduction may have: the full gradient, or one trip
+    of a loop. `layer` is the number of elements in one layer of a leaf that is not scattered,
+    because gathers do not show its layers.
     """
 
     def __init__(self, leaf: PlannedLeaf, planned: Sequence[PlannedTransfer]) -> None:
@@ -152,11 +151,11 @@ class _Gradient:
         self.scattered = {axis for x in planned if x.kind == "reduce-scatter" for axis in x.axes}
         of_one_layer = self.total // math.prod(leaf.shape[:1])
         self.layer = self.total if self.scattered or len(leaf.shape) < 2 else of_one_layer
-        # Of a stack that is gathered before the loop
+        # the elements of one layer of a stack that is gathered before the loop
         self.slice = of_one_layer
 
     def is_vector(self, *, by_layer: bool = False) -> bool:
-        """Whether it is one, or each of its layers is."""
+        """Whether the leaf, or each of its layers, is a vector."""
         return sum(dim > 1 for dim in self.shape[by_layer:]) <= 1
 
     def take(self, axes: frozenset[str], size: int) -> None:
@@ -164,27 +163,29 @@ class _Gradient:
             self.left[axis] = max(self.left[axis] - size, 0)
 
     def has(self, axes: frozenset[str], size: int) -> bool:
-        """Whether so many elements are left over each of some axes."""
+        """Whether at least `size` elements are left over each of some axes."""
         return bool(axes) and all(self.left.get(axis, 0) >= size for axis in axes)
 
     def is_planned(self, moved: _Moved, planned: PlannedTransfer, parts: int) -> bool:
-        """Whether a collective is a planned reduction, of all or of some layers, before which the
-        gradient is in so many parts."""
+        """Whether a collective is a planned reduction of all or some layers of the gradient.
+
+        The gradient is split into `parts` before the reduction.
+        """
         if (planned.kind, frozenset(planned.axes)) != (moved.kind, moved.axes):
             return False
-        # Layer by layer, all together as much as is planned
+        # Layer by layer, the reductions together have the planned size.
         is_all = moved.size * parts == self.total
         is_unit = moved.one * parts in {*self.units, self.layer}
         return (is_unit or is_all) and self.has(moved.axes, moved.size * parts)
 
 
 class Matcher:
-    """Books collectives on planned transfers, and collects what has no account.
+    """Books collectives on planned transfers, and collects the collectives without an account.
 
     Args:
         plan: The plan of the step.
-        planned: What it predicts.
-        names: The paths of the arguments that are leaves, each with the path of its leaf.
+        planned: The transfers that the plan predicts.
+        names: By the path of an argument, the path of its leaf in the plan.
         roles: What the step does with each leaf.
         batch_axes: The axes that split the batch.
         platform: The platform of the program; `None` if that is unknown.
@@ -193,9 +194,9 @@ class Matcher:
         activations: Collectives of computed values along axes that shard parameters but not the
             batch, or along which parameters stay split where they are used.
         matrices: The exchanges of `training.by_matrix`.
-        sums: Those over all rows of the batch.
-        moments: Those of vectors that the update broadcasts.
-        leaves: The leaf that each collective is of, or `None`.
+        sums: The sums over all rows of the batch.
+        moments: The collectives of vectors that the update broadcasts.
+        leaves: By the number of a collective, the path of its leaf, or `None`.
     """
 
     def __init__(
@@ -217,12 +218,12 @@ class Matcher:
         self.moments: list[Collective] = []
         self.leaves: list[str | None] = []
         # Weights that are gathered along axes that do not split the batch.
-        self.gathered_for_nothing: dict[str, tuple[str, ...]] = {}
+        self.needlessly_gathered: dict[str, tuple[str, ...]] = {}
         # The collectives of each difference, with the leaf that they concern.
         self.filed: dict[_Difference, list[tuple[Collective, str | None]]] = defaultdict(list)
-        # The collectives of each choice of the compiler, by what is said of it.
+        # The collectives of each choice of the compiler, by its phrase.
         self.choices: dict[str, list[Collective]] = defaultdict(list)
-        # Likewise the collectives of gradients and updates in another dtype than planned.
+        # The collectives of gradients and updates in another dtype than planned, by a phrase.
         self.cast: dict[str, list[Collective]] = defaultdict(list)
         self.gathers: list[_Gather] = []
         of_gradients: dict[str, list[PlannedTransfer]] = defaultdict(list)
@@ -238,7 +239,7 @@ class Matcher:
         self.gradients = {path: _Gradient(leaves[path], x) for path, x in of_gradients.items()}
         self.is_explicit = bool(axes_of_type(plan.mesh, AxisType.Explicit))
         self.vectors = {x.size for x in plan.leaves if roles[x.path].is_broadcast}
-        # Arrays of optimizer state that are not split as their leaf is, each with its gradient.
+        # Arrays of optimizer state that are sharded less than their leaf, each with its gradient.
         self.less_sharded = [
             (source, gradient)
             for path, gradient in self.gradients.items()
@@ -248,12 +249,12 @@ class Matcher:
         ]
 
     def match(self, compiled: Sequence[Collective]) -> None:
-        """Books all collectives: first what is exactly as planned, then what may stand for it."""
+        """Books all collectives: exact matches first, then collectives that may match."""
         self.leaves = [None if x.path is None else self.names.get(x.path) for x in compiled]
         left = [
             _read_moved(number, collective, self.leaves[number])
             for number, collective in enumerate(compiled)
-            # What completes another one is a part of that.
+            # A collective that completes another one belongs to it.
             if collective.axes != () and not is_scalar(collective) and collective.completes is None
         ]
         for rule in (
@@ -273,8 +274,8 @@ class Matcher:
             self._file_gradient,  # 14
             self._file_activation,  # 15
         ):
-            # Rule by rule over all collectives: a rule sees what the ones before it left. Large
-            # ones come first: a compiler may peel a trip off a loop, whose sums fit many accounts.
+            # Each rule sees the collectives that the rules before it left, large ones first: a
+            # compiler may peel a trip off a loop, whose sums fit many accounts.
             booked = {x.number for x in sorted(left, key=lambda x: -x.size) if rule(x)}
             left = [moved for moved in left if moved.number not in booked]
 
@@ -287,7 +288,7 @@ class Matcher:
         axes: Sequence[str] = (),
     ) -> bool:
         self.leaves[moved.number] = self.leaves[moved.number] or leaf
-        # Sums of weights that are gathered for nothing belong to their gathers.
+        # The sums of needlessly gathered weights belong to their gathers.
         kind = "" if code in ("batch-not-split", "as-one-product") else moved.kind
         difference = _Difference(code, kind, detail, tuple(axes))
         self.filed[difference].append((moved.collective, leaf))
@@ -338,13 +339,14 @@ class Matcher:
         return False
 
     def _book_layer(self, moved: _Moved) -> bool:
-        """Whether each trip of a loop reduces the gradient of a layer of its own."""
+        """Whether each trip of a loop reduces the gradient of another layer."""
         if moved.kind not in _REDUCTIONS or not moved.is_in_loop or moved.is_uncounted:
             return False
         for gradient in self._sort_by_fit(moved):
             for parts in self._parts(gradient, moved):
                 size = moved.size * parts
-                # Of a matrix, one slice is a vector: it is a stack only if all are reduced so.
+                # A slice of a matrix is a vector: the matrix is a stack only if all slices are
+                # reduced in this way.
                 is_stack = len(gradient.shape) > 2 or size == gradient.total
                 is_slice = is_stack and moved.one * parts == gradient.slice
                 if is_slice and gradient.has(moved.axes, size):
@@ -354,7 +356,7 @@ class Matcher:
         return False
 
     def _book_uncounted(self, moved: _Moved) -> bool:
-        """Whether it runs an unknown number of times, as in a branch, and so perhaps as planned."""
+        """Whether it runs an unknown number of times, as in a branch, so it may match the plan."""
         if not moved.is_uncounted:
             return False
         path = self._close_gather(moved) if moved.kind == "all-gather" else self._close(moved)
@@ -364,7 +366,7 @@ class Matcher:
         return self._file("other", moved, moved.leaf, "that runs an unknown number of times")
 
     def _close_gather(self, moved: _Moved) -> str | None:
-        """Closes the accounts of a leaf's gathers that are alike; returns its path."""
+        """Closes the accounts of equal gathers of a leaf; returns the leaf's path."""
         fits = [x for x in self.gathers if (x.axes, x.one) == (moved.axes, moved.one)]
         fits = [x for x in fits if moved.leaf in (None, x.path)]
         fits.sort(key=lambda x: not x.left)
@@ -376,7 +378,7 @@ class Matcher:
     def _close(self, moved: _Moved) -> str | None:
         """Closes the account of a gradient; returns the path of its leaf."""
         fits = [x for x, _ in self._find_fitting(moved, by_layer=True)]
-        # Several branches may reduce one gradient, or each another one of its size.
+        # Several branches may reduce the same gradient, or different gradients of one size.
         fits.sort(key=lambda x: not x.has(moved.axes, 1))
         if moved.kind not in _REDUCTIONS or not fits:
             return None
@@ -384,14 +386,14 @@ class Matcher:
         return fits[0].path
 
     def _sort_by_fit(self, moved: _Moved) -> list[_Gradient]:
-        """All gradients that it may reduce, first the ones with exactly so much left: the
-        gradient of a final norm has the size of one layer of the other norms."""
+        """All gradients that it may reduce, exact fits first: the gradient of a final norm has the
+        size of one layer of the other norms."""
         gradients = () if moved.is_forward_sum else self.gradients.values()
         fits = [x for x in gradients if moved.leaf in (None, x.path)]
         return sorted(fits, key=lambda x: self._fit(x, moved))
 
     def _fit(self, gradient: _Gradient, moved: _Moved) -> int:
-        """0 if it completes an account that others began, 1 if it is exactly all of one, else 2."""
+        """0 if it completes an account that others began, 1 if it is all of one, otherwise 2."""
         sizes = {moved.size * parts for parts in self._parts(gradient, moved)}
         left = {gradient.left.get(axis) for axis in moved.axes}
         if left.isdisjoint(sizes):
@@ -399,28 +401,28 @@ class Matcher:
         return int(gradient.total in left)
 
     def _find_fitting(self, moved: _Moved, *, by_layer: bool) -> list[tuple[_Gradient, int]]:
-        """The gradients that have its size if they are split into so many parts; last, if
-        `by_layer`, those of which one layer has."""
+        """The gradients that have its size if they are split into parts, with the number of parts.
+        If `by_layer`, gradients with one layer of this size follow."""
         found = [(x, parts) for x in self._sort_by_fit(moved) for parts in self._parts(x, moved)]
-        whole = [(x, parts) for x, parts in found if moved.one * parts in x.units]
+        full = [(x, parts) for x, parts in found if moved.one * parts in x.units]
         layers = [(x, parts) for x, parts in found if moved.one * parts == x.layer]
-        return whole + layers if by_layer else whole
+        return full + layers if by_layer else full
 
     def _parts(self, gradient: _Gradient, moved: _Moved) -> list[int]:
-        """Into how many parts other axes than those of a reduction may split a gradient: the
-        products of some of their sizes, of none first."""
+        """The numbers of parts into which axes outside of a reduction may split a gradient: the
+        products of the sizes of some of these axes, from 1."""
         done = moved.axes | (gradient.split - {*self.batch_axes})
         sizes = [size for axis, size in self.sizes.items() if axis not in done]
         counts = range(len(sizes) + 1)
         return sorted({math.prod(some) for count in counts for some in combinations(sizes, count)})
 
     def _note_planned(self, moved: _Moved, planned: PlannedTransfer) -> None:
-        """Notes a collective that is planned, but perhaps in another dtype or by another op.
+        """Records a planned collective, which may have another dtype or be another op than planned.
 
-        The dtype of a weight's planned gather is the one in the trace, so the compiler chose the
-        other: those for CPUs have no collectives of 16-bit floats, and products of TPUs round to
+        The planned gather of a weight has the dtype of the trace, so another dtype is the
+        compiler's choice: CPUs have no collectives of 16-bit floats, and products on TPUs round to
         bfloat16. A planned reduction has the dtype of its gather, and an update the dtype of its
-        leaf: there the trace may cast too.
+        leaf. For these, the trace may cast too.
         """
         collective = moved.collective
         self.leaves[moved.number] = planned.path
@@ -434,16 +436,16 @@ class Matcher:
             self.choices[_BY_REDUCING].append(collective)
 
     def _note_reduction(self, moved: _Moved, gradient: _Gradient) -> None:
-        """Notes a reduction that stands for a planned one."""
+        """Records a reduction that replaces a planned one."""
         if moved.kind == "reduce-scatter" or moved.axes.isdisjoint(gradient.scattered):
             self._note_planned(moved, gradient.planned[-1])
         elif self.platform == "cpu":
-            # A CPU's compiler does so whatever one writes.
+            # The compiler for CPUs does so for every program.
             self.leaves[moved.number] = gradient.path
             self.choices[_IN_FULL].append(moved.collective)
         else:
             scattered = self.roles[gradient.path].scattered
-            # On Explicit axes a constraint repeats what types say already.
+            # On Explicit axes, the types already contain the constraint.
             if self.is_explicit and scattered in ("", CONSTRAINT):
                 scattered = EXPLICIT
             self._file("all-reduce", moved, gradient.path, SCATTER_GRADIENTS[scattered])
@@ -455,7 +457,7 @@ class Matcher:
         return f"{BY_MATRIX}/" in moved.name and _append(self.matrices, moved)
 
     def _file_gather(self, moved: _Moved) -> bool:
-        """Whether it gathers a leaf in a way that is not planned, or more often."""
+        """Whether it gathers a leaf in another way than planned, or more often."""
         leaf = moved.leaf
         if leaf is None or moved.kind != "all-gather":
             return False
@@ -467,11 +469,11 @@ class Matcher:
             # Its gradients are summed over the same axes, and belong to the gathers: see rule 14.
             if leaf in self.gradients:
                 self.gradients[leaf].left.clear()
-            axes = self.gathered_for_nothing.setdefault(leaf, moved.collective.axes or ())
+            axes = self.needlessly_gathered.setdefault(leaf, moved.collective.axes or ())
             return self._file("batch-not-split", moved, leaf, axes=axes)
         if further:
             return self._file("sharded-further", moved, leaf, axes=further)
-        # One difference is enough for a leaf: its planned gathers do not count as missing too.
+        # One report per leaf is enough: its planned gathers do not count as missing too.
         for account in planned:
             account.left = 0
         return self._file("again", moved, leaf)
@@ -487,17 +489,17 @@ class Matcher:
         return is_known and _append(self.moments, moved)
 
     def _take_batch_sum(self, moved: _Moved) -> bool:
-        """Whether it adds up values of all rows, as batch norm does, with the gradients of such."""
+        """Whether it adds up values of all rows, or their gradients, as batch norm does."""
         if moved.kind != "all-reduce" or not moved.axes <= {*self.batch_axes}:
             return False
         fitting = [x for x, _ in self._find_fitting(moved, by_layer=moved.is_in_loop)]
         is_backward = "transpose(" in moved.name
-        # In a loop, a sum of the size of a gradient is one of each trip.
+        # In a loop, a sum of the size of a gradient reduces that gradient in each trip.
         is_sum = _SUM.search(moved.name) is not None and not (moved.is_in_loop and fitting)
         is_behind = is_backward and not fitting and _SUM_BEHIND.search(moved.name) is not None
         if not (is_sum or is_behind or self._has_size_of_vector(moved, fitting)):
             return False
-        # Where weights are not gathered, such sums are what is moved instead.
+        # If weights are not gathered, the step communicates such sums instead.
         if not self._has_all_gathers():
             return self._file_activation(moved)
         if is_backward and not fitting:
@@ -505,21 +507,21 @@ class Matcher:
         return _append(self.sums, moved)
 
     def _has_size_of_vector(self, moved: _Moved, fitting: Sequence[_Gradient]) -> bool:
-        """Whether it may be a sum since only vectors have its size, each of them used once."""
-        # TPUs name all results of a fusion alike: such a sum is a `transpose(jvp())/dot_general`
-        # too.
+        """Whether it may be a sum, because only vectors have its size, and each is used once."""
+        # TPUs give all results of a fusion one name, so the name of such a sum may be
+        # `transpose(jvp())/dot_general`.
         if not fitting or "psum" in moved.name:
             return False
         if not moved.is_in_loop:
             return all(self.roles[x.path].uses == 1 and x.is_vector() for x in fitting)
-        # Each trip reduces a layer of its own, and those are booked already.
+        # Each trip reduces another layer, and these layers are booked already.
         stacks = [x for x in fitting if moved.size == x.total > x.layer]
         return any(x.is_vector(by_layer=True) for x in stacks)
 
     def _close_vector(self, moved: _Moved) -> None:
-        """Closes the account of a vector whose elements may each be a sum of some of these."""
+        """Closes the account of a vector whose elements may be sums of these elements."""
         # The partitioner reduces the gradient of `scale[:, None, None] * image` over the rows, and
-        # adds up its pixels after that. It leaves no sum out, so that only which one is a guess.
+        # then adds up its pixels. Every vector gets its sum, so only the assignment is uncertain.
         for gradient in self.gradients.values():
             is_part = gradient.is_vector() and moved.one % gradient.total == 0
             if is_part and gradient.has(moved.axes, gradient.total):
@@ -567,18 +569,18 @@ class Matcher:
         fitting = [x for x in fitting if is_backward or self.roles[x.path].uses > 1]
         if not fitting:
             return False
-        # Several gradients may have this size. Of one that is not reduced yet, this is the
-        # reduction that was planned, in another place.
+        # Several gradients may have this size. For a gradient that is not reduced yet, this is the
+        # planned reduction in another place.
         gradient = next((x for x in fitting if x.has(moved.axes, 1)), fitting[0])
-        if gradient.path in self.gathered_for_nothing:  # its reductions belong to its gathers
-            axes = self.gathered_for_nothing[gradient.path]
+        if gradient.path in self.needlessly_gathered:  # its reductions belong to its gathers
+            axes = self.needlessly_gathered[gradient.path]
             return self._file("batch-not-split", moved, gradient.path, axes=axes)
         gradient.take(moved.axes, gradient.total)
         return self._file("inside-loop" if moved.is_in_loop else "again", moved, gradient.path)
 
     def _file_activation(self, moved: _Moved) -> bool:
         is_multiplied = any(role.is_multiplied for role in self.roles.values())
-        # Rows of the batch have no place in an update.
+        # An update does not use rows of the batch.
         if is_multiplied and not moved.is_of_loss:
             return self._file("other", moved, detail="in an update that multiplies matrices")
         return self._file("activation", moved)
@@ -586,7 +588,7 @@ class Matcher:
     # ---------------------------------------------------------------- results
 
     def list_compiler_choices(self) -> Iterator[str]:
-        """What only the compiler decides."""
+        """The choices of the compiler, a phrase each."""
         yield from _with_sizes(self.choices)
         if any(x.left and self._is_merged(x) for x in self.gathers):
             yield _MERGED
@@ -596,7 +598,7 @@ class Matcher:
         yield from _with_sizes(self.cast)
 
     def list_unplanned(self) -> Iterator[Unplanned]:
-        """The differences, and last the planned transfers that the program does not have."""
+        """The differences, followed by the planned transfers that the program does not have."""
         combined = [x.path for x in self._find_combined()]
         products = self.filed.pop(_PRODUCT, [])
         for difference, members in self.filed.items():
@@ -625,8 +627,8 @@ class Matcher:
         return missing
 
     def _is_merged(self, account: _Gather) -> bool:
-        """Whether the step gathers the same more often than the program: twice in one way, or in
-        each trip of a loop that does not change it."""
+        """Whether the compiler merged equal gathers: the step gathers twice in the same way, or in
+        each trip of a loop that does not change the leaf."""
         if account.left == account.total:
             return any(not x.left for x in self.gathers if x.planned == account.planned)
         return account.left % account.all_layers == 0

@@ -1,7 +1,7 @@
 """Gets the graph of a compiled program, and the mesh that it runs on.
 
-The mesh comes from the program's arguments and results in JAX. The text has XLA's own names of axes
-or none, and for several slices it is the text of one slice.
+The mesh comes from the program's arguments and results in JAX. The text has XLA's names of axes, or
+no names, and for several slices it describes one slice.
 """
 
 import math
@@ -19,7 +19,7 @@ from treeshard.communication._arguments import Argument, arguments_of
 from treeshard.communication._hlo import HloProgram
 from treeshard.errors import FormatError, MeshError
 
-# In the attributes of what TPUs send between slices.
+# The prefix of the attributes with which TPUs send data between slices.
 MEGASCALE = "_xla_megascale"
 
 CompiledProgram = Any  # a `jax.stages.Compiled`, or its text; `read_program` checks it
@@ -31,16 +31,16 @@ _LOWERED = (
 
 
 class ReadProgram(NamedTuple):
-    """A program that was parsed."""
+    """A parsed program."""
 
     graph: HloProgram
     arguments: Sequence[Argument]
     # The mesh axes along which the devices of one slice differ, with their sizes. For devices in
-    # several slices the text is that of one. Empty if the mesh is unknown.
+    # several slices, the text describes one slice. Empty if the mesh is unknown.
     within: Mapping[str, int]
-    # Likewise the axes along which slices differ.
+    # The axes along which slices differ, with their sizes.
     between: Mapping[str, int]
-    platform: str | None  # such as `"cpu"`; `None` for a text, which does not say it
+    platform: str | None  # such as `"cpu"`; `None` for a text
 
 
 def read_program(program: CompiledProgram, mesh: MeshLike | None = None) -> ReadProgram:
@@ -70,7 +70,7 @@ def read_program(program: CompiledProgram, mesh: MeshLike | None = None) -> Read
 
 
 def _unwrap(program: CompiledProgram) -> CompiledProgram:
-    """JAX's own object, of what `Step.compile` or a function of `eqx.filter_jit` compiles to."""
+    """JAX's object inside the result of `Step.compile` or `eqx.filter_jit`."""
     inner = getattr(program, "compiled", None)
     return inner if isinstance(inner, jax.stages.Compiled) else program
 
@@ -89,7 +89,7 @@ def _text_of(program: CompiledProgram) -> str:
 
 
 def _slices_by_device(mesh: MeshLike) -> dict[str, int]:
-    """How many slices each axis runs over; empty if the devices do not know their slices."""
+    """How many slices each axis spans; empty if the devices do not know their slices."""
     if not isinstance(mesh, Mesh) or not hasattr(mesh.devices.flat[0], "slice_index"):
         return {}
     numbers = np.vectorize(lambda device: device.slice_index or 0)(mesh.devices)
@@ -101,7 +101,7 @@ def _slices_by_device(mesh: MeshLike) -> dict[str, int]:
 
 
 def _slices_outermost(axes: Mapping[str, int], slices: int) -> dict[str, int]:
-    """How many slices each axis runs over, if the outermost axes do."""
+    """How many slices each axis spans, if the outermost axes span the slices."""
     between: dict[str, int] = {}
     for axis, size in axes.items():
         shared = math.gcd(size, slices)

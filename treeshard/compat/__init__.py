@@ -1,8 +1,8 @@
-"""The names that people know from other projects, and what new code uses instead.
+"""Functions with the names of other projects, and their replacements in new code.
 
-Each function takes the arguments and returns the values of its original, and is a thin layer
-over the rest of treeshard. Only the command line uses this package, for tactics as text: what
-people arrive with is translated here, so that the rest has one form of each thing.
+Each function takes the arguments and returns the values of its original, and is a thin layer over
+the rest of treeshard. Old forms are translated here, so the rest of treeshard has one form of each
+thing. Only the command line uses this package, for tactics as text.
 
 | name | known from | in new code |
 |---|---|---|
@@ -55,16 +55,16 @@ __all__ = [
 MIN_SHARDING_SIZE: int
 """Rules replicate leaves with fewer elements, unless `min_size` is passed.
 
-It is read from the environment at each access, else 16384.
+Read from the environment at each access; 16384 if the variable is not set.
 """
 
 LOG_SHARDING_MOVE: bool
-"""Whether warnings also list specs that were trimmed and leaves that are replicated for their size.
+"""Whether warnings also list trimmed specs and leaves that are replicated for their size.
 
-It is read from the environment at each access: `true`, `yes`, `1` and `on` turn it on.
+Read from the environment at each access: `true`, `yes`, `1` and `on` turn it on.
 """
 
-# Elsewhere they are read once, by the import, after which setting the variable has no effect.
+# The originals read them once, during import, so that later settings have no effect.
 _FROM_ENVIRONMENT: dict[str, Callable[[], Any]] = {
     "MIN_SHARDING_SIZE": partial(min_size_in_force, None),
     "LOG_SHARDING_MOVE": logs_moves,

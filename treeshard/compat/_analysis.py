@@ -19,22 +19,22 @@ def analyze_sharding_strategy(
 ) -> dict[str, Any]:
     """Computes the memory per device and the balance of a sharding.
 
-    No values are read or moved. `step.communication` reports what a step communicates. A dim
-    that its axes do not divide is counted as the compiler splits it: in parts of the rounded-up
-    length, the last ones shorter or empty.
+    Values are neither read nor moved. `step.communication` reports what a step communicates. A dim
+    that its axes do not divide counts as the compiler splits it: in parts of the rounded-up length,
+    the last parts shorter or empty.
 
     Args:
         pytree: Arrays, or their `jax.ShapeDtypeStruct`s; other leaves are ignored.
         partition_specs: A `Plan`, specs or `NamedSharding`s for them, or a prefix of such a tree.
             A leaf without a spec is counted by its current sharding.
-        mesh: The mesh; by default the plan's, the one of `NamedSharding`s, or the one in
-            force. It may be an `AbstractMesh`.
+        mesh: The mesh, also an `AbstractMesh`. By default the mesh of the plan or of the
+            `NamedSharding`s, or the mesh in force.
 
     Returns:
         A dict of
 
         - `"total_parameters"`, `"sharded_parameters"`, `"replicated_parameters"`: elements of
-          all arrays, of those that are in more than one part, and of the others;
+          all arrays, of arrays in more than one part, and of the other arrays;
         - `"memory_per_device"`: bytes by device id (on an `AbstractMesh`, by the position in
           it, row-major), without arrays in pinned host memory;
         - `"balance_score"`: the mean of these over the largest; 1.0 if they are equal;
@@ -46,7 +46,7 @@ def analyze_sharding_strategy(
         SpecError: If specs are not a prefix of the tree or do not fit it: an axis is repeated
             or not in the mesh (then also an `UnknownAxisError`), there are entries beyond the
             rank, or a dim is `UNCONSTRAINED`. All such leaves are listed.
-        NoMeshError: If there are specs, and no mesh.
+        NoMeshError: If specs are given without a mesh.
         LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
     Examples:
@@ -75,8 +75,8 @@ def analyze_sharding_strategy(
     }
 
 
-# EasyDeL's function promises these keys and computes the first two: the memory per device and the
-# statistics stay empty, and the balance is 0.0.
+# EasyDeL's function documents these keys and computes the first two. Its memory per device and its
+# statistics stay empty, and its balance is 0.0.
 def _compute_balance(sizes: list[int]) -> float:
     return sum(sizes) / len(sizes) / max(sizes) if any(sizes) else 1.0
 
@@ -100,7 +100,7 @@ def _find_placed_leaves(tree: Any, specs: Any, mesh: MeshLike | None) -> list[Pl
     """Every array with its sharding. Raises for all leaves whose spec does not fit."""
     check_no_refs(tree, "analyze_sharding_strategy")
     laid = resolve_specs(tree, specs, mesh)
-    # An uneven dim is counted as the compiler splits it. `UNCONSTRAINED` has no size to count.
+    # An uneven dim counts as the compiler splits it. `UNCONSTRAINED` has no size to count.
     kinds = MISFITS - {"indivisible"} | {"unconstrained"}
     misfits = {i: spec and spec.misfit(kinds) for i, spec in enumerate(laid)}
     raise_misfits(tree, misfits, "analyze_sharding_strategy")

@@ -1,7 +1,7 @@
-"""big_vision's `infer_sharding`: its strategies, its `fsdp`, and ops of one's own.
+"""big_vision's `infer_sharding`: its strategies, its `fsdp`, and user-defined ops.
 
-A strategy is translated to rules with tactics, which `_planning` applies as any others. Only the
-thresholds stay big_vision's: mebibytes, so that configs give the shardings that they gave there.
+A strategy is translated to rules with tactics, which `_planning` applies like other rules. Only the
+thresholds stay in mebibytes, so that configs give the same shardings as in big_vision.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from treeshard._core.specs import (
     entry_of,
     is_mesh_axes,
     project,
-    trimmed,
+    trim_spec,
 )
 from treeshard._planning.matching import Decided, decide
 from treeshard._planning.named_dims import value_of
@@ -40,8 +40,8 @@ def infer_sharding(params: PyTree, strategy: Strategy, mesh: MeshLike) -> SpecTr
     """Chooses the sharding of every leaf of a tree by a strategy in big_vision's form.
 
     The first pattern that matches a leaf's full path (`re.fullmatch`) decides. Scalars and
-    leaves without a shape are always replicated. No leaf is replicated for its size, except
-    by the threshold of `fsdp`. Nothing is moved and no values are read.
+    leaves without a shape are always replicated. Only the threshold of `fsdp` replicates
+    leaves for their size. Values are neither moved nor read.
 
     Args:
         params: Arrays, or their `jax.ShapeDtypeStruct`s, in any pytree; Flax boxes too.
@@ -54,8 +54,8 @@ def infer_sharding(params: PyTree, strategy: Strategy, mesh: MeshLike) -> SpecTr
 
     Returns:
         The tree with each leaf, and each box around a leaf, replaced by a `NamedSharding`,
-        as `jax.jit` takes it for `out_shardings`. Leaves that no pattern matches are
-        replicated, and one `ShardingWarning` lists them.
+        as `jax.jit` takes it for `out_shardings`. Unmatched leaves are replicated, and one
+        `ShardingWarning` lists them.
 
     Raises:
         ShardingRuleError: If the strategy is malformed or is another argument, an op does not
@@ -79,14 +79,14 @@ def infer_sharding(params: PyTree, strategy: Strategy, mesh: MeshLike) -> SpecTr
     mesh = as_mesh(mesh, make_mesh)
     # `u.make_mask_trees` of big_vision matches with `re.fullmatch`, the first pattern first.
     decided = decide(read_rules(strategy, _read_ops), params, mesh, 0, whole_paths=True)
-    # A spec that does not fit is an error where a pattern chose it. What no pattern matches is
-    # replicated, and a warning lists it.
+    # If a pattern chose a spec that does not fit, that is an error. Unmatched leaves are
+    # replicated, and a warning lists them.
     matched = [row for row in decided.adjusted_rows() if row[2].rule is not None]
     if error := rules_error(matched, mesh):
         raise error
     _warn_about_unmatched(decided)
     specs = [decision.spec for decision in decided.decisions]
-    # One object for each spec, since trees of thousands of leaves have a handful.
+    # One object for each spec, because trees of thousands of leaves have a handful of specs.
     sharding_of = {spec: NamedSharding(mesh, spec) for spec in set(specs)}
     shardings = [sharding_of[spec] for spec in specs]
     return _replace_boxes(params, shardings)
@@ -108,8 +108,8 @@ def _warn_about_unmatched(decided: Decided) -> None:
 
 
 def _replace_boxes(tree: Any, shardings: list[Any]) -> Any:
-    """The tree of the shardings, where each box around a single leaf is replaced as a whole."""
-    # big_vision maps over `nn.unbox(params)`, and `jax.jit` takes a sharding for a whole box.
+    """The tree of the shardings. A sharding replaces each box together with its leaf."""
+    # big_vision maps over `nn.unbox(params)`, and `jax.jit` takes one sharding for a box.
     boxes, treedef = tree_flatten(tree, is_leaf=is_box)
     replaced: list[Any] = []
     rest = iter(shardings)
@@ -129,7 +129,7 @@ def _fsdp(axis: str | Sequence[str], min_size_to_shard_mb: int | float = 4) -> T
     axes = axes_to_shard(axis, "fsdp")
 
     def refine(spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
-        # In big_vision too, a leaf of exactly this many bytes stays whole.
+        # In big_vision too, a leaf of exactly this many bytes is replicated.
         if prod(leaf.shape) * leaf.dtype.itemsize <= min_size_to_shard_mb * 2**20:
             return spec, ()
         return shard_largest(spec, mesh, tuple(leaf.shape), axes)
@@ -155,13 +155,13 @@ def _user_op(call: str, update: Update) -> Tactic:
                 f"the op {call} returned {returned!r} for shape {shape}. Return a spec or a"
                 " tuple with one entry per dim: a mesh axis, a tuple of them, or None."
             )
-        return project(trimmed(new), mesh, shape)
+        return project(trim_spec(new), mesh, shape)
 
     return Tactic((Step(call, refine, by_shape=False),))
 
 
-# A registry of the module, as in big_vision: a config has an op's name, and no object. There, ops
-# are registered as "shardings.fsdp" and called without the prefix.
+# A registry in the module, as in big_vision: a config has the names of ops, not objects. big_vision
+# registers ops as "shardings.fsdp", and calls them without the prefix.
 _ops: dict[str, MakeTactic] = {**TACTICS, "fsdp": _fsdp}
 
 
@@ -205,7 +205,7 @@ class Registry:
             raise ShardingRuleError(f"Registry.register: {op!r} is big_vision's. Use another name.")
 
         def add(factory: Callable[..., Update]) -> MakeTactic:
-            # The tactic prints as its call, by which a plan and an error name it.
+            # The tactic prints as its call, which plans and errors show.
             @wraps(factory)
             def make(*args: Any, **options: Any) -> Tactic:
                 call = [*map(repr, args), *(f"{key}={value!r}" for key, value in options.items())]

@@ -28,17 +28,17 @@ def auto_pytree(
 
     A field is static, that is, a part of the tree's structure, if it is in `meta_fields`, if it is
     declared by `field(metadata={"pytree_node": False})`, or if its type is or may be `str`,
-    `bytes`, a class or a function. All others are nodes. `"pytree_node": True` makes a field a node
-    whatever its type.
+    `bytes`, a class or a function. All other fields are nodes. With `"pytree_node": True`, a
+    field of any type is a node.
 
     Args:
         cls: The class. With other arguments, the result is the decorator.
         meta_fields: The names of further static fields.
         frozen: Whether attributes of instances are read-only.
-        max_print_length: The characters of a field, above which `repr` has its type alone.
+        max_print_length: `repr` shows only the type of a field that has more characters.
 
     Raises:
-        TypeError: If `meta_fields` names something else than a field.
+        TypeError: If `meta_fields` has a name that is not a field.
 
     Examples:
         >>> @auto_pytree

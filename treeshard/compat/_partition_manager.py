@@ -1,4 +1,4 @@
-"""EasyDeL's constraints by logical names, which are constants there: `"__KV_LENGTH__"`."""
+"""EasyDeL's constraints by logical names, which EasyDeL has as constants: `"__KV_LENGTH__"`."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
@@ -13,8 +13,8 @@ from treeshard._placement.partition_axis import PartitionAxis
 from treeshard._planning.axis_names import USUAL_NAMES
 from treeshard.errors import SpecError
 
-# The constants whose fields have other names: `"__HEAD__"` is `head_axis`. For keys and values
-# eformer has fields of their own; these are their defaults.
+# The constants whose fields have other names: `"__HEAD__"` is `head_axis`. For keys and values,
+# eformer has separate fields; these are the defaults of these fields.
 _FIELDS = {
     "kv_head": "tensor_parallel",
     "kv_head_dim": None,
@@ -35,9 +35,9 @@ _MODES |= dict.fromkeys(("__autoregressive__", "__insert__"), "generation")
 class PartitionManager:
     """Resolves EasyDeL's names of dims, and constrains arrays by them.
 
-    In decoding a dim is sharded as in training, unless `paxis` has other axes for it. That is how
-    eformer resolves; `PartitionAxis.resolve` follows its older class, where decoding replicates the
-    batch. (A `generation_` field that is `None` or equals its default counts as not given.)
+    In decoding, a dim is sharded as in training unless `paxis` has other axes for it, as in
+    eformer. `PartitionAxis.resolve` follows eformer's older class, which replicates the batch in
+    decoding. (A `generation_` field that is `None` or equals its default counts as not given.)
 
     Args:
         paxis: The mesh axes of each name.
@@ -56,8 +56,10 @@ class PartitionManager:
     def resolve(
         self, axes: Any = None, mode: Any = None, dynamic_axes: Any = None, shape: Any = ()
     ) -> PartitionSpec:
-        """Resolves names to mesh axes. It takes the arguments of `apply_logical_sharding`; a
-        mode that is a dim needs the shape."""
+        """Resolves names to mesh axes. It takes the arguments of `apply_logical_sharding`, or
+        `dynamic_axes` as the first argument. A mode that is a dim needs the shape."""
+        if dynamic_axes is None and hasattr(axes, "mode"):  # EasyDeL's rules: `resolve(ColumnWise)`
+            axes, dynamic_axes = None, axes
         if axes is None or mode is None:
             if dynamic_axes is None:
                 raise SpecError("PartitionManager: pass `axes=` and `mode=`, or `dynamic_axes=`.")
@@ -96,15 +98,16 @@ def apply_logical_sharding(
 
     Args:
         x: The array.
-        partition_manager: What maps names to mesh axes.
+        partition_manager: The manager that maps names to mesh axes.
         axes: A name for each dim: a constant of EasyDeL's such as `"__BATCH__"`, a name of
             `PartitionAxis` or of its `custom`, `None` or `"_"` for a dim that is not sharded, or
             several of them.
-        mode: `"train"` or `"generation"`, or a constant of EasyDeL's. Or a dim: an array that has
-            length 1 there is one of decoding.
-        dynamic_axes: An object with both as `axes` and `mode`, such as EasyDeL's
-            `HiddenStateSharding`. It counts if one of the other two is not given.
-        auto_correct: Whether axes that do not divide a dim are left out, or an error.
+        mode: `"train"`, `"generation"`, or a constant of EasyDeL's. Or a dim: if the array has
+            length 1 in this dim, the mode is decoding.
+        dynamic_axes: An object with the attributes `axes` and `mode`, such as EasyDeL's
+            `HiddenStateSharding`. It is used if `axes` or `mode` is not given.
+        auto_correct: Whether axes that do not divide a dim are dropped. Otherwise they are an
+        error.
 
     Returns:
         The array, constrained as by `with_sharding_constraint`.
@@ -132,7 +135,7 @@ def _read_name(name: Any, custom: Collection[str]) -> Any:
     """A name, or several, as `PartitionAxis` has it: `"__KV_LENGTH__"` is `"key_sequence"`."""
     if isinstance(name, list | tuple):
         names = dict.fromkeys(_read_name(each, custom) for each in name)
-        # `"__HEAD__"` and `"__KV_HEAD__"` may be names of one axis, which a tuple has once.
+        # `"__HEAD__"` and `"__KV_HEAD__"` may name the same axis, which a tuple has once.
         return tuple(each for each in names if each is not None)
     if name in (None, "_"):
         return None

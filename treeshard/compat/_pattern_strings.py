@@ -1,7 +1,7 @@
 """Rules in one string: `"attention|mlp->data,hidden->model"`.
 
-The result is a function `(path, leaf) -> spec`, as in EasyDeL, and so an action of a rule. A rule
-cannot be made of each part: leaves that none of them matches have a spec of their own.
+The result is a function `(path, leaf) -> spec`, as in EasyDeL, which can be the action of a rule.
+The parts do not become rules, because unmatched leaves get a default spec.
 """
 
 import re
@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from treeshard._core.arrays import has_shape
 from treeshard._core.mesh import MeshLike, axis_sizes, unknown_axis
-from treeshard._core.specs import Entry, all_axes, entries, entry_of, trimmed
+from treeshard._core.specs import Entry, all_axes, entries, entry_of, trim_spec
 from treeshard.errors import ShardingRuleError, UnknownAxisInRuleError, listed
 
 # EasyDeL passes each dim to `PartitionSpec` as text, and so reads "None" as an axis.
@@ -34,8 +34,8 @@ def create_pattern_based_partition_spec(
         pattern: Rules `pattern->dims`, separated by `,` or `;`; patterns cannot contain these.
             Dims are separated by `.`. Each is a mesh axis, several joined by `+` (outermost
             first), or `None` or `_` for a dim that is not sharded.
-        mesh: The mesh to check the axes against. Without it, they are checked where the
-            specs are used.
+        mesh: The mesh to check the axes against. Without it, the axes are checked when the specs
+            are used.
         default_spec: The spec of leaves that no pattern matches; `P()` by default.
 
     Returns:
@@ -65,7 +65,8 @@ def create_pattern_based_partition_spec(
     if bad:
         facts = listed(f"{len(bad)} rules are malformed:", bad)
         raise ShardingRuleError(f"{pattern!r}: {facts}\n{_HOW}")
-    # EasyDeL takes the mesh in force for `None`, and raises without one, though specs need none.
+    # For `None`, EasyDeL takes the mesh in force, and raises without one, although specs do not
+    # need a mesh.
     if mesh is not None:
         _check(rules, mesh)
     otherwise = PartitionSpec() if default_spec is None else default_spec
@@ -78,7 +79,7 @@ def create_pattern_based_partition_spec(
     return partition_spec
 
 
-# What a leaf's path is searched for, and the spec that it then gets.
+# The pattern to search for in a leaf's path, and the spec of matching leaves.
 _Rule = tuple[re.Pattern[str], PartitionSpec]
 _HOW = 'Write pattern->dims, such as "embed->tensor.fsdp, attention|mlp->fsdp".'
 
@@ -96,7 +97,7 @@ def _read(rule: str) -> _Rule:
     for axis, count in Counter(all_axes(entries(spec))).items():
         if count > 1:
             raise ShardingRuleError(f"{axis!r} occurs twice. An axis can split only one dim.")
-    return compiled, trimmed(spec)
+    return compiled, trim_spec(spec)
 
 
 def _dim(text: str) -> Entry:

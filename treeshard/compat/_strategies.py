@@ -1,8 +1,8 @@
 """Reads tactics written as text, such as `"shard_dim('model', -1) | fsdp('data')"`.
 
 The text is parsed as Python and walked: only calls of known names with literal arguments are
-accepted. `eval` would be one line, and would run whatever stands in a config that was passed on. In
-Python, tactics are values: only `infer_sharding` and the command line have texts.
+accepted. `eval` would be one line, and would run any code in a config from somebody else. Only
+`infer_sharding` and the command line take texts. In Python, tactics are values.
 """
 
 import ast
@@ -76,7 +76,7 @@ def _tactic(node: ast.expr, text: str, tactics: Mapping[str, MakeTactic]) -> Tac
         hint = did_you_mean(name, tactics) or f" The tactics are {', '.join(tactics)}."
         _refuse(called, text, f"is not a tactic.{hint}")
     args, options = _arguments(node, text) if isinstance(node, ast.Call) else ([], {})
-    # Bound before it is called: a `TypeError` of the call itself is about a value, and no argument.
+    # Arguments are bound before the call: a `TypeError` of the call itself is about a value.
     try:
         inspect.signature(make).bind(*args, **options)
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""EasyDeL's two other names of `extract_shardings`, whose parameter is `pytree` there."""
+"""EasyDeL's two other names of `extract_shardings`, with EasyDeL's parameter `pytree`."""
 
 from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import SpecTree

@@ -51,6 +51,7 @@ from treeshard.interchange._tensors import (
 
 __all__ = ["load_safetensors", "map_tensors", "save_safetensors", "tensor_shapes"]
 
+_RENAME = "If the file has other names, pass `rename=`, a dict or a function from paths to names. "
 
 # ------------------------------------------------------------------ save
 
@@ -95,7 +96,8 @@ def save_safetensors(
             there is one file.
         metadata: Strings for the header. The default is `{"format": "pt"}` in a folder, for Hugging
             Face's libraries, and no metadata in a file.
-        timeout: Seconds to wait for other processes. Waits for their writes have no limit.
+        timeout: Seconds to wait for other processes. Their writes may take longer, as long as they
+            are alive.
         progress: Whether to show a progress bar with a step per leaf (needs `tqdm`).
 
     Raises:
@@ -189,7 +191,8 @@ def load_safetensors(
         partial: Whether tensors may be missing in the file or in `like`. `None` and `...` in `like`
             count as missing. Leaves that the file lacks stay as they are in `like`, and a
             `ShardingWarning` lists them.
-        timeout: Seconds to wait for other processes. Waits for their reads have no limit.
+        timeout: Seconds to wait for other processes. Their reads may take longer, as long as they
+            are alive.
         progress: Whether to show a progress bar with a step per tensor (needs `tqdm`).
 
     Returns:
@@ -228,7 +231,8 @@ def load_safetensors(
     def open_request(open_files: ExitStack) -> tuple[Request, dict[str, Stored]]:
         stored = open_files.enter_context(open_tensors(source))
         request = tensor_request(stored, like, placing, rename, cast, partial, where)
-        request.differences.check(str(source), partial=partial)
+        fix = _RENAME if rename is None else ""
+        request.differences.check(str(source), partial=partial, fix=fix)
         return request, stored
 
     try:

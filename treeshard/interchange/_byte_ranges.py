@@ -52,7 +52,7 @@ def write(file: int, at: int, shape: Sequence[int], pieces: Iterable[Piece]) -> 
 
 
 def write_bytes(file: int, at: int, data: bytes) -> None:
-    _whole(os.pwrite, file, memoryview(data), at)
+    _move_all(os.pwrite, file, memoryview(data), at)
 
 
 def read(file: int, at: int, shape: Sequence[int], pieces: Iterable[Piece]) -> None:
@@ -85,10 +85,10 @@ def _transfer(
     starts, length = runs(block, shape)
     for start in (at + starts.reshape(-1) * data.itemsize).tolist():
         run, rest = rest[: length * data.itemsize], rest[length * data.itemsize :]
-        _whole(move, file, run, start)
+        _move_all(move, file, run, start)
 
 
-def _whole(
+def _move_all(
     move: Callable[[int, memoryview, int], int], file: int, run: memoryview, at: int
 ) -> None:
     """Moves all bytes of a run, in as many system calls as it takes."""

@@ -36,7 +36,7 @@ from treeshard._disk.files import (
     make_directory,
     new_mark,
     remove_left,
-    tell_removed,
+    warn_of_removed,
 )
 from treeshard._disk.untrusted import check_size, open_file, parse, read_file
 from treeshard.errors import CheckpointError, FormatError, listed
@@ -71,7 +71,7 @@ class NewFile(NamedTuple):
     """A file to write."""
 
     path: Path
-    head: bytes  # the bytes before the tensors, or the whole index
+    head: bytes  # the bytes before the tensors, or the full index
     tensors: list[Tensor]
 
 
@@ -136,7 +136,7 @@ def write_files(
     """Writes the files of one save at `path`, which become visible together.
 
     `values` has names of tensors, each with the pieces that this process writes. Only one run can
-    write at `path`. Waits for the writes of other processes have no limit.
+    write at `path`. The writes of other processes may take longer than `timeout`.
     """
     try:
         with ExitStack() as held:
@@ -164,7 +164,7 @@ def _write_files(
             make_directory(path.parent)
             lock = path.with_name(f".{path.name}.treeshard-files-lock")
             held.enter_context(Lock(lock, f"{where}: {path}"))
-            tell_removed(where, path.parent, remove_left(hidden))
+            warn_of_removed(where, path.parent, remove_left(hidden))
             hidden.mkdir()
             held.callback(remove_left, hidden)  # before the lock is released
             marks.own = new_mark(mark)

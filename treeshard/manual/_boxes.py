@@ -1,8 +1,8 @@
 """Looks up the spec of each leaf in a tree of specs, the plan in force, or boxes around the leaves.
 
-Inside `shard_map` an array does not know its spec: it is this device's shard, and its type says
-only along which axes it varies, not which dim they split. `Partitioned` is our own box for trees
-without Flax. Flax's boxes are recognised by their methods, without importing Flax.
+Inside `shard_map`, an array has no spec: it is this device's shard, and its type has only the axes
+along which it varies, not the dims that they split. `Partitioned` is a box for trees without Flax.
+Flax's boxes are recognised by their methods, without importing Flax.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from treeshard._core.spec_trees import (
     resolve_specs,
     specs_of_leaves,
 )
-from treeshard._core.specs import all_axes, dim_entries, entries, is_spec, without_axes
+from treeshard._core.specs import all_axes, dim_entries, drop_axes, entries, is_spec
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.named_dims import names_in
 from treeshard._planning.plan import Plan
@@ -43,8 +43,8 @@ class Partitioned:
     """An array together with the mesh axes that each of its dims is sharded over.
 
     A pytree node, with the fields and methods of Flax Linen's box of this name. Optimizers
-    map over the value inside. Wherever a prefix of specs is taken, such as the `in_specs` of
-    `jax.shard_map`, use `partition_specs` of the tree.
+    map over the value inside. For a prefix of specs, such as the `in_specs` of `jax.shard_map`, use
+    `partition_specs` of the tree.
 
     Attributes:
         value: The array; inside `shard_map`, this device's shard of it.
@@ -102,8 +102,8 @@ def partition_specs(tree: PyTree) -> SpecTree:
 
 # ------------------------------------------------------------------ reading and writing boxes
 
-# Flax has two kinds of boxes. Linen's have `replace_boxed`, and a spec of their own class; ours
-# are like them. nnx variables keep names in their metadata, next to whatever users put there.
+# Flax has two kinds of boxes. Linen's boxes have `replace_boxed`, and a method for their spec, like
+# `Partitioned`. nnx variables keep names in their metadata, next to the metadata of users.
 
 
 def _is_variable(box: Any) -> bool:
@@ -124,8 +124,7 @@ def value_in(box: Any) -> Any:
 
 def _variable_with(box: Any, value: Any, names: Names) -> Any:
     """An nnx variable with another value, sharded by `names`."""
-    # Metadata is static in nnx: an `out_sharding=None` that was not there would change
-    # the structure of the tree.
+    # Metadata is static in nnx: a new `out_sharding=None` would change the structure of the tree.
     is_sharded = any(names)
     if not is_sharded and not any(entries(spec_of(box))):
         return box.replace(value)
@@ -148,12 +147,12 @@ class Leaf(NamedTuple):
     """One leaf and its spec, from a tree of specs or from the leaf's own box.
 
     Attributes:
-        path: Its path.
-        node: The leaf as it is in the tree: the value, or the box that the spec was read from.
+        path: The path of the leaf.
+        node: The node in the tree: the value, or the box that the spec was read from.
         value: The leaf, or the value in its box.
-        spec: How it is sharded.
-        passes_through: Whether every function returns it as it is: it is not an array, or the
-            tree of specs has `None` for it.
+        spec: The spec of the leaf.
+        passes_through: Whether every function returns the leaf unchanged: it is not an array, or
+            the tree of specs has `None` for it.
     """
 
     path: str
@@ -183,8 +182,8 @@ class Leaf(NamedTuple):
     def rebox(self, value: Any, spec: PartitionSpec) -> Any:
         """The leaf of the resulting tree for another value, sharded by `spec`.
 
-        It has the same kind of box. A value that no axis shards gets no box, except that nnx needs
-        its variables.
+        It has the same kind of box. A replicated value gets no box, except for nnx, which needs its
+        variables.
         """
         if not self.is_boxed:
             return value
@@ -199,7 +198,7 @@ class Leaf(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """What is in a tree where it has a leaf, or a box around one."""
+    """A leaf of a tree, or a box around one."""
 
     path: str
     node: Any  # the box, or the leaf
@@ -207,26 +206,26 @@ class _Place(NamedTuple):
 
 
 def _places(tree: PyTree) -> tuple[list[_Place], Any]:
-    """All places of a tree, and the structure of what is there."""
-    # A box whose value is a tree is a node like any other: it has no spec for all of it.
+    """All leaves and boxes of a tree, and the structure above them."""
+    # A box whose value is a tree is an ordinary node, because one spec cannot fit the tree.
     nodes, treedef = tree_flatten(tree, is_leaf=is_box_of_leaf)
     rows = zip(leaf_paths(tree, is_leaf=is_box_of_leaf), nodes, strict=True)
     places = [_Place(path, x, value_in(x) if is_box(x) else x) for path, x in rows]
     return places, treedef
 
 
-# Where no specs are passed, these decide, the first that can:
+# If no specs are passed, the first of these that applies decides:
 #
-# 1. The plan in force, if a part of it has the structure and the shapes of the tree. Boxes that
-#    name other axes than it does are an error: one of the two is wrong, and values would be too.
+# 1. The plan in force, if a part of it has the structure and the shapes of the tree. If boxes name
+#    other axes, that is an error: either the plan or a box is wrong, and values would be, too.
 # 2. Boxes that name axes, if the plan has no such part: the tree was made inside the `shard_map`.
-# 3. Nothing: leaves are replicated, as in plain data parallelism. Under `check_vma=True` shards
-#    and replicated leaves have different types, and it is an error to pass shards.
+# 3. Without either, leaves are replicated, as in plain data parallelism. Under `check_vma=True`,
+#    shards and replicated leaves have different types, and shards are an error.
 
 
 @dataclass(frozen=True)
 class FoundSpecs:
-    """The specs of a tree that came without: a prefix of it, with one spec for each box."""
+    """Specs that were not passed but found: a prefix of the tree, with one spec for each box."""
 
     specs: SpecTree
 
@@ -234,10 +233,10 @@ class FoundSpecs:
 def find_specs(
     tree: PyTree, axes: Sequence[str], call: str, *, are_gradients: bool = False
 ) -> FoundSpecs:
-    """Finds how a tree is sharded where no specs were passed.
+    """Finds how a tree is sharded if no specs were passed.
 
     The plan in force decides: it has sharded the arguments of the step. Boxes that name axes
-    decide about trees that the plan does not have, such as those that `shard_params` made here.
+    decide about trees that the plan does not have, such as trees that `shard_params` has made.
     Without a plan, leaves without a box are replicated.
 
     Args:
@@ -247,13 +246,13 @@ def find_specs(
         are_gradients: As in `PlanInForce.specs_of`.
 
     Raises:
-        SpecError: If the plan does not have the tree, or several parts that it may be; if the plan
-            and the boxes differ; or if there is neither a plan nor a box, and leaves are shards by
-            their types.
+        SpecError: If the plan does not contain the tree, or has several parts that match it; if the
+            plan and the boxes differ; or if leaves are shards by their types, without a plan or
+            boxes.
     """
     step, own = current_plan(), specs_in_boxes(tree)
     if step is None:
-        # Gradients of replicated parameters differ between devices too, before they are averaged.
+        # Before the average, gradients of replicated parameters differ between devices, too.
         if not are_gradients:
             _check_no_shards(tree, axes, call)
         return own
@@ -275,7 +274,7 @@ def find_specs(
 def _shards_only_boxes(
     places: Sequence[_Place], named: Sequence[PartitionSpec | None], step: PlanInForce
 ) -> bool:
-    """Whether boxes name axes, and no array without names can be a shard: it is replicated then."""
+    """Whether boxes name axes, and all arrays without names are replicated."""
     rows = zip(places, named, strict=True)
     unnamed = [place.value for place, spec in rows if not spec and is_array(place.value)]
     return any(named) and not step.may_be_shards(unnamed)
@@ -287,9 +286,9 @@ def _differences(
     planned: Sequence[PartitionSpec],
     step: PlanInForce,
 ) -> list[str]:
-    """The leaves whose boxes name other axes than the plan, among those that code here sees.
+    """The leaves whose boxes name other axes than the plan.
 
-    What the step itself has received is known to be as planned, whatever its box says.
+    Leaves that the step has received are sharded as planned, so their boxes are not compared.
     """
     return [
         f"{place.path}: {in_box} in its box, and {in_plan} in the plan."
@@ -301,12 +300,12 @@ def _differences(
 
 
 def _check_no_shards(tree: PyTree, axes: Sequence[str], call: str) -> None:
-    """Raises if no leaf has a box, and some differ between devices: they are shards, most likely.
+    """Raises if no leaf has a box, and some differ between devices, as shards do.
 
-    JAX knows this only under `check_vma=True`. What `vary` has marked was equal on all devices.
+    JAX tracks this only under `check_vma=True`. Arrays that `vary` has marked do not count.
     """
     nodes = tree_leaves(tree, is_leaf=is_box)
-    # One box is enough: whoever puts boxes around what is sharded leaves the rest without.
+    # One box is enough: code that puts boxes around shards leaves other leaves without.
     if any(map(is_box, nodes)):
         return
     facts = []
@@ -322,15 +321,15 @@ def _check_no_shards(tree: PyTree, axes: Sequence[str], call: str) -> None:
 
 
 def _ask_for_specs(call: str, headline: str, facts: Sequence[str], which: str) -> SpecError:
-    """The error where specs must be passed, with the call to write."""
+    """The error that asks for specs, with the call to write."""
     where = call.partition("(")[0]
     told = listed(headline, facts, headed=True)
     return SpecError(f"{where}: {told}\nPass {which}: `{call.format('specs')}`.")
 
 
 def specs_in_boxes(tree: PyTree) -> FoundSpecs:
-    """The specs that boxes have; those of leaves that the step has received and that have no box,
-    or one without names; else `P()`."""
+    """The specs of boxes. For a leaf without a box, or with a box without names, the spec with
+    which the step has received it, or `P()`."""
     step = current_plan()
     places, treedef = _places(tree)
     return FoundSpecs(treedef.unflatten([_spec_at(place, step) for place in places]))
@@ -340,16 +339,16 @@ def _spec_at(place: _Place, step: PlanInForce | None) -> PartitionSpec:
     spec = spec_of(place.node) if is_box(place.node) else PartitionSpec()
     if step is None or not is_array(place.value) or any(entries(spec)):
         return spec
-    # Not a spec: the array is full here (`None`), or its sharding is unknown.
+    # If it is not a spec, the array is full (`None`), or its sharding is unknown.
     known = step.known_spec(place.value)
     return known if isinstance(known, PartitionSpec) else spec
 
 
 def _select_mesh_axes(spec: PartitionSpec, step: PlanInForce) -> PartitionSpec | None:
-    """The axes of the mesh that the names in a box are: Flax's may be logical ones."""
+    """The mesh axes for the names in a box, which may be logical names of Flax."""
     names = all_axes(entries(spec))
     known = [name for name in names if name in step.plan.mesh.axis_names]
-    return without_axes(spec, set(names).difference(known)) if known else None
+    return drop_axes(spec, set(names).difference(known)) if known else None
 
 
 def leaves_with_specs(tree: PyTree, specs: SpecTree, where: str) -> tuple[list[Leaf], Any]:
@@ -367,7 +366,7 @@ def leaves_with_specs(tree: PyTree, specs: SpecTree, where: str) -> tuple[list[L
     check_no_refs(tree, where)
     if isinstance(specs, FoundSpecs):
         leaves, treedef = _leaves_in_boxes(tree, specs.specs)
-        # The names in boxes may be logical ones of Flax, so no mesh is asked whether it has them.
+        # The names in boxes may be logical names of Flax, so they are not checked against a mesh.
         mesh = None
     else:
         leaves, treedef = _leaves_beside(tree, specs)
@@ -389,11 +388,11 @@ def _leaves_beside(tree: PyTree, specs: SpecTree) -> tuple[list[Leaf], Any]:
     values, treedef = tree_flatten(tree)
     if isinstance(specs, Plan):
         specs.check_before_use()
-        # JAX would take the spec of the stacked leaf for one layer too, and gather the wrong dim.
+        # JAX would accept the spec of the stacked leaf for one layer, and gather the wrong dim.
         specs = layer_specs(specs) if _is_layer(values, specs.leaf_at_each_index()) else specs
     leaves = []
-    # Shards are as the `in_specs` of a `shard_map` have cut them, and JAX cuts by no spec that is
-    # too long. Often it is the spec of a stack, for one layer.
+    # The `in_specs` of a `shard_map` have cut these shards, and JAX rejects specs that are too long
+    # there. A spec that is too long is often the spec of a stack, for one layer.
     of_leaves = specs_of_leaves(specs, tree, cut=False)
     rows = zip(leaf_paths(tree), values, of_leaves, strict=True)
     for path, value, spec in rows:
@@ -415,14 +414,14 @@ def _is_layer(values: Sequence[Any], planned: Sequence[PlannedLeaf | None]) -> b
     return bool(ranks) and all(rank + 1 == stacked for rank, stacked in ranks)
 
 
-# Divisible dims do not matter here: the values may be shards already.
+# Divisibility is not checked, because the values may be shards already.
 _MISFITS = frozenset({"rank", "axis-not-in-mesh", "reduced-type"})
 
 
 def _raise_misfits(tree: PyTree, laid_specs: Sequence[ResolvedSpec | None], where: str) -> None:
-    """Raises for specs that are too long, name an axis that the mesh lacks, or are of a type."""
+    """Raises for specs that are too long, name an unknown axis, or have reduced axes."""
     misfits = {i: laid and laid.misfit(_MISFITS) for i, laid in enumerate(laid_specs)}
     too_long = any(laid is not None and laid.misfit({"rank"}) for laid in laid_specs)
-    # Often these are the specs of stacked layers, for one layer inside a scan.
+    # Such specs are often the specs of stacked layers, for one layer inside a scan.
     advice = "For one layer of a stack, use the specs that `treeshard.layer_specs` returns."
     raise_misfits(tree, misfits, where, "specs do not fit:", advice=advice if too_long else "")

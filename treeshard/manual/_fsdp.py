@@ -2,9 +2,9 @@
 
 JAX differentiates `jax.lax.all_gather` and `pmean`, but the numbers depend on the mode of
 `shard_map`. With `check_vma=True`, JAX also sums the gradients of values that do not vary. With
-`check_vma=False`, the transpose of a `psum` is another `psum`. Adam hides such factors. So the
-functions here mark everything as varying first. Then each device has its own gradients, which are
-averaged once and explicitly. The program is the same in both modes.
+`check_vma=False`, the transpose of a `psum` is another `psum`. Adam hides such factors. These
+functions therefore mark all values as varying first. Each device then has its own gradients, which
+are averaged once and explicitly. The program is the same in both modes.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -35,7 +35,7 @@ from treeshard._core.mesh import (
 from treeshard._core.origins import note_origin, origin_of
 from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import SpecTree
-from treeshard._core.specs import dims_over, project, without_axes
+from treeshard._core.specs import dims_over, drop_axes, project
 from treeshard._planning.plan_in_force import current_plan, mesh_in_force
 from treeshard._planning.tactics import fsdp
 from treeshard.errors import LeafError, SpecError, UnknownAxisError, listed, warn
@@ -62,7 +62,7 @@ def fold_rng_over_axis(rng: jax.Array, axis_name: AxisNames) -> jax.Array:
 
     Args:
         rng: A key, the same on these devices.
-        axis_name: The axis along which the key shall differ, or several: all that shard the batch.
+        axis_name: The axes along which the key differs: all axes that shard the batch.
 
     Returns:
         `rng` with this device's row-major index along the axes folded in.
@@ -81,7 +81,7 @@ def fold_rng_over_axis(rng: jax.Array, axis_name: AxisNames) -> jax.Array:
     Source:
         The function of this name in the UvA deep-learning tutorials.
     """
-    axes = bound_axes(axis_name, "fold_rng_over_axis", "use one key for the whole batch")
+    axes = bound_axes(axis_name, "fold_rng_over_axis", "use one key for the full batch")
     return jax.random.fold_in(rng, lax.axis_index(axes)) if axes else rng
 
 
@@ -123,8 +123,8 @@ def shard_params(
 
     Warns:
         ShardingWarning: If leaves are sharded over the axis already, or have no dim that is
-            free and divisible. They stay as they are. With specs, the former is only known under
-            `check_vma=True`, where such leaves vary over the axis.
+            free and divisible. Such leaves stay unchanged. With specs, leaves that are sharded
+            already are only found under `check_vma=True`, by the axes along which they vary.
 
     Examples:
         >>> def init(key):
@@ -140,13 +140,13 @@ def shard_params(
     axes = bound_axes(
         axis_name,
         "shard_params(params, axis_name, specs=specs)",
-        "`treeshard.shard` places whole trees",
+        "`treeshard.shard` places full trees",
     )
     check_is_size(min_weight_size, "shard_params(params, axis_name, specs={})")
     leaves, treedef = leaves_with_specs(
         params, specs_in_boxes(params) if specs is None else specs, "shard_params"
     )
-    # All decisions come first, so that one message has all leaves that cannot be sharded.
+    # All leaves are decided first, so that one message lists all that cannot be sharded.
     mesh = _current_mesh(axes)
     if specs is None:
         decisions = [_decide_by_size(leaf, axes, mesh, min_weight_size) for leaf in leaves]
@@ -164,7 +164,7 @@ def shard_params(
 
 
 def check_is_size(min_weight_size: Any, call: str) -> None:
-    """Raises if something else is passed where the threshold is, such as specs."""
+    """Raises if the threshold is not a number, such as specs in its position."""
     if not isinstance(min_weight_size, Real):
         kind = type(min_weight_size).__name__
         raise TypeError(
@@ -177,8 +177,8 @@ class Decision(NamedTuple):
     """What `shard_params` does with one leaf.
 
     Attributes:
-        spec: How the leaf is sharded afterwards; `None` if it stays as it is.
-        warning: Why it stays as it is, where the caller may have meant otherwise.
+        spec: How the leaf is sharded afterwards; `None` if it stays unchanged.
+        warning: Why it stays unchanged, if the caller may have expected a shard.
         error: Why it cannot be sharded as requested.
     """
 
@@ -188,7 +188,7 @@ class Decision(NamedTuple):
 
 
 def _facts(leaves: Sequence[Leaf], whys: Iterable[str]) -> list[str]:
-    """The lines of a message: each leaf about which there is something to say."""
+    """The lines of a message, for the leaves with a reason in `whys`."""
     rows = zip(leaves, whys, strict=True)
     return [f"{leaf.path or 'the array'}: {why}" for leaf, why in rows if why]
 
@@ -196,7 +196,7 @@ def _facts(leaves: Sequence[Leaf], whys: Iterable[str]) -> list[str]:
 def _current_mesh(axes: Sequence[str]) -> AbstractMesh:
     mesh = context_mesh()
     sizes = dict(axis_sizes(mesh)) if mesh is not None else {}
-    # `jax.vmap(axis_name=)` binds axes too, which are in no mesh.
+    # `jax.vmap(axis_name=)` also binds axes, which meshes do not have.
     sizes |= {axis: lax.axis_size(axis) for axis in axes}
     return abstract_mesh(sizes)
 
@@ -209,7 +209,7 @@ def _decide_by_size(
         return Decision()
     if set(axes) & set(leaf.axes):
         return Decision(warning=f"it is sharded as {leaf.spec} already.")
-    # Rules and `min_weight_size` are about full arrays: other axes may have split this one already.
+    # Rules and `min_weight_size` apply to full arrays. Other axes may have split this one already.
     shape = list(leaf.value.shape)
     for dim, others in dims_over(leaf.spec, mesh.axis_names):
         shape[dim] *= lax.axis_size(others)
@@ -227,24 +227,24 @@ def _decide_by_spec(leaf: Leaf, axes: tuple[str, ...], mesh: AbstractMesh) -> De
     requested = set(axes) & set(leaf.axes)
     if leaf.passes_through or not requested:
         return Decision()
-    # Under `check_vma=False` no array varies by its type, and this is not seen.
+    # Under `check_vma=False`, types do not show what varies, so the check passes.
     if varying_axes(leaf.value) & requested:
         why = f"it varies over the axes of {leaf.spec}, so it is sharded already."
         return Decision(warning=why)
     # The other axes must shard the leaf already, so its shape here is a shard's shape.
-    new = without_axes(leaf.spec, [axis for axis in leaf.axes if axis not in axes])
+    new = drop_axes(leaf.spec, [axis for axis in leaf.axes if axis not in axes])
     _, losses = project(new, mesh, leaf.value.shape)
     reasons = [explain_not_innermost(leaf.spec, axes), *(loss.why for loss in losses)]
     return Decision(leaf.spec, error=" ".join(filter(None, reasons)))
 
 
 def _shard_leaf(leaf: Leaf, decision: Decision, axes: tuple[str, ...], in_boxes: bool) -> Any:
-    """The leaf of the resulting tree; `in_boxes` puts leaves that have no box into one."""
+    """The leaf of the resulting tree. With `in_boxes`, leaves without a box get one."""
     spec = decision.spec
     if spec is None:
         return leaf.node
     shard = _slice_own_shard(leaf.value, dims_over(spec, axes))
-    # Without specs, nobody but the box knows which dim was chosen.
+    # Without specs, only the box records the chosen dim.
     if in_boxes and not leaf.is_boxed:
         return make_box(shard, spec)
     return leaf.rebox(shard, spec)
@@ -289,7 +289,7 @@ def gather_params(
     is the gradient of the mean loss over all devices. If the loss was already reduced by
     `jax.lax.pmean` with `check_vma=True`, return `vary(loss, axis_names)`, or use
     `value_and_grad`, which is right for every loss. Take the gradient inside `shard_map` and in
-    reverse mode; `jax.jvp` does not work.
+    reverse mode. `jax.jvp` does not work.
 
     In a scan over layers, put `jax.checkpoint` around the layer. Without it, all gathered weights
     are kept for the backward pass. Call `vary` on the parameters before the scan, to average
@@ -300,7 +300,7 @@ def gather_params(
         axis_name: The axes to gather over, and to average gradients over; by default all
             Manual axes.
         specs: How `params` is sharded: a tree of specs, a prefix of one, or a `Plan`; `None`
-            in it leaves a subtree as it is. By default, the specs are looked up in the plan in
+            in it leaves a subtree unchanged. By default, the specs are looked up in the plan in
             force, as `treeshard.unshard` does. Without a plan, boxes (`Partitioned`, Flax's) give
             the specs, and leaves without a box are replicated.
         dtype: The dtype in which floating leaves and their gradients are sent, such as
@@ -339,7 +339,7 @@ def gather_params(
 def _axes_or_all(axis_names: AxisNames | None) -> tuple[str, ...]:
     if axis_names is not None:
         return axis_tuple(axis_names, "gather_params(params, axis_name, specs)")
-    # In the order of the mesh, not of a set, so that every process traces the same program.
+    # In the order of the mesh, so that every process traces the same program.
     mesh, bound = context_mesh(), manual_axes()
     if mesh is None or not bound:
         raise UnknownAxisError(
@@ -353,10 +353,10 @@ def _gather_leaf(leaf: Leaf, axes: tuple[str, ...], dtype: DTypeLike | None) -> 
     if leaf.passes_through:
         return leaf.node
     x = leaf.value
-    # Integers, such as quantised weights, are sent as they are: they have no gradient to convert.
+    # Integers, such as quantised weights, are not converted.
     converts = dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
     full = gather_shard(x, leaf.spec, axes, mesh_in_force(), dtype if converts else None)
-    rest = without_axes(leaf.spec, axes)
+    rest = drop_axes(leaf.spec, axes)
     return leaf.rebox(full, rest)
 
 
@@ -387,8 +387,8 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames, specs: SpecTree = None)
 
     Raises:
         LeafError: If leaves are integers or keys, which have no mean, or mutable references.
-        SpecError: As `gather_params`. If a gradient that a gather has scattered over an axis would
-            be averaged over it, where that can be seen.
+        SpecError: As `gather_params`, or if a gradient that a gather has scattered over an axis is
+            found to be averaged over it.
         UnknownAxisError, ShardingRuleError: As `gather_params`.
 
     Examples:
@@ -426,7 +426,7 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames, specs: SpecTree = None)
 
 
 def _explain_shard(leaf: Leaf, axes: Sequence[str]) -> str:
-    """Why the average would be one of different rows, where that is known by identity."""
+    """Why the average would mix different rows, if the origin of the array is known."""
     origin = origin_of(leaf.value)
     scattered = origin.scattered if isinstance(origin, Reduced) else ()
     averaged = [axis for axis in scattered if axis in axes and axis not in leaf.axes]
@@ -444,8 +444,8 @@ def _no_mean(leaf: Leaf) -> str:
 def _average_leaf(leaf: Leaf, axes: tuple[str, ...]) -> Any:
     if leaf.passes_through or leaf.value.dtype == float0:
         return leaf.node
-    # Over the axes of its spec, the transpose of the gather has averaged it. What has been averaged
-    # before does not differ any more, so that a second call is free.
+    # The transpose of the gather has averaged it over the axes of its spec. Averaged gradients no
+    # longer differ, so a second call is free.
     over = tuple(a for a in axes if a not in leaf.axes and still_differs(leaf.value, a))
     if not over:
         return leaf.node
@@ -480,14 +480,14 @@ def value_and_grad(
     The function gathers the parameters, differentiates and averages: FSDP in one call. It is right
     for every loss. If the loss is the mean over this device's batch, the gradients are the
     gradients of the mean over all devices. If the loss was reduced by `jax.lax.pmean`, `psum`, or a
-    quotient of `psum`s, they are the gradients of that value.
+    quotient of `psum`s, the gradients are the gradients of the reduced value.
 
     Args:
         loss: Called as `loss(params, *args)` with full parameters; returns a scalar, or with
             `has_aux` a pair of a scalar and anything.
         axis_names: The axes to gather and average over: all that shard the batch, and all
             that shard parameters to save memory.
-        specs: As in `gather_params`; parameters that were gathered before need none.
+        specs: As in `gather_params`. Parameters that were gathered before do not need specs.
         has_aux: Whether `loss` returns `(scalar, aux)`. `aux` is this device's own and is returned
             unchanged: reduce it yourself.
         dtype: As in `gather_params`.
@@ -516,7 +516,7 @@ def value_and_grad(
     def value_and_grad_of_loss(params: PyTree, *args: Any) -> tuple[Any, PyTree]:
         check_bound(axes, where, "`jax.value_and_grad` under `jax.jit` is enough")
         call = "value_and_grad(loss, axis_names, {})"
-        # Found once, so that what is gathered and what is averaged go by the same specs.
+        # Found once, so that the gather and the average use the same specs.
         own = find_specs(params, axes, call) if specs is None else specs
         leaves, treedef = tree_flatten(params)
         split = StaticSplit(leaves, treedef, has_gradient)
@@ -526,12 +526,12 @@ def value_and_grad(
             out = loss(gather_params(tree, axes, own, dtype=dtype) if gather else tree, *args)
             value, aux = out if has_aux else (out, None)
             _check_axes_named(value, leaves, axes)
-            # A loss that `pmean` has reduced does not vary: its gradient would be divided by the
-            # number of devices here, and again in the mean.
+            # A loss that `pmean` has reduced does not vary. Without `vary`, its gradient would be
+            # divided by the number of devices twice: here, and in the mean.
             return vary(value, axes), aux
 
-        # JAX sums the gradient of an array that does not vary wherever it is used, such as in every
-        # layer of a scan. What varies is averaged once, by `sync_gradients`.
+        # JAX sums the gradient of an array that does not vary at each use, such as in every layer
+        # of a scan. `sync_gradients` averages the gradients of varying arrays once.
         start = vary(split.dynamic(leaves), axes)
         (value, aux), grads = jax.value_and_grad(local, has_aux=True)(start)
         grads = sync_gradients(split.fill_static(grads), axes, own)

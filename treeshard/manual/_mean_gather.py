@@ -14,7 +14,7 @@ from treeshard._core.paths import PyTree
 from treeshard._planning.plan_in_force import mesh_in_force
 from treeshard.errors import SpecError
 
-# For messages: which function to call outside `shard_map` instead.
+# For messages: the function to call outside `shard_map`.
 INSTEAD_OF_GATHER = (
     "`treeshard.unshard` gathers under `jax.jit`, and `treeshard.gather` brings trees to the host"
 )
@@ -24,8 +24,8 @@ AxisNames = str | Sequence[str]
 
 
 def bound_axes(axis_names: AxisNames, where: str, instead: str) -> tuple[str, ...]:
-    """Axis names as a tuple. Raises `UnknownAxisError` for one that is not bound here; `instead`
-    says what to do outside `shard_map`. `where` is as in `axis_tuple`."""
+    """Axis names as a tuple. Raises `UnknownAxisError` if one is not bound here: `instead` is the
+    advice for calls outside `shard_map`. `where` is as in `axis_tuple`."""
     axes = axis_tuple(axis_names, where)
     check_bound(axes, where.partition("(")[0], instead)
     return axes
@@ -41,12 +41,12 @@ def gather_array_with_mean_grads(x: jax.Array, axis: int, axis_name: AxisNames) 
 
     Args:
         x: This device's shard.
-        axis: The dim that is sharded; negative ones count from the back.
+        axis: The dim that is sharded. Negative numbers count from the back.
         axis_name: The mesh axis that shards it, or several, outermost first.
 
     Returns:
-        The full array, of the same dtype. Reverse-mode gradients of any order work;
-        forward-mode ones do not.
+        The full array, of the same dtype. Reverse-mode gradients of any order work.
+        Forward-mode gradients do not.
 
     Raises:
         UnknownAxisError: If an axis is not bound here.
@@ -67,8 +67,8 @@ def gather_array_with_mean_grads(x: jax.Array, axis: int, axis_name: AxisNames) 
     axes = bound_axes(axis_name, where, INSTEAD_OF_GATHER)
     if not -x.ndim <= axis < x.ndim:
         raise SpecError(f"{where}: dim {axis} is out of range for shape {x.shape}.")
-    # Marked as varying first: else JAX sums gradients under `check_vma=True`, and the mean would be
-    # taken of sums.
+    # Marked as varying first. Otherwise JAX sums gradients under `check_vma=True`, and the result
+    # would be the mean of sums.
     dims = ((axis % x.ndim, axes),) if axes else ()
     how = Gathering(dims, (), x.dtype, x.dtype, mesh_in_force())
     return gather_by(vary_array(x, axes), how)
@@ -104,10 +104,10 @@ def vary(tree: PyTree, axis_names: AxisNames) -> PyTree:
     """
     check_no_refs(tree, "vary")
     axes = bound_axes(
-        axis_names, "vary(tree, axis_names)", "nothing varies, and `vary` is not needed"
+        axis_names, "vary(tree, axis_names)", "arrays do not vary, and `vary` is not needed"
     )
 
-    # The result keeps the origin: a plan must still know parameters that it gave to the step.
+    # The result keeps the origin, by which a plan recognises parameters that the step received.
     def vary_leaf(x: Any) -> Any:
         return note_origin(vary_array(x, axes), x) if is_array(x) else x
 

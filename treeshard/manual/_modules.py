@@ -51,7 +51,7 @@ def shard_module_params(
     conditions on the loss and the axes apply here too.
 
     Args:
-        target: What to wrap:
+        target: The object to wrap:
 
             - a function `f(params, *args)`: it gathers `params`;
             - an Equinox module, or any callable pytree, with this device's shards: it gathers
@@ -127,8 +127,7 @@ class _How(NamedTuple):
 
 
 def _specs_of_made(params: Any) -> Any:
-    """The specs of parameters that have boxes if they are sharded; `None` in a step, whose plan has
-    them."""
+    """The specs of parameters with boxes around shards; `None` in a step, whose plan has them."""
     return specs_in_boxes(params) if current_plan() is None else None
 
 
@@ -144,7 +143,7 @@ def _wrap_to_gather(target: Any, how: _How) -> Any:
         return _function(target, how)
     if how.specs is None or isinstance(how.specs, Plan):
         return GatheredModule(target, how)
-    # JAX hashes what is static in a pytree, and a tree of specs may be a dict or a module.
+    # JAX hashes the static parts of a pytree, and a tree of specs may be a dict or a module.
     flat = tuple(specs_of_leaves(how.specs, target, cut=False))
     return GatheredModule(target, how._replace(specs=flat))
 
@@ -192,7 +191,7 @@ class GatheredModule:
 
 
 def _class(kind: type, how: _How) -> Callable[..., Any]:
-    # It makes wrappers, which are no instances of `kind`: so a function, and not a subclass.
+    # A function rather than a subclass, because wrappers are not instances of `kind`.
     @wraps(kind, updated=())
     def make(*args: Any, **kwargs: Any) -> Any:
         full = kind(*args, **kwargs)

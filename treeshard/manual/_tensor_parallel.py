@@ -1,9 +1,8 @@
 """Tensor parallel layers: their weights are split over devices that work on the same rows.
 
 Activations enter a region in which each device has its own columns of the weights, and leave the
-region as a sum over the devices. The two operations are each other's transpose. They are defined
-here for both modes of `shard_map`: without `check_vma`, JAX does not know that the gradients of
-replicated arrays have to be summed.
+region as a sum over the devices. The two operations are each other's transpose. They work in both
+modes of `shard_map`: without `check_vma`, JAX does not sum the gradients of replicated arrays.
 
 Do not pass the axis that splits these weights to `value_and_grad`, `gather_params` and
 `sync_gradients`. They take the axes that split rows or save memory. Parameters that are replicated
@@ -25,7 +24,7 @@ from treeshard._core.paths import PyTree, leaf_paths
 from treeshard.errors import SpecError, listed
 from treeshard.manual._mean_gather import AxisNames, bound_axes
 
-# For messages: what to do outside `shard_map` instead.
+# For messages: the advice for calls outside `shard_map`.
 _INSTEAD = "under `jax.jit`, specs on the weights are enough"
 
 
@@ -35,7 +34,7 @@ _INSTEAD = "under `jax.jit`, specs on the weights are enough"
 def enter_parallel(x: PyTree, axis_names: AxisNames, *, dim: int | None = None) -> PyTree:
     """Passes activations into a region where each device has its own part of the weights.
 
-    The forward pass communicates nothing. The backward pass sums the gradients of all devices, with
+    The forward pass does not communicate. The backward pass sums the gradients of all devices, with
     one all-reduce. With `dim`, each device has only a shard of `x`: the forward pass all-gathers
     `x`, and the backward pass reduce-scatters its gradient.
 
@@ -50,12 +49,12 @@ def enter_parallel(x: PyTree, axis_names: AxisNames, *, dim: int | None = None) 
         dim: The dim of `x` that is split over the axes, such as the sequence's dim.
 
     Returns:
-        The full `x`, on every device. Reverse-mode gradients work; forward-mode ones do not.
+        The full `x`, on every device. Reverse-mode gradients work, forward-mode gradients do not.
 
     Raises:
-        SpecError: Under `check_vma=True`, if leaves may differ along the axes and `dim` is not
-            given, or if they do not differ and `dim` is given; lists all of them. If a leaf
-            does not have this dim.
+        SpecError: If a leaf does not have this dim. Under `check_vma=True`, also if leaves may
+            differ along the axes and `dim` is not given, or do not differ and `dim` is given. The
+            message lists all of them.
         UnknownAxisError: If an axis is not bound here.
 
     Examples:
@@ -79,7 +78,7 @@ def enter_parallel(x: PyTree, axis_names: AxisNames, *, dim: int | None = None) 
 def leave_parallel(x: PyTree, axis_names: AxisNames, *, dim: int | None = None) -> PyTree:
     """Sums the results that the devices computed with their parts of the weights.
 
-    The forward pass all-reduces, and the backward pass communicates nothing. With `dim`, each
+    The forward pass all-reduces, and the backward pass does not communicate. With `dim`, each
     device keeps only its shard of the sum: the forward pass reduce-scatters, and the backward pass
     all-gathers the gradient.
 
@@ -96,9 +95,9 @@ def leave_parallel(x: PyTree, axis_names: AxisNames, *, dim: int | None = None) 
         The sum, equal on all devices along the axes; with `dim`, this device's shard of it.
 
     Raises:
-        SpecError: Under `check_vma=True`, if a leaf is equal on all devices, so that there is
-            nothing to sum. If a leaf does not have this dim, or it is not divisible by the
-            number of devices along the axes.
+        SpecError: If a leaf does not have this dim, or the dim is not divisible by the number of
+            devices along the axes. Under `check_vma=True`, also if a leaf is equal on all devices,
+            because its sum would be too large.
         UnknownAxisError: If an axis is not bound here.
 
     Examples:
@@ -116,10 +115,9 @@ def leave_parallel(x: PyTree, axis_names: AxisNames, *, dim: int | None = None) 
     return _leave(x, axes, dim, "leave_parallel")
 
 
-# Four moves between what all devices have and what each has a part of; the gradient goes the other
-# way:
+# Four conversions between replicated and split values. The gradient takes the opposite one:
 #
-# 1. `_copy`: equal values become operands of each device's own part; gradients are summed.
+# 1. `_copy`: equal values become operands of each device's part; gradients are summed.
 # 2. `_sum`: summands become their sum; the gradient of the sum goes to each.
 # 3. `_gather`: rows become all rows (sequence parallelism); gradients are scattered.
 # 4. `_scatter`: summands become rows of their sum; gradients are gathered.
@@ -127,7 +125,7 @@ def leave_parallel(x: PyTree, axis_names: AxisNames, *, dim: int | None = None) 
 
 @jax.named_scope("enter_parallel")
 def _enter(x: Any, axes: tuple[str, ...], dim: int | None, where: str) -> Any:
-    """`enter_parallel`, with the beginning of its messages."""
+    """`enter_parallel`; messages start with `where`."""
     if dim is None:
         _check_leaves(x, where, lambda leaf: _varies(leaf, axes))
         return _each(lambda leaf: _copy(leaf, axes), x)
@@ -137,7 +135,7 @@ def _enter(x: Any, axes: tuple[str, ...], dim: int | None, where: str) -> Any:
 
 @jax.named_scope("leave_parallel")
 def _leave(x: Any, axes: tuple[str, ...], dim: int | None, where: str) -> Any:
-    """`leave_parallel`, with the beginning of its messages."""
+    """`leave_parallel`; messages start with `where`."""
     _check_leaves(x, where, lambda leaf: _not_split(leaf, axes, "sum"))
     if dim is None:
         return _each(lambda leaf: _sum(leaf, axes), x)
@@ -149,7 +147,7 @@ def _each(f: Callable[[Any], Any], tree: Any) -> Any:
     return jax.tree.map(lambda x: f(x) if is_array(x) else x, tree)
 
 
-# JAX transposes these two correctly in both modes.
+# JAX transposes `_gather` and `_scatter` correctly in both modes.
 
 
 def _gather(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
@@ -160,8 +158,8 @@ def _scatter(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
     return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
 
 
-# JAX transposes these two correctly only under `check_vma=True`. Each must be the transpose of
-# the other.
+# JAX transposes `_copy` and `_sum` correctly only under `check_vma=True`. Each must be the
+# transpose of the other.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -319,12 +317,12 @@ def _varies(x: Any, axes: tuple[str, ...]) -> str | None:
 
 
 def _unsplit_axes(x: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """The axes along which all devices are known to have the same values."""
+    """The axes along which, by its type, an array is equal on all devices."""
     return tuple(axis for axis in axes if not still_differs(x, axis))
 
 
 def _not_split(x: Any, axes: tuple[str, ...], to_do: str) -> str | None:
-    # A sum of equal values would be too large by the number of devices, and nobody would see it.
+    # A sum of equal values would be too large by the number of devices, without an error.
     if unsplit := _unsplit_axes(x, axes):
         return (
             f"shape {x.shape} is equal on all devices along {_axes_text(unsplit)}: there is nothing"

@@ -1,9 +1,9 @@
 """Finds the temporary buffers of a scheduled program that are live at its peak of memory.
 
 The compiler reports the bytes of temporaries as one number. Its buffer assignment is a serialized
-protobuf without a schema in Python, and its ids are not in the text. The text has the order of ops
-and their layouts. Both show which arrays are live together, and their sum is near the compiler's
-number. The text does not show how the allocator packs the buffers.
+protobuf without a schema in Python, and the text of the program does not have its ids. The text has
+the order of ops and their layouts, and they show which arrays are live together. The sum of these
+arrays is near the compiler's number: the text does not show how the allocator packs buffers.
 
 1. Each array of an op's result has memory of its own, or shares the memory of another value
    (`Dataflow.home`).
@@ -24,12 +24,12 @@ from treeshard.communication._hlo import DTYPES, Computation, HloProgram, Op
 # ------------------------------------------------------------------ types
 
 # `(`, `)`, or an array: `bf16[512,1024]{1,0:T(8,128)(2,1)S(1)}`, `s32[]`, `token[]`. Comments such
-# as `/*index=5*/` match nothing.
+# as `/*index=5*/` are skipped.
 _TYPE_PARTS = re.compile(r"[()]|([a-z][a-z0-9]*)\[([^\]]*)\](?:\{([^}]*)\})?")
 
 
 class Array(NamedTuple):
-    """One array of a program's types, as it is laid out in memory."""
+    """One array of a program's types, with its layout in memory."""
 
     text: str  # its dtype and shape, `f32[512,1024]`
     bytes: int  # padded to the tiles of its layout
@@ -37,8 +37,8 @@ class Array(NamedTuple):
 
 
 def read_type(text: str) -> dict[Path, Array]:
-    """The arrays of a type by their places in it: `(f32[8]{0}, (u32[]))` has `(0,)` and `(1, 0)`;
-    an array that is not a tuple has `()`."""
+    """The arrays of a type by their paths: `(f32[8]{0}, (u32[]))` has `(0,)` and `(1, 0)`. A type
+    that is one array has `()`."""
     arrays: dict[Path, Array] = {}
     place: list[int] = []
     for part in _TYPE_PARTS.finditer(text):
@@ -63,9 +63,9 @@ def _array(dtype: str, shape: str, layout: str) -> Array:
 
 
 def _pad_to_tiles(dims: list[int], layout: str) -> list[int]:
-    """The dims, rounded up to whole tiles."""
-    # `{0,1:T(8,128)}`: dim 0 varies fastest in memory, and a tile has 128 of it and 8 of dim 1. A
-    # second tile, `T(8,128)(2,1)`, is the order of elements inside of the first, without padding.
+    """The dims, rounded up to multiples of the tile."""
+    # `{0,1:T(8,128)}`: dim 0 varies fastest in memory, and a tile has 128 of dim 0 and 8 of dim 1.
+    # A second tile, `T(8,128)(2,1)`, orders the elements inside the first, without padding.
     tile = re.search(r"T\(([\d,]+)\)", layout)
     if tile is None:
         return dims
@@ -82,7 +82,7 @@ def numbers(text: str) -> list[int]:
 
 # ------------------------------------------------------------------ what is live
 
-# Ops without memory of their own that is counted as temporary.
+# Ops whose results do not count as temporaries.
 _NOT_TEMPORARY = frozenset({"after-all", "constant", "parameter", "partition-id", "replica-id"})
 
 
@@ -90,7 +90,7 @@ _NOT_TEMPORARY = frozenset({"after-all", "constant", "parameter", "partition-id"
 class Buffer:
     """Memory that one op fills."""
 
-    home: Value  # which tells it from others
+    home: Value  # identifies the buffer
     array: Array
 
     @property
@@ -109,17 +109,17 @@ class Buffer:
 
 
 class Peak(NamedTuple):
-    """The temporary buffers that are live at one step, and their bytes together."""
+    """The temporary buffers that are live at one step, and the sum of their bytes."""
 
     bytes: int
     buffers: list[Buffer]
 
 
 def peak_of(program: HloProgram) -> Peak:
-    """The temporaries that are live when they need most memory, by the program's schedule.
+    """The temporaries that are live when they need the most memory, by the program's schedule.
 
-    Results of the program are not temporary. What loops and calls need is counted where they
-    run. An allocator may need a little more, since it cannot always reuse what is free.
+    Results of the program are not temporaries. The buffers of loops and calls count where these
+    run. An allocator may need a little more, because it cannot reuse every free range.
     """
     return Schedule(program).peak(program.entry)
 
@@ -132,7 +132,7 @@ class Schedule:
         self._peaks: dict[str, Peak] = {}
 
     def peak(self, computation: Computation) -> Peak:
-        """The temporaries that are live when a computation needs most memory."""
+        """The temporaries that are live when a computation needs the most memory."""
         if computation.name not in self._peaks:
             self._peaks[computation.name] = Peak(0, [])  # ends a cycle in a damaged text
             self._peaks[computation.name] = self._search(computation)
@@ -167,7 +167,7 @@ class Schedule:
         return max(peaks, key=lambda peak: peak.bytes, default=Peak(0, []))
 
     def _lifetimes(self, computation: Computation) -> Mapping[Buffer, tuple[int, int]]:
-        """The temporary buffers of a computation, with the steps between which each is needed."""
+        """The temporary buffers of a computation, each with its first and last step."""
         buffers = self._buffers(computation)
         first: dict[Buffer, int] = {}
         last: dict[Buffer, int] = {}
@@ -177,7 +177,7 @@ class Schedule:
                 last[buffer] = step
             if op.opcode == "get-tuple-element":  # it needs no other element of the tuple
                 continue
-            # TPUs, whose layouts have tiles, all-reduce in place: the operand is gone by then.
+            # TPUs, whose layouts have tiles, all-reduce in place and overwrite the operand.
             in_place = op.opcode == "all-reduce" and ":T(" in op.type_text
             for name in op.operands:
                 last |= dict.fromkeys(buffers.get(name, []), step - in_place)

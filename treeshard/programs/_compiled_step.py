@@ -1,8 +1,8 @@
-"""A step that is compiled and not yet run, with the reports on its program.
+"""A step that is compiled and not yet run, with reports on its program.
 
-Only the TPU compiler refuses a program that does not fit. The GPU compiler compiles the program,
-and its first call fails. So the memory that the GPU compiler reports is compared here with the
-memory that JAX allocates.
+Only the TPU compiler rejects a program that does not fit. The GPU compiler compiles the program,
+and the first call fails. This module therefore compares the memory that the GPU compiler reports
+with the memory that JAX allocates.
 """
 
 import re
@@ -38,7 +38,7 @@ class CompiledStep:
         plan: The plan of the state, with the role of each leaf: see `Step.plan_of`.
         batch_specs: The specs of the batch.
         batch: Structs of the batch, with their shardings.
-        compiled: JAX's own object.
+        compiled: The `jax.stages.Compiled`.
         jaxpr: The step as JAX traced it.
         roles: What the step does with each leaf of its state, by path.
 
@@ -79,7 +79,7 @@ class CompiledStep:
         return self._compared
 
     def memory(self) -> Memory:
-        """Returns what the program needs in the memory of one device, and what is live at the peak.
+        """Returns how much memory the program needs on one device, and what is live at the peak.
 
         Returns:
             A `Memory`.
@@ -105,8 +105,8 @@ def compile_step(
 ) -> CompiledStep:
     """Compiles a lowered step, with options of the compiler.
 
-    Raises `DoesNotFitError` if the compiler says that it does not fit; or, for GPUs that are not
-    attached, if it needs more than JAX allocates on them.
+    Raises `DoesNotFitError` if the compiler rejects it for its memory, or, for GPUs that are not
+    attached, if it needs more memory than JAX allocates on them.
     """
     device = with_devices(plan.mesh, "compile", compile_only=True).devices.flat[0]
     try:

@@ -1,7 +1,7 @@
 """Writes a lock: a file of what a step does with its leaves and communicates, for pull requests.
 
-A lock has sums and not the text of the program, which changes with every edit. Numbers are compared
-exactly: with a tolerance, small changes would add up unseen.
+A lock has sums, because the text of a program changes with every edit. Numbers are compared
+exactly: with a tolerance, small changes would add up unnoticed.
 """
 
 import json
@@ -24,7 +24,7 @@ from treeshard.communication._collectives import Collective, axes_text, total_by
 from treeshard.errors import FormatError
 from treeshard.programs._compiled_step import CompiledStep
 
-_COMPUTED = "computed values"  # what is moved and is not an argument, such as a gradient
+_COMPUTED = "computed values"  # for communicated values that are not arguments, such as gradients
 
 
 def lock_text(compiled: CompiledStep) -> str:
@@ -46,7 +46,7 @@ def lock_text(compiled: CompiledStep) -> str:
 
 
 def diff_of_locks(path: Path, text: str) -> str:
-    """How a lock differs from the one in a file; empty if it does not.
+    """How a lock differs from the lock in a file; empty if they are equal.
 
     Raises `FormatError` if the file is not JSON.
     """
@@ -61,7 +61,7 @@ def diff_of_locks(path: Path, text: str) -> str:
 
 
 def write_lock(path: Path, text: str) -> None:
-    """Writes a lock: the file has its old text or its new one, whenever the process ends."""
+    """Writes a lock atomically: if the process is killed, the file keeps its old text."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -76,7 +76,7 @@ def _text(record: Any) -> str:
 
 
 def _leaves(plan: Plan, roles: Roles) -> dict[str, str]:
-    """Path -> `float32[64,8] P('fsdp',), trained, gathered`: a line of a diff says it all."""
+    """Path -> `float32[64,8] P('fsdp',), trained, gathered`: each line of a diff is complete."""
     leaves: dict[str, str] = {}
     for leaf in plan.leaves:
         path = leaf.path
@@ -103,11 +103,12 @@ def _spec_text(spec: PartitionSpec) -> str:
 
 
 def _sum_moved(collectives: Iterable[Collective]) -> dict[str, int | None]:
-    """The payload of a step by kind, axes and leaf; `None` if one collective's is unknown."""
+    """The payload of a step by kind, axes and leaf; `None` if a collective's is unknown."""
     groups: dict[str, list[Collective]] = defaultdict(list)
     for moved in collectives:
         what = moved.path or _COMPUTED
-        # CPUs move 16 bits as 32: without this, a step that casts no more would look the same.
+        # CPUs communicate 16-bit floats as 32 bits. Without this mark, a step that stopped
+        # casting to 16 bits would look the same.
         widened = " (widened)" if moved.is_widened else ""
         groups[f"{moved.kind} over {axes_text(moved.axes)}: {what}{widened}"].append(moved)
     return {name: total_bytes(group) for name, group in groups.items()}

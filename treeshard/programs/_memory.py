@@ -1,7 +1,7 @@
 """Compares the memory that a compiled step needs on one device with the memory of the device.
 
-The amounts are the compiler's own numbers. The compiler does not say which arrays they are: the
-text of the program (`_buffers`) and the plan name the arrays.
+The amounts are the compiler's numbers. The compiler does not name the arrays behind them: the names
+come from the text of the program (`_buffers`) and from the plan.
 """
 
 from collections.abc import Mapping
@@ -62,17 +62,17 @@ class Memory:
     Attributes:
         arguments: The bytes of the state and the batch, as the compiler lays them out.
         results: The bytes of results that do not reuse the memory of donated arguments.
-        temporaries: The bytes of intermediate values at most.
+        temporaries: The largest number of bytes that intermediate values need at once.
         code: The bytes of the program itself, if it is in the device's memory.
-        capacity: The bytes that programs can use on such a device; `None` if that is unknown. On
-            GPUs, those that JAX allocates: 75% of the memory, or `XLA_CLIENT_MEM_FRACTION`.
+        capacity: The bytes that programs can use on such a device; `None` if unknown. On GPUs, the
+            bytes that JAX allocates: 75% of the memory, or `XLA_CLIENT_MEM_FRACTION`.
         device: The kind of device.
-        at_peak: The temporaries that are live when most memory is in use, the largest first. On
-            TPUs, buffers in the chip's vector memory are not among them. Their sum is near
-            `temporaries`; it is larger where the compiler puts them into the memory of donated
-            arguments, as it does on TPUs with replicated weights.
-        host: The bytes of the state that the plan places in the memory of the device's host. They
-            are not in `total`.
+        at_peak: The temporaries that are live when the most memory is in use, the largest first,
+            without buffers in the vector memory of a TPU. Their sum is near `temporaries`. The sum
+            is larger if the compiler puts them into the memory of donated arguments, as on TPUs
+            with replicated weights.
+        host: The bytes of the state that the plan places in the memory of the device's host.
+            `total` does not include them.
 
     Examples:
         >>> memory = ts.programs.Memory(3 * 2**30, 0, 2**33, 0, 2**34, "TPU v5 lite", ())
@@ -91,19 +91,19 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of it together."""
+        """The sum of arguments, results, temporaries and code."""
         return self.arguments + self.results + self.temporaries + self.code
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits; `None` if the capacity is unknown."""
+        """Whether the step fits; `None` if the capacity is unknown."""
         return None if self.capacity is None else self.total <= self.capacity
 
     def assert_fits(self) -> None:
         """Raises `DoesNotFitError` unless the step fits.
 
         Raises:
-            DoesNotFitError: If it needs more than the device has, or if that is unknown.
+            DoesNotFitError: If the step needs more than the device has, or the capacity is unknown.
         """
         if self.capacity is None:
             raise DoesNotFitError(
@@ -141,7 +141,7 @@ def memory_of(compiled: jax.stages.Compiled, program: ReadProgram, plan: Plan) -
     analysis: Any = compiled.memory_analysis()
     device = with_devices(plan.mesh, "memory", compile_only=True).devices.flat[0]
     host = host_bytes(plan)
-    # The compiler for CPUs, which have one memory, counts what is on the host with the rest.
+    # CPUs have one memory, and their compiler counts the part on the host with the rest.
     counted_host = host if device.platform == "cpu" else 0
     return Memory(
         arguments=analysis.argument_size_in_bytes - counted_host,
@@ -162,7 +162,7 @@ def host_bytes(plan: Plan) -> int:
 
 
 def temporaries_of(analysis: Any, platform: str) -> int:
-    """The bytes of intermediate values at most, from what the compiler says of a program.
+    """The bytes that intermediate values need at most, from the compiler's analysis.
 
     The compiler for TPUs reports two numbers. The size of temporaries counts some memory twice, and
     may exceed the device's memory in programs that the compiler accepts. The peak includes memory

@@ -1,7 +1,7 @@
 """Asserts that plans and trees are sharded as expected.
 
-The assertions compare results, and not the rules that lead to them: a plan in a file shows each
-leaf whose sharding a changed rule or name changes, and a review can refuse the change.
+The assertions compare results, not rules. If a changed rule or name changes the sharding of a leaf,
+the diff of the plan in a file shows that leaf to the reviewer.
 """
 
 import os
@@ -19,7 +19,7 @@ from treeshard._core.arrays import array_text, has_shape
 from treeshard._core.mesh import AnyMesh, describe_mesh, same_axes
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.spec_trees import SpecCarrier, SpecTree, specs_of_leaves
-from treeshard._core.specs import axes_of, entries, trimmed
+from treeshard._core.specs import axes_of, entries, trim_spec
 from treeshard._planning.plan import Plan
 from treeshard.errors import SpecError, UnexpectedShardingError, listed
 from treeshard.programs._lock import diff_of_locks, lock_text, write_lock
@@ -39,13 +39,13 @@ def assert_same_plan(plan: Plan, path: str | os.PathLike[str], *, update: bool =
     paths, shapes, dtypes, specs and kinds of memory. Their rules may differ.
 
     Args:
-        plan: The plan. It needs no devices: plan from `jax.eval_shape` and a mesh as text.
+        plan: The plan. For a plan without devices, use `jax.eval_shape` and a mesh as text.
         path: The file, by convention `*.txt`. Missing directories are created.
         update: Whether to write the file instead of comparing, whatever the environment.
 
     Raises:
-        UnexpectedShardingError: If the plan differs from the stored one; the message lists
-            every leaf that changes. If the file does not exist. It is an `AssertionError`.
+        UnexpectedShardingError: If the plan differs from the stored one, with every changed leaf,
+            or if the file does not exist. The error is an `AssertionError`.
 
     Examples:
         >>> shapes = {"w": jax.ShapeDtypeStruct((512, 64), "float32")}
@@ -75,12 +75,12 @@ def assert_same_plan(plan: Plan, path: str | os.PathLike[str], *, update: bool =
 
 
 def _plan_text(plan: Plan) -> str:
-    """What equal plans have in common: the mesh, and a line for each leaf."""
+    """The text of a plan, which equal plans share: the mesh, and a line for each leaf."""
     leaves: list[str] = []
     for leaf in plan.leaves:
         memory = "" if leaf.memory is None else f" in {leaf.memory}"
         # `P("fsdp", None)` is the same as `P("fsdp")`.
-        leaves.append(f"{leaf.path}: {array_text(leaf)} {trimmed(leaf.given)}{memory}")
+        leaves.append(f"{leaf.path}: {array_text(leaf)} {trim_spec(leaf.given)}{memory}")
     return "\n".join([f"mesh: {describe_mesh(plan.mesh)}", *sorted(leaves)]) + "\n"
 
 
@@ -94,14 +94,14 @@ def assert_step(
 ) -> None:
     """Checks a step's shardings, communication and memory against a file.
 
-    The step is compiled and not run. The file is JSON: the mesh and the kind of device, the spec
-    and the role of each leaf, the specs of the batch, the bytes communicated in a step by kind,
-    axes and leaf, and the memory of one device by kind. Commit the file, and a review shows what a
-    change does.
+    The step is compiled but does not run. The file is JSON: the mesh and the kind of device, the
+    spec and the role of each leaf, the specs of the batch, the bytes communicated in a step by
+    kind, axes and leaf, and the memory of one device by kind. Commit the file, and a review shows
+    the effect of a change.
 
-    Everything in the file is compared exactly. It has no names of variables, lines or values. A
-    number that the program does not show is `null`, which equals only `null`. The compiler decides
-    the communication and the temporaries, so both may change with the version of JAX.
+    Everything in the file is compared exactly. The file has no names of variables, lines or values.
+    A number that the program does not show is `null`, which equals only `null`. The compiler
+    decides the communication and the temporaries, so they may change with the version of JAX.
 
     Args:
         step: A step of `jit_step` or `shard_map_step`.
@@ -109,11 +109,11 @@ def assert_step(
         batch: A batch, or `jax.ShapeDtypeStruct`s of one.
         path: The file, by convention `*.json`. Missing directories are created.
         update: Whether to write the file instead of comparing: the first time, and after an
-            intended change. The file has its old contents or the new ones, also after a kill.
+            intended change. The write is atomic.
 
     Raises:
-        UnexpectedShardingError: If the step differs from the stored one; the message has a diff
-            of the two files. If the file does not exist. It is an `AssertionError`.
+        UnexpectedShardingError: If the step differs from the stored one, with a diff of the two
+            files, or if the file does not exist. The error is an `AssertionError`.
         FormatError: If the file is not JSON.
         DoesNotFitError, SpecError, StateError: As `step.compile`.
 
@@ -152,8 +152,8 @@ def _is_set(variable: str) -> bool:
 def assert_trees_sharded_as(tree: PyTree, expected: SpecTree) -> None:
     """Checks that every array of a tree is sharded as expected.
 
-    Specs are compared by the shards that they make: `P("data", None)` is `P("data")`, and an
-    axis of size 1 makes no difference.
+    Specs are compared by their shards: `P("data", None)` equals `P("data")`, and axes of size 1 do
+    not count.
 
     Args:
         tree: Arrays, or `jax.ShapeDtypeStruct`s with shardings. Non-array leaves are ignored.
@@ -163,8 +163,8 @@ def assert_trees_sharded_as(tree: PyTree, expected: SpecTree) -> None:
             its mesh and its kind of memory.
 
     Raises:
-        UnexpectedShardingError: If an array is sharded differently; the message lists all of
-            them. If `expected` has another structure. It is an `AssertionError`.
+        UnexpectedShardingError: If arrays are sharded differently, with all of them, or if
+            `expected` has another structure. The error is an `AssertionError`.
         SpecError: If `expected` has a leaf that is not a spec.
         LeafError: If a leaf is a mutable reference (`jax.Ref`).
 
@@ -213,7 +213,7 @@ def _difference(leaf: Any, spec: Any, mesh: AnyMesh | None, planned: Any) -> str
     if isinstance(spec, NamedSharding):
         spec, mesh, memory = spec.spec, spec.mesh, spec.memory_kind
     elif planned is not None and mesh is not None:
-        # With devices, the kind of their own memory where the plan names none.
+        # On devices, a plan without a kind of memory means the devices' default memory.
         memory = NamedSharding(mesh, spec, memory_kind=planned.memory).memory_kind
     if planned is not None and (planned.shape, planned.dtype) != (leaf.shape, leaf.dtype):
         return f"is {array_text(leaf)}, expected {array_text(planned)}."
@@ -226,7 +226,7 @@ def _difference(leaf: Any, spec: Any, mesh: AnyMesh | None, planned: Any) -> str
     if isinstance(sharding, NamedSharding):
         if mesh is not None and not same_axes(sharding.mesh, mesh):
             return f"is on {describe_mesh(sharding.mesh)}, expected {describe_mesh(mesh)}."
-        # Meshes are compared by their axes: the devices may be others, or absent.
+        # Meshes are compared by their axes: the devices may differ or be absent.
         actual, mesh = sharding.spec, sharding.mesh
     elif not isinstance(mesh, Mesh):
         mesh = None
@@ -236,7 +236,7 @@ def _difference(leaf: Any, spec: Any, mesh: AnyMesh | None, planned: Any) -> str
 
 
 def _is_same(sharding: Sharding, spec: PartitionSpec, mesh: AnyMesh | None, ndim: int) -> bool:
-    """Whether a sharding has the shards of a spec; only `P()` is known to have them on no mesh."""
+    """Whether a sharding has the shards of a spec. Without a mesh, only `P()` can be compared."""
     if mesh is None:
         return sharding.is_fully_replicated and not any(map(axes_of, entries(spec)))
     try:

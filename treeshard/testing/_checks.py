@@ -67,9 +67,9 @@ def check_gradients(
         batch: The batch, of random numbers, with enough rows for all layouts.
         plan: The plan of `params`, on a mesh with devices.
         layouts: Layouts to compare, or their names. By default all of `testing.layouts`.
-        by_hand: Code for `jax.shard_map` that must give the same: takes this device's shards of
-            `params` and `batch`, and returns `(loss, grads)`, as `manual.value_and_grad` does. It
-            runs with `check_vma` on and off.
+        by_hand: A function for `jax.shard_map` that must give the same results. It takes this
+            device's shards of `params` and `batch`, and returns `(loss, grads)`, as
+            `manual.value_and_grad` does. It runs with `check_vma` on and off.
         batch_specs: The specs of the batch, by default as in `jit_step`.
         expected_to_raise: Names of layouts that may raise; `plan` and `by hand` must run.
 
@@ -77,14 +77,14 @@ def check_gradients(
         A `Report`, whose `str()` has a table of layouts and leaves.
 
     Raises:
-        WrongResultError: If something differs by more than rounding, a layout raised, random
-            numbers prevented a check, or no gradient was compared, as if all rows of the batch are
-            alike. Its message is the report; it is an `AssertionError`.
-        SpecError: If the plan is not of `params`; if `by_hand` is given, and neither `batch_specs`
-            nor the plan says how the batch is split; if there is no layout of a name.
+        WrongResultError: If a result differs by more than rounding, a layout raised, random numbers
+            prevented a check, or no gradient was compared, for example because all rows of the
+            batch are equal. The message is the report. The error is an `AssertionError`.
+        SpecError: If the plan does not match `params`; if `by_hand` is given, and neither
+            `batch_specs` nor the plan says how the batch is split; if a layout's name is unknown.
         StateError: If `by_hand` does not return `(loss, grads)`.
         ArgumentError: If `plan` is not a plan.
-        MeshError: If the plan's mesh has one device, or none.
+        MeshError: If the plan's mesh has one device, or is abstract.
         LeafError: If `params` or `batch` has a mutable reference (`jax.Ref`).
     """
     if not isinstance(plan, Plan):
@@ -109,7 +109,7 @@ def check_step(
     expected_to_raise: Collection[str] = (),
     restore_on: MeshLike | None = None,
 ) -> Report:
-    """Checks that a training step does the same on one device and in other layouts, twice in a row.
+    """Checks that two training steps give the same results on one device and in other layouts.
 
     Examples:
         >>> mesh = make_mesh("fsdp=8")
@@ -130,27 +130,26 @@ def check_step(
     The layouts are the plan's mesh, other axis sizes, the axes in another order, and for a step of
     `jit_step` the batch split over fewer axes. If the step uses `accumulate_gradients`, the layout
     `one pass` takes the batch in one pass on one device. `state` is not donated. In a layout,
-    `jax.device_count()` is the size of its mesh, so that a division by it shows. The report notes a
-    key that the step returns unchanged. Progress is shown as by `check_gradients`.
+    `jax.device_count()` is the size of its mesh, so a wrong division by it shows. The report notes
+    a key that the step returns unchanged. Progress is shown as by `check_gradients`.
 
     Args:
         step: What `jit_step` or `shard_map_step` returned.
         state: The state, on the host or on devices. It is not donated.
         batch: The batch, of random numbers.
-        layouts: What to compare: names of layouts, or layouts. By default all.
+        layouts: The layouts to compare, or their names. By default all.
         expected_to_raise: Names of layouts that may raise; `plan` must run.
         restore_on: A mesh, such as `"data=4,fsdp=2"`, for one more layout, `restored`: the first
-            step on the plan's mesh, then the state is saved and restored on this one, for the
-            second step. On several processes the temporary folder must be one that all see.
+            step runs on the plan's mesh, and the state is saved and restored on this mesh for the
+            second step. Several processes must share their temporary folder.
 
     Returns:
         A `Report`, as `check_gradients`.
 
     Raises:
-        WrongResultError: As `check_gradients`, or if no leaf of the state was compared, as if both
-            steps skip their update; it is an `AssertionError`.
-        SpecError: If the state does not match the plan of the step, or there is no layout of a
-            name.
+        WrongResultError: As `check_gradients`, or if no leaf of the state was compared, for example
+            because both steps skip their update. The error is an `AssertionError`.
+        SpecError: If the state does not match the plan of the step, or a layout's name is unknown.
         ArgumentError: If `step` was not made by `jit_step` or `shard_map_step`.
         MeshError: If the plan's mesh has one device.
         LeafError: As `check_gradients`.
@@ -177,7 +176,7 @@ def check(
     chosen: Sequence[Layout],
     expected_to_raise: Collection[str],
 ) -> Report:
-    """Compares a computation in layouts with one device."""
+    """Compares the results of a computation in several layouts with its results on one device."""
     mesh = chosen[0].mesh
     if mesh.devices.size == 1:
         raise MeshError(
@@ -185,7 +184,7 @@ def check(
             " `treeshard.simulate_devices(8)` first."
         )
     bar = show_progress(chosen, what, unit="layout", show=wants_bar(), after=_QUIET_SECONDS)
-    # All processes read the same numbers, and so say the same.
+    # All processes read the same numbers, so they report the same.
     with all_or_none(what, among=participating_processes((), [mesh])):
         if _has_equal_rows(computation, chosen[0]):
             raise WrongResultError(_ROWS_ALIKE.format(what=what))

@@ -41,7 +41,7 @@ from treeshard.testing._widening import Widening
 
 # ------------------------------------------------------------------ words
 
-# A cell of the second step, where the first is wrong already.
+# The cell of a result of the second step, if the first step is wrong.
 _WRONG_TOO = "wrong too"
 _SECOND_STEP = "step 2 is not measured if step 1 is wrong"
 _RAISED = "{layout}: not compared, since it raised {error}, as expected"
@@ -81,7 +81,7 @@ _KEPT_KEY = (
 
 # Layouts whose failure is never expected.
 _MUST_RUN = {"plan", "by hand"}
-# The relative error above which a report warns that smaller ones are not seen.
+# A report warns if relative errors above this would not be seen.
 _COARSE = 0.01
 
 
@@ -90,27 +90,27 @@ class Comparison:
 
     def __init__(self, computation: Computation, layout: Layout) -> None:
         self.computation = computation
-        # What was compared in another way than usual, in words.
+        # How the comparison differs from the usual one, in words.
         self.notes: list[str] = []
-        # The results of one device: in wide floats, if the program has narrower ones, and in its
-        # own, which are the last.
+        # The results of one device: in wide floats, if the program has narrower floats, and then
+        # in its own floats.
         self.precisions = self._run_alone(layout.alone())
         for each in self.precisions:
             self._note(*each.notes)
         if kept := _find_kept_keys(self.precisions[-1]):
             self._note(_KEPT_KEY.format(paths=", ".join(kept)))
         rows = OwnRows(self.precisions[0].computation, layout)
-        # The results that a comparison says little about, by index: a word of `WHY`.
+        # The results that cannot show an error, by index, with a word of `WHY`.
         self.gaps = uninformative_results(self.precisions, rows)
         if rows.error is not None:
             self._note(_NO_OWN_ROWS.format(error=_first_line(rows.error)))
         # The table of the report: for each result and each layout that ran, a word.
         self.cells: dict[str, dict[str, str]] = {x.path: {} for x in computation.outputs}
-        # For each result, the smallest error that every layout would show, errors of rounding too.
+        # For each result, the smallest error that every layout would show, including rounding.
         self.visible: dict[str, float] = {}
-        # The same of other errors, which wider floats show better.
+        # The same for errors that are not rounding, which wider floats show better.
         self.finest: dict[str, float] = {}
-        # The layouts that ran, by name; for each, what is wrong, by the index of the result.
+        # The layouts that ran, by name, and their findings, by the index of the result.
         self.layouts: dict[str, Layout] = {}
         self.findings: dict[str, dict[int, Finding]] = {}
         # The layouts that raised, by name.
@@ -130,19 +130,19 @@ class Comparison:
         wide = self._run_in_wide_floats(alone, exact)
         if wide is not None:
             precisions.insert(0, wide)
-        # A leaf rounds what is added to it: that alone would hide an error of an update that is
-        # small beside its leaf. Floats of 16 bits stay, since a sum in them is one of the errors.
+        # A leaf rounds the update that is added to it, which could hide an error of a small update.
+        # Floats of 16 bits stay, because a sum in 16 bits is one of the errors to find.
         changes = [i for i, x in enumerate(computation.outputs) if x.base is not None]
         if any(_COARSE < precisions[0].visible(i) < math.inf for i in changes):
             fine = Widening("float64", above=2)
             in_float64, _ = attempt(lambda: Tolerance(computation.widen(fine), alone, exact))
-            # A TPU has no float64: the report says which errors it does not see.
+            # A TPU has no float64: the report lists the errors that would not be seen.
             if in_float64 is not None:
                 precisions.insert(0, in_float64)
         return precisions
 
     def _run_in_wide_floats(self, alone: Layout, exact: Results | None) -> Tolerance | None:
-        """The results with wide floats; `None` if its own are, or it cannot be widened."""
+        """The results with wide floats; `None` if all floats are wide or the program fails."""
         widening = Widening(widest_float())
         dtypes = float_dtypes(list(equations(self.computation.trace(alone))))
         narrow = sorted(str(dtype) for dtype in dtypes if widening.widens(dtype))
@@ -164,16 +164,16 @@ class Comparison:
         results = self._run(layout)
         if not results:
             return
-        # Numbers that cannot be repeated in one precision may be in the other.
+        # Random numbers that cannot be repeated in one precision may be repeatable in the other.
         count = len(self.computation.outputs)
         results = [x for x in results if len(x.unknown) < count] or results
         self.layouts[layout.name] = layout
         self.findings[layout.name] = {i: x for each in results for i, x in each.found.items()}
-        # A wider float does not round, so only the program's own dtypes show an error of rounding.
+        # Only the program's own dtypes show errors of rounding.
         narrow = [x for x in results if x.expected.computation.keeps_16_bits] or results
         for i, output in enumerate(self.computation.outputs):
             if layout.one_pass and output.is_aux:
-                continue  # sums over minibatches are other numbers
+                continue  # sums over minibatches differ
             self.cells[output.path][layout.name] = self._find_cell(results, i, layout)
             _keep_largest(self.visible, output.path, narrow, i)
             _keep_largest(self.finest, output.path, results, i)
@@ -197,13 +197,13 @@ class Comparison:
         return results
 
     def _compare(self, expected: Tolerance, layout: Layout) -> Compared | None:
-        """The results of a layout, beside what they should be; `None` if that cannot be said."""
+        """The results of a layout, with the right results; `None` if these are not known."""
         computation = expected.computation
         if expected.random and (layout.minibatches > 1 or layout.one_pass):
             self._note(_OTHER_NUMBERS.format(layout=layout.name))
             return None
         if layout.minibatches > 1:
-            # A mean of means is another number, also on one device, if rows do not weigh the same.
+            # If rows have different weights, a mean of means differs from the mean on any device.
             alone = computation.alone(layout.alone(layout.minibatches))
             pairs = zip(alone, expected.reference, strict=True)
             if any(norm(x - y) > 2 * LIMIT * expected.of(i) for i, (x, y) in enumerate(pairs)):
@@ -212,7 +212,7 @@ class Comparison:
         return compare_layout(expected, layout, computation.run(layout))
 
     def _find_cell(self, results: Sequence[Compared], i: int, layout: Layout) -> str:
-        """A word for one result in one layout; keeps what is wrong."""
+        """A word for one result in one layout. Records the finding if the result is wrong."""
         findings = self.findings[layout.name]
         if any(i in each.unknown for each in results):
             return UNCHECKED
@@ -241,7 +241,7 @@ class Comparison:
     def report(
         self, what: str, chosen: Sequence[Layout], expected_to_raise: Collection[str]
     ) -> Report:
-        """All layouts together. Raises what all layouts of a kind raised."""
+        """The report on all layouts. Raises the error of a kind of layouts that all raised."""
         self._raise_common(chosen)
         raised = self._find_unexpected(expected_to_raise)
         visible = {
@@ -263,14 +263,14 @@ class Comparison:
         )
 
     def _raise_common(self, chosen: Sequence[Layout]) -> None:
-        # Code that never runs is a mistake of the caller, and its own error says which.
+        # If the code never ran, the caller made a mistake, which its error describes.
         for by_hand in (False, True):
             names = [x.name for x in chosen if (x.check_vma is not None) == by_hand]
             if names and {*names} <= self.raised.keys():
                 raise self.raised[names[0]]
 
     def _find_unexpected(self, expected_to_raise: Collection[str]) -> dict[str, str]:
-        """What layouts raised. What a layout that may raise raises becomes a note."""
+        """The errors of layouts that must not raise. An expected error becomes a note."""
         unexpected: dict[str, str] = {}
         for name, error in self.raised.items():
             text = _first_line(error)
@@ -283,7 +283,7 @@ class Comparison:
         return unexpected
 
     def _note_what_is_not_seen(self, visible: Mapping[str, float]) -> None:
-        """Notes the leaves in which errors above 1% would not be seen, in no precision or in the
+        """Notes the leaves in which errors above 1% would not be seen: in any precision, or in the
         program's own."""
         coarse = [path for path, error in visible.items() if error > _COARSE]
         by_words = {
@@ -324,15 +324,15 @@ class Comparison:
 
 
 def _keep_largest(kept: dict[str, float], path: str, results: Sequence[Compared], i: int) -> None:
-    """Keeps the error that is seen in the layout that sees least. In a layout, one precision that
-    sees it is enough."""
+    """Keeps the smallest visible error of the layout that sees least. In each layout, the precision
+    that sees most counts."""
     visible = [error for each in results if (error := each.visible(i)) is not None]
     if visible:
         kept[path] = max(kept.get(path, 0.0), min(visible))
 
 
 def _find_kept_keys(own: Tolerance) -> list[str]:
-    """Paths of the keys that a step that draws random numbers returns as they were."""
+    """The paths of keys that a step returns unchanged although it draws random numbers."""
     computation = own.computation
     if not own.random:
         return []

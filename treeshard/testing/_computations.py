@@ -68,9 +68,9 @@ class Output(NamedTuple):
 
     path: str  # its name in reports
     spec: PartitionSpec
-    base: int | None = None  # the leaf of `start` that it is a change of
-    is_aux: bool = False  # whether a check is not about it, such as the value of the loss
-    step: int = 1  # of step 2, which starts from the results of step 1, or of the only one
+    base: int | None = None  # if it is the change of a leaf, the index of the leaf in `start`
+    is_aux: bool = False  # whether it is beside the point of a check, as the loss value is
+    step: int = 1  # the number of the step; step 2 starts from the results of step 1
 
 
 class Computation:
@@ -80,7 +80,7 @@ class Computation:
         leaves, treedef = tree_flatten(tree)
         self.plan = plan
         self.split = StaticSplit(leaves, treedef, has_shape)
-        # What its differentiated or updated leaves are before it runs.
+        # The differentiated or updated leaves before the computation runs.
         self.start = [on_host(x) for x in self.split.dynamic(leaves)]
         if [np.shape(x) for x in self.start] != [leaf.shape for leaf in plan.leaves]:
             plan_paths = [leaf.path for leaf in plan.leaves]
@@ -91,11 +91,11 @@ class Computation:
         data, batch_def = tree_flatten(batch)
         self.batch_split = StaticSplit(data, batch_def, has_shape)
         self.batch = [on_host(x) for x in self.batch_split.dynamic(data)]
-        # What was seen while a result was traced, by the layout's name and the result's index.
+        # Findings during the trace, by the layout's name and the result's index.
         self.notes: dict[tuple[str, int], Finding] = {}
-        # What it returns; of a step, this is known when it has run.
+        # Its results. For a step, they are known after a run.
         self.outputs: list[Output] = []
-        # What rewrites its traces before they run, if anything; and the computation without that.
+        # The rewriting of traces, if floats are widened, and the computation without it.
         self.widening: Widening | None = None
         self.narrow = self
         # Traces and compiled functions: noise is measured by a dozen runs of one program.
@@ -104,26 +104,26 @@ class Computation:
 
     @property
     def first(self) -> int:
-        """The number of results that do not follow from others: the results of step 1."""
+        """The number of results of step 1, from which the others follow."""
         return sum(output.step == 1 for output in self.outputs)
 
     # -------------------------------------------------------------- of each kind
 
     def is_by_hand(self, layout: Layout) -> bool:
-        """Whether code by hand reduces the results of a layout, and not the compiler."""
+        """Whether code by hand, rather than the compiler, reduces the results of a layout."""
         raise NotImplementedError
 
     def move_off(self, layout: Layout) -> None:
-        """Moves the parameters off values, such as zeros, for which a gradient is not general."""
+        """Moves the parameters off special values, such as zeros, that hide other gradients."""
 
     def key_orders(self, layout: Layout) -> list[Axes]:
-        """The axes, in order, by whose index a device may have folded its key."""
+        """The axes, in order, along which a device may have folded its key by its index."""
         raise NotImplementedError
 
     def run_as_device(
         self, layout: Layout, start: list[Any] | None, batch: list[Any], folded: Position
     ) -> Results:
-        """What a device gets from its rows, with keys folded by its index along some axes."""
+        """The results of a device from its own rows, with keys folded by its index along axes."""
         raise NotImplementedError
 
     def _make(self, layout: Layout) -> Callable[[list[Any], list[Any]], list[Any]]:
@@ -134,7 +134,7 @@ class Computation:
 
     @property
     def keeps_16_bits(self) -> bool:
-        """Whether it has the program's own floats of 16 bits, in which sums may be wrong."""
+        """Whether it runs in the program's own floats of 16 bits, in which sums may be wrong."""
         return self.widening is None or self.widening.above > 0
 
     def widen(self, widening: Widening) -> "Computation":
@@ -159,10 +159,10 @@ class Computation:
         batch: list[Any] | None = None,
         position: Position | None = None,
     ) -> list[Shards]:
-        """The results in a layout; with `position`, as `axis_index` answers there."""
+        """The results in a layout; with `position`, `axis_index` returns that position."""
         start = self.start if start is None else start
         batch = self.batch if batch is None else batch
-        # A step donates its state, and keys are on a device already.
+        # Copied because a step donates its state, and keys are on a device already.
         start = [jnp.copy(x) if is_key(x) else x for x in start]
         given = [leaf.given for leaf in layout.plan.leaves]
         is_float64 = self.widening is not None and self.widening.dtype == "float64"
@@ -179,8 +179,8 @@ class Computation:
     def _on_mesh(
         self, layout: Layout, arrays: list[Any], data: list[Any], position: Position
     ) -> list[Any]:
-        # The program as the user wrote it runs by itself. Only a trace can be rewritten, or get the
-        # index of a device as an argument.
+        # The program runs as the user wrote it. Widened floats, or the index of a device as an
+        # argument, need a trace.
         if self.widening is None and not position:
             with self._enter(layout):
                 return self._call(layout, arrays, data)
@@ -195,7 +195,7 @@ class Computation:
             return run(*tree_leaves((position, arrays, data)))
 
     def after(self, results: Results) -> list[Any]:
-        """What its leaves are after the first of two steps."""
+        """The leaves after the first of two steps."""
         start = list(self.start)
         for output, result in zip(self.outputs[: self.first], results, strict=False):
             if output.base is not None:
@@ -205,7 +205,7 @@ class Computation:
     def trace(
         self, layout: Layout, position: Position | None = None, data: Sequence[Any] | None = None
     ) -> Any:
-        """The jaxpr of the computation in a layout, with its own dtypes; `data` says the shapes."""
+        """The jaxpr of the computation in a layout, in its own dtypes, for the shapes of `data`."""
         narrow = self.narrow
         position = dict(position or {})
         shapes = [np.shape(x) for x in (narrow.batch if data is None else data)]
@@ -218,14 +218,14 @@ class Computation:
             given = [leaf.given for leaf in layout.plan.leaves]
             arrays = _structs(narrow.start, map(np.shape, narrow.start), given, layout.mesh)
             rows = _structs(narrow.batch, shapes, narrow.batch_specs(layout), layout.mesh)
-            # With the dtypes that code gets without the wider floats.
+            # As without wider floats, so that the code gets its own dtypes.
             with self._enter(layout), jax.enable_x64(self._has_x64):
                 return jax.make_jaxpr(call)(position, arrays, rows)
 
         return narrow._once(f"trace {_key(layout)} {[*position]} {shapes}", traced)
 
     def _call(self, layout: Layout, arrays: list[Any], data: list[Any]) -> list[Any]:
-        """The results as arrays; traced too."""
+        """The results as arrays. It may be traced."""
         return self._once(_key(layout), lambda: self._make(layout))(arrays, data)
 
     def _once(self, key: str, make: Callable[[], Any]) -> Any:
@@ -235,8 +235,8 @@ class Computation:
 
     @contextmanager
     def _enter(self, layout: Layout) -> Iterator[None]:
-        # Constraints with a bare `PartitionSpec` need a mesh, and `shards_of` must be without: in
-        # it, JAX computes nothing from the shard of one device.
+        # Constraints with a bare `PartitionSpec` need the mesh. `shards_of` must run without it: on
+        # a mesh, JAX cannot compute from the shard of one device.
         in_force = PlanInForce(layout.plan, row_axes(layout.batch_specs))
         types = sharding_type_errors(layout.mesh, in_force.gathered_axes)
         mesh, one_pass = jax.set_mesh(layout.mesh), in_one_pass(layout.one_pass)
@@ -246,14 +246,14 @@ class Computation:
     # -------------------------------------------------------------- the batch
 
     def row_dims(self, layout: Layout) -> dict[int, int]:
-        """The dim that is the rows of each array of the batch that has one: the first split one."""
+        """By array of the batch, the dim of its rows: the first split dim."""
         dims: dict[int, int] = {}
         for i, (x, spec) in enumerate(zip(self.batch, self.batch_specs(layout), strict=True)):
             if getattr(x, "ndim", 0) and not is_key(x):
                 split = (dim for dim, entry in enumerate(entries(spec)) if axes_of(entry))
                 dims[i] = next(split, 0)
         counts = Counter(self.batch[i].shape[dim] for i, dim in dims.items())
-        # Arrays of another length, such as one number of each class, have no rows.
+        # Arrays of other lengths, such as one number per class, have no rows.
         [(rows, _)] = counts.most_common(1) or [(0, 0)]
         return {i: dim for i, dim in dims.items() if self.batch[i].shape[dim] == rows > 1}
 
@@ -287,14 +287,14 @@ class Gradients(Computation):
         moved = list(given)
         for i in self.differentiated:
             moved[i] = move_off_value(given[i], typical, random)
-        # A variance of zero, say, may not become negative.
+        # The moved values may be invalid: a variance of zero may become negative.
         if count_finite(self.alone(layout, moved)) >= count_finite(self.alone(layout, given)):
             self.start = moved
 
     def key_orders(self, layout: Layout) -> list[Axes]:
         if not any(map(is_raw_key, self.batch)):
             return [()]
-        # `fold_in` of another index is another key, so each order of the axes is a case of its own.
+        # Each order of axes gives other indices, and so other keys of `fold_in`.
         return [order for some in subsets(layout.split_axes) for order in permutations(some)]
 
     def run_as_device(
@@ -308,7 +308,7 @@ class Gradients(Computation):
     def _make(self, layout: Layout) -> Callable[[list[Any], list[Any]], list[Any]]:
         rows = row_axes(layout.batch_specs)
         if self.is_by_hand(layout):
-            # Here `out_specs` say how results are sharded.
+            # In `shard_map`, `out_specs` determine the shardings of results.
             by_hand = PlanInForce(layout.plan, rows, is_by_hand=True)
             return jax.jit(by_hand.inside(self._make_by_hand(layout)))
         shardings = [NamedSharding(layout.mesh, output.spec) for output in self.outputs]
@@ -363,7 +363,7 @@ class Gradients(Computation):
                 wrong_form = _wrong_form(grads[i], arrays[i])
                 if wrong_form is not None:
                     self.notes[layout.name, len(results)] = wrong_form
-                    grads[i] = arrays[i] * 0  # varies as the shard does, as `check_vma` wants
+                    grads[i] = arrays[i] * 0  # varies as the shard does, as `check_vma` requires
                 results.append(grads[i])
             return results
 
@@ -377,7 +377,7 @@ class Gradients(Computation):
 
 
 class Steps(Computation):
-    """Two steps in a row: how each changes the state, and what else it returns."""
+    """Two steps in a row: the changes of the state, and the other results of each step."""
 
     def __init__(self, step: Step, state: PyTree, batch: PyTree) -> None:
         super().__init__(state, batch, step.plan)
@@ -396,9 +396,9 @@ class Steps(Computation):
         alone = layout.alone()
         if not folded:
             return self.alone(alone, start, batch)
-        # The key may be in the state, and folded after it was split: the step itself folds it.
+        # Only the step can fold its key: the key may be in the state, and split before.
         position = {axis: folded.get(axis, (0, size)) for axis, size in layout.mesh.shape.items()}
-        # A step of its own: `jit` would reuse what it traced for the indices of one device.
+        # The layout has another name, so that `jit` does not reuse the trace for one device.
         return values_of(self.run(replace(alone, name="one of several"), start, batch, position))
 
     def _results(
@@ -411,12 +411,12 @@ class Steps(Computation):
                 arrays, data = self._save_and_restore(arrays, layout.second)
                 layout, before = layout.second, shards_of(arrays)
             results = self._on_mesh(layout, arrays, data, position)
-            # A copy, since the step donates its state: the next one reuses the memory.
+            # A copy, because the next step donates the state and reuses its memory.
             arrays, after = results[:count], shards_of(results)
             changes = [change_of(old, new) for old, new in zip(before, after, strict=False)]
             out += [*changes, *after[count:]]
             before = after[:count]
-        # What a step returns beside its state is known when it has run.
+        # The results of a step beside its state are known after a run.
         self.outputs = [output for step in (1, 2) for output in self._outputs_of(step)]
         return out
 
@@ -427,10 +427,10 @@ class Steps(Computation):
             yield Output(f"step {step}: {name}", PartitionSpec(), is_aux=True, step=step)
 
     def _save_and_restore(self, arrays: list[Any], layout: Layout) -> tuple[list[Any], list[Any]]:
-        """A state, saved and restored in a layout, and the batch there."""
+        """A state, saved and restored in a layout, and the batch in that layout."""
         from treeshard import checkpoint  # needs TensorStore
 
-        # By numbers, since paths of a state may not be names of files.
+        # Named by numbers, because paths of a state may not be valid names of files.
         named = {f"{i:05}": x for i, x in enumerate(arrays)}
         specs = [leaf.given for leaf in layout.plan.leaves]
         shapes = [leaf.shape for leaf in layout.plan.leaves]
@@ -455,12 +455,12 @@ class Steps(Computation):
 
 
 def _value_of(out: Any) -> Any:
-    """The value of a loss that may return more."""
+    """The value of a loss, which may also return other results."""
     return out[0] if isinstance(out, tuple) else out
 
 
 def _wrong_form(grad: Any, shard: Any) -> Finding | None:
-    """What is said of a gradient that is absent or has another shape than its shard."""
+    """The finding for a gradient that is absent or has another shape than its shard."""
     if not is_array(grad):
         return _ABSENT
     if grad.shape == shard.shape:
@@ -472,15 +472,15 @@ def _wrong_form(grad: Any, shard: Any) -> Finding | None:
 
 
 def attempt(run: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What a run of the user's code returns, or what it raises.
+    """The result of a run of the user's code, or its error.
 
-    Code that is right on its own mesh may raise anything elsewhere: in another layout, for the rows
-    of one device, or with wider floats, which a kernel does not take or a platform does not have.
-    The check goes on with the runs that do not raise.
+    Code that is right on its own mesh may raise any error in another layout, for the rows of one
+    device, or with wider floats, which kernels or platforms may not support. The check continues
+    with the runs that do not raise.
     """
     try:
         return run(), None
-    # Not what stops a process, such as Ctrl-C: a layout does not cause it.
+    # Errors that stop a process, such as Ctrl-C, are not caused by a layout.
     except Exception as error:
         return None, error
 
@@ -504,11 +504,11 @@ def _structs(
 def _devices_are(mesh: Mesh) -> AbstractContextManager[Any]:
     """Lets `jax.device_count()` and its like answer for a mesh.
 
-    On one device of eight it would answer eight, and a program that divides by it where it should
-    not would be wrong by the same factor everywhere.
+    On one device of eight, `jax.device_count()` would return eight. A program that wrongly divides
+    by it would be wrong by the same factor in all layouts.
     """
     local = sum(x.process_index == jax.process_index() for x in mesh.devices.flat)
-    # Patched and not passed: the user's code asks `jax` itself.
+    # The user's code calls the functions of `jax`, so they are patched.
     return mock.patch.multiple(
         jax,
         device_count=lambda *_, **__: mesh.devices.size,
@@ -517,19 +517,19 @@ def _devices_are(mesh: Mesh) -> AbstractContextManager[Any]:
 
 
 def _indices_of(position: Position) -> AbstractContextManager[Any]:
-    """Lets `jax.lax.axis_index` answer as at a position in a larger mesh."""
+    """Lets `jax.lax.axis_index` return the index of a position in a larger mesh."""
     original = lax.axis_index
 
     def axis_index(axis_name: Any) -> Any:
         names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
-        # The original is 0 on one device, and of the type of what varies along the axis.
+        # The original is 0 on one device, and its type varies along the axis.
         return original(names) + _axis_index(position, names)
 
     return mock.patch.object(lax, "axis_index", axis_index) if position else nullcontext()
 
 
 def _axis_index(position: Position, axes: Axes) -> Any:
-    """The index along several axes as `jax.lax.axis_index` counts it: the last one fastest."""
+    """The index along several axes as `jax.lax.axis_index` counts it: the last axis is fastest."""
     number = 0
     for axis in axes:
         index, size = position[axis]
@@ -538,5 +538,5 @@ def _axis_index(position: Position, axes: Axes) -> Any:
 
 
 def subsets(axes: Sequence[str]) -> list[Axes]:
-    """All choices of axes, the smallest first."""
+    """All subsets of axes, the smallest first."""
     return [s for n in range(len(axes) + 1) for s in combinations(axes, n)]

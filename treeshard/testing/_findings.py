@@ -1,7 +1,7 @@
-"""Describes how a result differs from the right one: how far, by which factor, or not at all.
+"""Describes how a result differs from the right one: how far, and by which factor.
 
-A factor is named only if the right result times the factor is the result of every device, within
-the noise.
+A finding names a factor only if, within the noise, every device has the right result times this
+factor.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -56,10 +56,10 @@ WHY = {
 
 
 def uninformative_results(precisions: Sequence[Tolerance], rows: OwnRows) -> dict[int, str]:
-    """The results that a comparison says little about: by index, a word of `WHY`.
+    """The results that cannot show an error, by index, with a word of `WHY`.
 
-    The first of the precisions is the widest. Integers and keys must be equal to the bit, so they
-    are compared wherever a layout runs.
+    The first of the precisions is the widest. Integers and keys must be equal, so they are always
+    compared.
     """
     widest = precisions[0]
     found: dict[int, str] = {}
@@ -80,7 +80,7 @@ def uninformative_results(precisions: Sequence[Tolerance], rows: OwnRows) -> dic
 
 
 class Compared:
-    """The results of one layout, beside those that it should have."""
+    """The results of one layout, with the right results."""
 
     def __init__(
         self,
@@ -92,11 +92,11 @@ class Compared:
         notes: Sequence[str] = (),
     ) -> None:
         self.expected, self.result = expected, result
-        # The indices of results whose right values are not known.
+        # The indices of results whose right values are unknown.
         self.unknown = unknown
-        # What is wrong with random numbers, by the first result that shows it.
+        # Findings about random numbers, by the index of the first result that shows them.
         self.found = found or {}
-        # What the results were compared with, in words.
+        # How the right results were computed, in words.
         self.notes = notes
         by_layout = expected.computation.notes.items()
         self._of_form = {i: note for (name, i), note in by_layout if name == layout.name}
@@ -106,25 +106,25 @@ class Compared:
         return self.expected.errors(self.result[i], i)
 
     def is_wrong(self, i: int) -> bool:
-        """Whether a result is further from the right one than rounding takes it."""
+        """Whether a result differs from the right one by more than rounding."""
         return i in self._of_form or not self.expected.is_met(self.result[i], i)
 
     def visible(self, i: int) -> float | None:
-        """The smallest relative error that would be seen; `None` of what must be equal."""
+        """The smallest relative error that would be seen; `None` for results that must be equal."""
         if i not in self.expected.noise or i in self.unknown:
             return None
         return min(self.expected.visible(i, index) for index, _ in self.result[i].values())
 
     def describe_error(self, i: int) -> Finding:
-        """What is measured of a result that is wrong, the first of these that it is:
+        """The finding for a wrong result: the first of these cases that applies.
 
-        1. no gradient, or one of another form, seen when it was traced;
-        2. of another shape than on one device;
-        3. not finite where one device is, or the other way round;
-        4. a multiple of the right result, the same on all devices;
-        5. off by a part of its size.
+        1. The trace had no gradient, or a gradient of another form.
+        2. Its shape differs from the shape on one device.
+        3. It is finite in only one of the layout and one device.
+        4. All devices have the same multiple of the right result.
+        5. It is off by a part of its size.
         """
-        # A gradient of another form cannot leave `shard_map`, and was replaced by zeros.
+        # `shard_map` cannot return a gradient of another form: zeros replaced it.
         if i in self._of_form:
             return self._of_form[i]
         reference = self.expected.reference[i]
@@ -155,18 +155,18 @@ class Compared:
 
 
 def compare_layout(expected: Tolerance, layout: Layout, result: list[Shards]) -> Compared:
-    """Compares the results of a layout with those that it should have.
+    """Compares the results of a layout with the right results.
 
-    Under `jit` a key gives the same numbers in all layouts. In `shard_map` each device draws its
-    own. One device can repeat that if it knows the key of each device:
+    Under `jit`, a key gives the same numbers in all layouts. In `shard_map`, each device draws its
+    own numbers. One device can repeat them if it knows the key of each device:
 
-    1. One key for all rows, as on one device: the results are compared as they are.
+    1. One key for all rows, as on one device: the results are compared directly.
     2. The same key on each device, or a key folded by `axis_index` along some axes: the right
-       results are the means of those of single devices. Code that does not reduce its results is
-       known by the results of single devices, too.
-    3. Keys that are folded in another way: nothing is known of the results.
+       results are the means of the results of single devices. Results that the code does not
+       reduce are recognised by the results of single devices, too.
+    3. Keys folded in another way: the right results are unknown.
 
-    The way that explains most results is taken, if no other explains as many.
+    The case that explains most results applies, if no other case explains as many.
     """
     computation = expected.computation
     indices = range(computation.first)
@@ -195,7 +195,7 @@ def compare_layout(expected: Tolerance, layout: Layout, result: list[Shards]) ->
 def _compare_by_keys(
     rows: OwnRows, order: Axes, right: Tolerance, result: list[Shards], first_wrong: int
 ) -> Compared:
-    """Compares results with those of single devices, whose keys are folded along some axes."""
+    """Compares results with the results of single devices, with keys folded along some axes."""
     name = rows.layout.name
     unknown = _find_unknown(rows, order, right, result)
     wrong_keys = _check_folding(rows.axes, order)
@@ -209,10 +209,10 @@ def _compare_by_keys(
 def _find_unknown(
     rows: OwnRows, order: Axes, right: Tolerance, result: Sequence[Shards]
 ) -> set[int]:
-    """The results of a step that follow from the devices' own in no way that is known.
+    """The results of a step whose right values do not follow from the results of single devices.
 
-    Of what is linear in the gradients, the mean over the devices is the right result. Others, such
-    as Adam's second moment, are made of the mean gradient, which a step does not return.
+    For results that are linear in the gradients, the mean over the devices is right. Other results,
+    such as Adam's second moment, depend on the mean gradient, which a step does not return.
     """
     first = rows.computation.first
     if not order or first == len(result):
@@ -224,7 +224,7 @@ def _find_unknown(
 
 
 def _check_folding(axes: Axes, order: Axes) -> Finding | None:
-    """What is wrong with keys that are folded along other axes than the axes of the batch."""
+    """The finding for keys that are folded along other axes than the axes of the batch."""
     if missing := sorted({*axes} - {*order}):
         return Finding(_UNFOLDED.format(axes=_name_axes(missing)), "same key")
     if extra := sorted({*order} - {*axes}):
@@ -236,9 +236,9 @@ def _check_folding(axes: Axes, order: Axes) -> Finding | None:
 
 
 def summarize(found: Mapping[str, Finding]) -> Iterator[tuple[list[str], str]]:
-    """What is said of one result: the layouts in which it is wrong, and a fact.
+    """The problems of one result: the layouts in which it is wrong, and a fact.
 
-    `found` has what was found in layouts by name.
+    `found` has the findings by the name of the layout.
     """
     by_fact: dict[str, dict[str, Finding]] = {}
     for name, finding in found.items():
@@ -246,7 +246,7 @@ def summarize(found: Mapping[str, Finding]) -> Iterator[tuple[list[str], str]]:
     for fact, members in by_fact.items():
         if fact == _MULTIPLE:
             first = next(iter(members.values())).cell
-            # On another mesh the factor may be another one, such as the size of an axis.
+            # The factor may depend on the mesh, as the size of an axis does.
             others = [f"{x.cell} in `{n}`" for n, x in members.items() if x.cell != first]
             fact = f"{fact} ({'; '.join([first, *others])})."
         yield [*members], fact

@@ -1,6 +1,6 @@
 """Lists the layouts in which a computation must give the same numbers.
 
-Each layout differs from the plan in one thing. All combinations would compile for minutes, and a
+Each layout differs from the plan in one respect. All combinations would compile for minutes, and a
 wrong result would not show its cause.
 """
 
@@ -26,17 +26,17 @@ from treeshard.errors import SpecError, did_you_mean
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to spread a computation over devices, which must not change its result.
+    """One way to distribute a computation over devices, which must not change its result.
 
     Attributes:
-        name: A word for tables.
+        name: The name in tables.
         plan: How the parameters, or the state, are sharded.
         batch_specs: The specs of the batch.
         minibatches: How many minibatches run one after another.
         remat: Whether the forward pass is computed again for the backward pass.
-        check_vma: `None`: `jax.jit` compiles the loss. Otherwise the body runs by hand in
+        check_vma: If `None`, `jax.jit` compiles the loss. Otherwise the code by hand runs in
             `jax.shard_map`, with this argument.
-        second: Where the second of two steps runs, on the state that the first saved.
+        second: The layout of the second of two steps, on the restored state of the first.
         one_pass: Whether `accumulate_gradients` takes the batch in one pass.
     """
 
@@ -69,7 +69,7 @@ class Layout:
 
     @property
     def split_axes(self) -> tuple[str, ...]:
-        """The axes that have more than one device."""
+        """The axes with more than one device."""
         return tuple(axis for axis, size in self.mesh.shape.items() if size > 1)
 
     def on(self, devices: list[Any], sizes: tuple[int, ...], name: str) -> "Layout":
@@ -79,7 +79,7 @@ class Layout:
         return replace(self, name=name, plan=replace(self.plan, mesh=mesh))
 
     def alone(self, minibatches: int = 1) -> "Layout":
-        """One device of this process, as a mesh of the same axes, and the loss by jit."""
+        """The layout on one device of this process, under `jax.jit`, with the same axes."""
         mine = [d for d in self.mesh.devices.flat if d.process_index == jax.process_index()]
         alone = self.on(mine, (1,) * self.mesh.devices.ndim, "one device")
         return replace(alone, minibatches=minibatches, remat=False, check_vma=None, second=None)
@@ -107,7 +107,7 @@ def layouts(
 
     Raises:
         MeshError: If the plan was made for an abstract mesh.
-        SpecError: If the specs do not fit the batch; if it is not split, and `by_hand`.
+        SpecError: If the specs do not fit the batch; with `by_hand`, if they do not split it.
 
     Examples:
         >>> planned = plan({"w": jnp.ones((8, 8))}, [("w", P("fsdp"))], make_mesh("data=2,fsdp=4"))
@@ -129,14 +129,14 @@ def layouts(
     meshes = [*_resize_axes(planned, batch), _reverse_axes(planned)]
     chosen = [planned, *meshes]
     if split:
-        # Along other axes each row is computed several times, which must not change the result.
+        # Devices along the other axes compute the same rows, which must not change the result.
         fewer = PartitionSpec(split[0]) if len(split) > 1 else PartitionSpec()
         chosen.append(replace(planned, name="batch", batch_specs=fewer))
     chosen.append(replace(planned, name="minibatches", minibatches=2))
     chosen.append(replace(planned, name="remat", remat=True))
     if by_hand:
-        # `check_vma` decides how JAX transposes collectives: under it, the gradient of a replicated
-        # leaf comes summed already, and without it, the code has to reduce it.
+        # `check_vma` decides how JAX transposes collectives: with it, JAX sums the gradient of a
+        # replicated leaf, and without it, the code has to reduce the gradient.
         chosen.append(replace(planned, name="by hand", check_vma=True))
         chosen.append(replace(planned, name="unchecked", check_vma=False))
         chosen += [replace(x, name=f"unchecked {x.name}", check_vma=False) for x in meshes]
@@ -146,7 +146,7 @@ def layouts(
 def select_layouts(
     what: str, available: Sequence[Layout], chosen: Sequence[Layout | str] | None
 ) -> list[Layout]:
-    """The layouts that a caller chose, by name or as they are; by default all."""
+    """The layouts that a caller chose, by name or as layouts; by default all."""
     if not chosen:
         return list(available)
     by_name = {layout.name: layout for layout in available}
@@ -161,14 +161,14 @@ def select_layouts(
 
 
 def make_restored_layout(planned: Layout, mesh: MeshLike) -> Layout:
-    """The plan's layout for one step, and another mesh for the next."""
+    """The plan's layout for one step, and another mesh for the next step."""
     with_all = make_mesh(mesh) if isinstance(mesh, str) else mesh
     second = replace(planned, name="restored", plan=planned.plan.on(with_all))
     return replace(planned, name="restored", second=second)
 
 
 def _reverse_axes(planned: Layout) -> Layout:
-    """The axes and the devices in reverse order: what takes their order for granted is wrong."""
+    """The axes and the devices in reverse order, to find code that assumes their order."""
     mesh = planned.mesh
     devices = np.reshape([*mesh.devices.flat][::-1], mesh.devices.shape[::-1])
     backwards = Mesh(devices, mesh.axis_names[::-1], axis_types=mesh.axis_types[::-1])
@@ -176,8 +176,8 @@ def _reverse_axes(planned: Layout) -> Layout:
 
 
 def _resize_axes(planned: Layout, batch: PyTree) -> list[Layout]:
-    """A layout whose axes have other sizes, as few of them 1 as possible, if one divides all."""
-    # Of the same devices, since each process must have some of them.
+    """A layout with other axis sizes, as few of them 1 as possible; empty if no sizes divide."""
+    # The devices stay the same, because each process must have some of them.
     devices, sizes = [*planned.mesh.devices.flat], planned.mesh.devices.shape
     count = len(devices)
     if len(sizes) == 1 and jax.process_count() == 1:  # a single axis has one size only
@@ -187,7 +187,7 @@ def _resize_axes(planned: Layout, batch: PyTree) -> list[Layout]:
     # An axis of size 1 does not split anything, so it shows no error.
     shapes.sort(key=lambda shape: (shape.count(1), shape))
     others = (planned.on(devices, shape, "mesh") for shape in shapes if shape != sizes)
-    # All are of one kind, and each costs a compilation: one is enough.
+    # Each layout costs a compilation, and all would find the same errors: one is enough.
     return list(islice((layout for layout in others if _divides(layout, batch)), 1))
 
 

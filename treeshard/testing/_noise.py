@@ -1,8 +1,8 @@
 """Measures how far each leaf may differ by rounding alone.
 
 A fixed tolerance, as in `numpy.testing.assert_allclose`, does not fit all leaves: a gradient may be
-1e-9 or 100, and a sum over many rows in bfloat16 may have two right digits. So the computation runs
-again on one device, in ways that change only its rounding.
+1e-9 or 100, and a sum over many rows in bfloat16 may have two right digits. The computation
+therefore runs again on one device, in ways that change only its rounding.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,18 +22,18 @@ from treeshard.testing._widening import Widening
 # A result is wrong if it differs from the result on one device by more than this many times the
 # noise.
 LIMIT = 12.0
-# A result is not compared if no smaller relative error than this would be seen.
+# A result is not compared if only relative errors above this would be seen.
 BLIND = 0.5
-# Of perturbed and of reordered batches. The sign of what is zero but for rounding is as likely to
-# stay as to change, in each of them.
+# The numbers of perturbed and of reordered batches. In each, a number that is zero except for
+# rounding keeps its sign with a chance of one half.
 _PERTURBED, _REORDERED = 6, 3
-# What changes the results by more than this many times the noise is not rounding.
+# A change of the results by more than this many times the noise is not rounding.
 _NOT_ROUNDING = 30.0
 # By default accelerators multiply float32 with fewer bits: GPUs as TF32, with 10 of 23 bits of the
 # mantissa, TPUs as bfloat16, with 7.
 MATMUL_EPS: Mapping[str, float] = {"gpu": 2.0**-11, "tpu": 2.0**-8}
-# The primitives that draw random numbers: the functions of `jax.random` bind the first, and code
-# that calls its block cipher itself the second.
+# The primitives that draw random numbers. `jax.random` binds the first, and code that calls its
+# block cipher directly binds the second.
 _DRAWS = ("random_bits", "threefry2x32")
 
 _BY_ORDER = "the result depends on the order of the rows, so other orders are not noise"
@@ -44,15 +44,15 @@ class Tolerance:
 
     The noise of a result is the largest change, element by element, of three kinds of samples:
 
-    1. inputs that are perturbed by as much as one rounding can change them;
+    1. inputs perturbed by as much as one rounding can change them;
     2. the rows of the batch in other orders, unless the result depends on their order;
-    3. twice the precision, where the platform and the program have it.
+    3. twice the precision, if the platform and the program support it.
     """
 
     def __init__(self, computation: Computation, layout: Layout, exact: Results | None) -> None:
         """`exact` are the results in twice the precision, if there are any."""
         self.computation = computation
-        # What was measured in another way than usual, in words.
+        # How the measurement differs from the usual one, in words.
         self.notes: list[str] = []
         self.reference = computation.alone(layout)
         eqns = list(equations(computation.trace(layout)))
@@ -60,13 +60,13 @@ class Tolerance:
         self.eps = _find_precision(computation, eqns, layout.mesh.devices.flat[0].platform)
         # Whether the computation draws random numbers.
         self.random = any(eqn.primitive.name in _DRAWS for eqn in eqns)
-        # By the index of the result. Integers and keys have none: they must be equal.
+        # The noise by the index of the result. Integers and keys must be equal, so they have none.
         self.noise = {i: np.zeros(x.shape) for i, x in enumerate(self.reference) if _is_float(x)}
-        # A change of a leaf is rounded as the leaf is, which may be much larger.
+        # The change of a leaf is rounded like the leaf, which may be much larger.
         bases = ((i, output.base) for i, output in enumerate(computation.outputs))
         starts = ((i, computation.start[base]) for i, base in bases if base is not None)
         self._rounding = {i: _rounding_of(x) for i, x in starts if _is_float(x)}
-        # What `of` has found since the last sample: each layout asks it for the same shards.
+        # A cache of `of`, until the next sample: all layouts ask for the same shards.
         self._of: dict[tuple[int, str], float] = {}
         random = np.random.default_rng(0)
         self._add_perturbed(layout, random)
@@ -87,9 +87,9 @@ class Tolerance:
         computation = self.computation
         for _ in range(_PERTURBED):
             start = [_perturb(x, self.eps, random) for x in computation.start]
-            # Of a sum that is zero but for rounding, all depends on how its terms are rounded.
+            # A sum that is zero except for rounding depends only on how its terms are rounded.
             batch = [
-                x if _is_whole(x) else _perturb(x, self.eps, random) for x in computation.batch
+                x if _has_integers(x) else _perturb(x, self.eps, random) for x in computation.batch
             ]
             self._add(self._measure(computation.alone(layout, start, batch)))
 
@@ -100,13 +100,13 @@ class Tolerance:
         return {i: np.asarray(np.abs(finite(x))) for i, x in pairs}
 
     def _add(self, moved: Mapping[int, np.ndarray]) -> None:
-        """Takes a sample as noise."""
+        """Adds a sample to the noise."""
         self._of.clear()
         for i, x in moved.items():
             self.noise[i] = np.asarray(np.maximum(self.noise[i], x))
 
     def _relative(self, moved: Mapping[int, np.ndarray]) -> float:
-        """By how much the steady results differ together, relative to their norm."""
+        """The norm of the changes of all steady results, relative to the norm of the results."""
         total = norm([norm(finite(self.reference[i])) for i in self._steady])
         far = norm([norm(moved[i]) for i in self._steady])
         return far / total if total else 0.0
@@ -157,13 +157,13 @@ class Tolerance:
         ]
 
     def is_met(self, shards: Shards, i: int) -> bool:
-        """Whether no shard is further from the result of one device than rounding takes it."""
+        """Whether all shards equal the result of one device, within rounding."""
         return max(self.errors(shards, i)) <= LIMIT
 
     def find_factor(self, shards: Shards, i: int) -> float | None:
-        """The factor by which all devices have a multiple of the right result, if they have one.
+        """The factor, if all devices have the same multiple of the right result.
 
-        Any number is a multiple of any other, so a result needs several that are not noise.
+        Any number is a multiple of any other, so a result needs several numbers above the noise.
         """
         reference = self.reference[i].astype("float64")
         sizes = np.sort(np.abs(reference).ravel())
@@ -173,7 +173,7 @@ class Tolerance:
         y = np.concatenate([np.ravel(reference[index]) for index, _ in shards.values()])
         if x.shape != y.shape or not np.isfinite(x).all():
             return None
-        with np.errstate(all="ignore"):  # what overflows is no multiple
+        with np.errstate(all="ignore"):  # an overflow is not a multiple
             factor = float(np.vdot(y, x)) / float(np.vdot(y, y))
             rest = norm(x - factor * y) / (norm(x) or 1.0)
             errors = self.errors(shards, i, dict.fromkeys(shards, factor * reference))
@@ -225,13 +225,13 @@ def _is_float(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _is_whole(x: Any) -> bool:
-    """Whether an array has only whole numbers, such as a mask or labels, which are not rounded."""
+def _has_integers(x: Any) -> bool:
+    """Whether an array has only integral numbers, such as a mask or labels, without rounding."""
     return not _is_float(x) or bool((x == np.trunc(x.astype("float64"))).all())
 
 
 def _rounding_of(x: Any) -> np.ndarray:
-    """How far one rounding moves each number."""
+    """By how much one rounding can change each number."""
     # NumPy makes a scalar of an array without dims.
     return np.asarray(np.abs(x) * float(jnp.finfo(x.dtype).eps))
 
@@ -259,7 +259,7 @@ def _find_precision(computation: Computation, eqns: Sequence[Any], platform: str
 
 
 def run_in_float64(computation: Computation, layout: Layout) -> Results | None:
-    """The results of one device in twice the precision; `None` where that is not possible."""
+    """The results of one device in twice the precision; `None` if that is not possible."""
     if widest_float() == "float64":
         return None
     results, _ = attempt(lambda: computation.widen(Widening("float64")).alone(layout))

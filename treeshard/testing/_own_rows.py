@@ -1,7 +1,7 @@
 """Computes on one device what each device would compute from its own rows of the batch.
 
-If these results are alike, a missing reduction would not change anything. If each device draws its
-own random numbers, the right result is made of these results.
+If these results are equal, a missing reduction would not show. If each device draws its own random
+numbers, the right result is computed from these results.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,16 +25,16 @@ class OwnRows:
         split = get_names_from_partition_spec(computation.batch_specs(layout))
         # The mesh axes that split the batch.
         self.axes = tuple(axis for axis in layout.split_axes if axis in split)
-        # What the user's code raised for the rows of one device alone, if it did.
+        # The error of the user's code for the rows of one device alone, if it raised one.
         self.error: Exception | None = None
-        # By the axes along which keys are folded: each way is a run for each device.
+        # By the axes along which keys are folded. Each entry needs a run per device.
         self._results: dict[Axes, Results | None] = {}
 
     def results(self, order: Axes = ()) -> Results | None:
         """The results of all devices, with keys folded by their index along some axes.
 
-        The first dims of each are those of the mesh. `None` if the rows of one device alone cannot
-        be computed.
+        The first dims of each result are the dims of the mesh. `None` if the code fails for the
+        rows of one device alone.
         """
         if order not in self._results:
             # The user's code may need the full batch.
@@ -66,7 +66,7 @@ class OwnRows:
         return [x.reshape(*mesh.devices.shape, *x.shape[1:]) for x in stacked]
 
     def has_equal_results(self, i: int, limit: float) -> bool:
-        """Whether all devices get the same from their own rows."""
+        """Whether all devices get equal results from their own rows."""
         results = self.results() if self.axes else None
         if results is None:
             return False
@@ -80,7 +80,7 @@ class OwnRows:
         return np.broadcast_to(values.mean(dims, keepdims=True), values.shape)
 
     def _places(self) -> list[Any]:
-        """The index of each device; with dots, by which a scalar stays an array."""
+        """The index of each device. Its ellipsis keeps a scalar an array."""
         return [(*place, ...) for place in np.ndindex(self.layout.mesh.devices.shape)]
 
     # -------------------------------------------------------------- random numbers
@@ -98,7 +98,7 @@ class OwnRows:
         """The means over all devices, with keys folded by their index along some axes."""
         means = self._average(self.results(order) or [])
         first = self.computation.first
-        if first < len(means):  # the second step starts from what all devices have
+        if first < len(means):  # the second step starts from the mean of all devices
             after = self.computation.after(means)
             means[first:] = self._average(self._compute(order, after))[:first]
         return tolerance.with_reference(means)
@@ -110,7 +110,7 @@ class OwnRows:
     def is_explained(
         self, order: Axes, expected: Tolerance, result: Sequence[Shards], i: int
     ) -> bool:
-        """Whether a result comes from keys folded in this way, reduced over any of the axes."""
+        """Whether a result comes from keys folded along these axes, reduced over any axes."""
         if expected.find_factor(result[i], i) is not None:
             return True
         devices = self.layout.mesh.devices

@@ -1,7 +1,7 @@
 """Writes the report of a check: a table of layouts and leaves, and a sentence for each problem.
 
-A report has all layouts, while an assertion would stop at the first difference. Which layouts are
-wrong, and by how much on each mesh, often shows the cause.
+A report has all layouts, while an assertion would stop at the first difference. The set of wrong
+layouts, and the error on each mesh, often show the cause.
 """
 
 import math
@@ -19,15 +19,15 @@ class Finding(NamedTuple):
     """What is wrong with a result in one layout."""
 
     fact: str  # a sentence for the report
-    cell: str  # what was measured, for a cell of the table, such as `x 8.000`
+    cell: str  # the measurement for a cell of the table, such as `x 8.000`
 
 
 class Problem(NamedTuple):
     """One result that is wrong.
 
     Attributes:
-        path: The path of the leaf, for a step as `step 1: params/w`; `loss` is the value of the
-            loss.
+        path: The path of the leaf, with its step, as in `step 1: params/w`; `loss` for the value of
+            the loss.
         spec: How the leaf is sharded.
         layouts: The names of the layouts in which it is wrong.
         fact: What is wrong.
@@ -39,7 +39,7 @@ class Problem(NamedTuple):
     fact: str
 
 
-# The word of a result that was not checked.
+# The cell of a result that was not checked.
 UNCHECKED = "not checked"
 
 
@@ -49,20 +49,20 @@ class Report:
 
     Attributes:
         what: The check.
-        layouts: The layouts, as text: mesh, batch and what else is special about each.
+        layouts: The layouts, as text: the mesh, the batch and other properties of each.
         cells: For each leaf and each layout a word: `ok`; `2.1 noise` for a difference that is
-            larger than the noise of reordering but no more than rounding; `zero`, `hidden`,
-            `alike` or `not finite` where a fault would not show; `not checked`; otherwise what is
-            wrong.
-        problems: What is wrong. Empty if all results are right.
-        notes: What was compared in another way, and why.
-        raised: For each layout that raised unexpectedly, what it raised.
+            larger than the noise of reordering but within rounding; `zero`, `hidden`, `alike` or
+            `not finite` if a fault would not show; `not checked`; otherwise the error.
+        problems: The wrong results. Empty if all results are right.
+        notes: How comparisons differed from the usual ones, and why.
+        raised: For each layout that raised unexpectedly, its error.
         not_compared: For each leaf that could not be compared, the reason.
         visible: For each leaf of floats that was compared, the smallest relative error that would
-            have been seen in every layout, also one of rounding to the program's own dtypes: 0.01
-            is 1%. Other errors may be seen with wider floats; a note says from which size.
-        aux: The results that are not a gradient or a leaf of the state, such as the value of the
-            loss: to have compared these alone is not enough.
+            have been seen in every layout, including errors of rounding to the program's own
+            dtypes: 0.01 is 1%. Wider floats may show smaller errors of other kinds: a note has the
+            size.
+        aux: The results that are neither a gradient nor a leaf of the state, such as the value of
+            the loss. A check that compared only these is not `ok`.
     """
 
     what: str
@@ -77,8 +77,8 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether a gradient or a leaf of the state was compared, all are right, no layout raised,
-        and all was checked."""
+        """Whether the check passed: all results were checked and are right, they include a gradient
+        or a leaf of the state, and no layout raised."""
         return bool(self._find_compared()) and not self._complaints()
 
     def __str__(self) -> str:
@@ -90,7 +90,7 @@ class Report:
         return "\n".join(lines)
 
     def _find_compared(self) -> set[str]:
-        """The gradients, or leaves of floats of the state, that were compared somewhere."""
+        """The gradients, or leaves of floats of the state, that were compared in some layout."""
         return {*self.visible} - {*self.not_compared} - {*self.aux}
 
     def _count_unchecked(self) -> int:
@@ -107,8 +107,8 @@ class Report:
 
     def _verdict(self) -> str:
         of_what = " of the state" if self.what == "check_step" else ""
-        nothing = [] if self._find_compared() else [f"No result{of_what} was compared"]
-        complaints = nothing + self._complaints()
+        missing = [] if self._find_compared() else [f"No result{of_what} was compared"]
+        complaints = missing + self._complaints()
         if complaints:
             return f"{', '.join(complaints)}."
         ran = {name for row in self.cells.values() for name in row}
@@ -130,7 +130,7 @@ class Report:
         return [f"{', '.join(fold_paths(some))} ({why})" for why, some in paths.items()]
 
     def _table(self) -> list[str]:
-        """A row for each leaf, those of repeated layers folded if they have the same cells."""
+        """A row for each leaf. Repeated layers with the same cells are folded."""
         names = [text.partition(":")[0] for text in self.layouts]
         rows = [("leaf", *names, "sees")]
         leaves = ((path, tuple(cells.items()), path) for path, cells in self.cells.items())
@@ -147,7 +147,7 @@ class Report:
         return percent(max(errors)) if errors else "-"
 
     def _problems(self) -> list[str]:
-        """A line for each fact, with the leaves that it is said of, repeated layers folded."""
+        """A line for each fact, with its leaves. Repeated layers are folded."""
         alike: dict[Any, list[Problem]] = defaultdict(list)
         for problem in self.problems:
             alike[problem.fact].append(problem)

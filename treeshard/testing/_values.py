@@ -1,7 +1,7 @@
 """Reads the values of results from every device, shard by shard.
 
-`np.asarray` reads one replica of each shard. It would miss replicas that differ although JAX takes
-them for equal.
+`np.asarray` reads one replica of each shard, and would miss replicas that differ although JAX
+assumes that they are equal.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from treeshard._core.arrays import data_of, is_key, is_spread, to_host
 from treeshard._placement.gather import gather
 
-# The values of a result: of each device, the index of its shard, and the shard itself.
+# The values of a result: by device, the index of its shard and the shard.
 Shards = dict[Any, tuple[tuple[slice, ...], np.ndarray]]
 # The results of one device, in full.
 Results = list[np.ndarray]
 
-# Parameters are moved off their values once, by this part of their scale.
+# Parameters are moved off their values by this part of their scale.
 _MOVED = 1e-2
 
 
@@ -30,7 +30,7 @@ def values_of(result: Sequence[Shards]) -> Results:
 
 
 def apply_change(old: Any, result: np.ndarray) -> Any:
-    """A leaf after a step, from how it changed; of integers and keys, from what they are."""
+    """A leaf after a step, from its change. Integers and keys are results themselves."""
     if is_key(old):
         data = jnp.asarray(result.astype("uint32"))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(old))
@@ -44,7 +44,7 @@ def count_finite(arrays: Results) -> int:
 
 
 def move_off_value(x: Any, typical: float, random: np.random.Generator) -> Any:
-    """The array with each number changed by a part of its size; zeros alone by one of `typical`."""
+    """The array with each number changed by a part of its size, or, if all are 0, of `typical`."""
     wide = np.asarray(x).astype("complex128" if np.iscomplexobj(x) else "float64")
     steps = _MOVED * random.standard_normal(wide.shape)
     wide = wide * (1 + steps) if np.any(wide) else typical * steps
@@ -77,14 +77,14 @@ def shards_of(arrays: Sequence[Any]) -> list[Shards]:
 
 
 def _real(x: np.ndarray) -> np.ndarray:
-    """The numbers of an array as real ones: a complex number becomes two, on a last dim."""
+    """The numbers of an array as real numbers. A complex number becomes two, in a last dim."""
     return np.stack((np.real(x), np.imag(x)), -1) if np.iscomplexobj(x) else x
 
 
 def _stack_shards(x: jax.Array) -> jax.Array:
     """The shards of an array, replicas included, stacked on dim 0."""
-    # JAX takes the replicas of a shard to be equal, so a sharding in which each device has a row
-    # of its own is the only way to read all of them.
+    # JAX assumes that the replicas of a shard are equal. To read all of them, each device must
+    # have its own row.
     devices = list(x.sharding.devices_indices_map(x.shape))
     target = NamedSharding(Mesh(devices, ("device",)), PartitionSpec("device"))
     shape = (len(devices), *x.sharding.shard_shape(x.shape))
@@ -93,7 +93,7 @@ def _stack_shards(x: jax.Array) -> jax.Array:
 
 
 def change_of(old: Shards, new: Shards) -> Shards:
-    """How much each number changed; of integers and keys, what they are now."""
+    """The change of each number. Integers and keys are returned as they are now."""
     changes: Shards = {}
     for device, (index, x) in new.items():
         if jnp.issubdtype(x.dtype, jnp.floating):

@@ -15,7 +15,7 @@ from jax.lax import Precision
 
 from treeshard._core.jaxprs import interpret
 
-# What reads the bits of a number, or has code for its dtypes, runs in its own.
+# Calls that read the bits of a number, or have code for certain dtypes, run in their own dtypes.
 _CALLS = {
     "custom_partitioning",
     "debug_callback",
@@ -27,7 +27,7 @@ _CALLS = {
     "triton_kernel_call",
 }
 _KEPT = {"bitcast_convert_type", *_CALLS}
-# Their gradients are traced already; what is left of them is the function itself.
+# Their gradients are traced already, so only the function is left.
 _INLINED = {"custom_jvp_call", "custom_vjp_call"}
 _BITS = {"float32": (8, 23), "float64": (11, 52)}  # of the exponent, and of the mantissa
 
@@ -38,13 +38,13 @@ class Widening:
     Attributes:
         dtype: float32, or float64.
         above: Floats of up to this many bytes stay as they are.
-        kept: The names of calls that had to keep their dtypes: custom kernels and callbacks.
+        kept: The names of calls that keep their dtypes: custom kernels and callbacks.
     """
 
     def __init__(self, dtype: Any, above: int = 0) -> None:
         self.dtype, self.above = np.dtype(dtype), above
         self.kept: set[str] = set()
-        # With the original, which must live as long as its address is a key.
+        # By address, with the original, which must live as long as its address is a key.
         self._jaxprs: dict[int, tuple[Any, Jaxpr]] = {}
 
     def widens(self, dtype: Any) -> bool:
@@ -52,7 +52,7 @@ class Widening:
         return self.dtype_of(dtype) != dtype
 
     def dtype_of(self, dtype: Any) -> Any:
-        """The dtype that takes the place of another."""
+        """The dtype that replaces another."""
         sizes = range(self.above + 1, self.dtype.itemsize)
         if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize in sizes:
             return self.dtype
@@ -61,7 +61,7 @@ class Widening:
         return dtype
 
     def array(self, x: Any) -> Any:
-        """An array or a number of the host, in its wider dtype."""
+        """An array or a number on the host, in its wider dtype."""
         dtype = getattr(x, "dtype", None)
         return np.asarray(x).astype(self.dtype_of(dtype)) if dtype and self.widens(dtype) else x
 
@@ -119,7 +119,7 @@ class Widening:
                 yield _conversion(eqn, result, wide)
 
     def _exact(self, name: str, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Parameters that would round what the dtypes no longer do."""
+        """The changes to the parameters of an equation that keep it from rounding."""
         if name == "reduce_precision" and not self.above:
             exponent, mantissa = _BITS[self.dtype.name]
             return {"exponent_bits": exponent, "mantissa_bits": mantissa}

@@ -31,7 +31,7 @@ from treeshard._core.mesh import MeshLike, axis_sizes, check_axes
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.processes import participating_processes, require_agreement
 from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
-from treeshard._placement.targets import without_names
+from treeshard._placement.targets import replace_names
 from treeshard._planning.plan import Plan, plan
 from treeshard._planning.plan_in_force import INITIALISING, default_batch
 from treeshard._planning.wrong_arguments import check_specs
@@ -86,7 +86,7 @@ def init_sharded(
     where `fn` sums over a sharded dim, as a normalisation does.
 
     Args:
-        fn: Makes the tree, such as a model with its optimizer state. The tree may have
+        fn: Returns the tree, such as a model with its optimizer state. The tree may have
             functions and other static leaves.
         args: The arguments of `fn`. Arrays and keys are traced; anything else is static. Several
             processes compare them: keys and arrays by checksums, numbers and text as they are.
@@ -103,20 +103,20 @@ def init_sharded(
 
     Raises:
         ShardingRuleError: If `strict` and a leaf is unmatched or a spec does not fit; or if
-            the rules are malformed. Nothing has been allocated then.
+            the rules are malformed. The error comes before any allocation.
         ArgumentError: If `fn` is not a function, or returns a class, a function or another
             opaque object.
         MeshError: If `mesh` is abstract: it has no devices for the tree.
         ProcessError: If the processes of the mesh do not make the same tree by the same rules
-            from the same arguments, or one of them fails or does not arrive. Nothing has been
-            allocated then.
-        LeafError: If a leaf of the arguments, or of what `fn` returns, is a mutable reference
-            (`jax.Ref`).
+            from the same arguments, or one of them fails or does not arrive. The error comes
+            before any allocation.
+        LeafError: If a leaf of the arguments, or of the tree that `fn` returns, is a mutable
+            reference (`jax.Ref`).
 
     Warns:
         ShardingWarning: If leaves are replicated for `min_size` although their action is a
-            spec, as in `treeshard.match_partition_rules`. If rules match no leaf. Without
-            `strict`, of what it would raise.
+            spec, as in `treeshard.match_partition_rules`, or if rules match no leaf. Without
+            `strict`, if a leaf is unmatched or a spec does not fit.
 
     Source:
         Shapes first, then a jitted init with `out_shardings`, as in EasyLM and in Flax's
@@ -138,7 +138,7 @@ def init_sharded(
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), plan_in_force(INITIALISING):
             return fn(*eqx.combine(arguments, static_arguments))
 
-    # What the trace tells that is not an array.
+    # The results of the trace that are not arrays.
     found: list[tuple[PyTree, Sequence[tuple[str, str]]]] = []
 
     def make_and_compare(arguments: Any) -> PyTree:
@@ -151,7 +151,7 @@ def init_sharded(
     processes = participating_processes((), [mesh])
     with breaking_if_left(), exclusive(processes):
         with require_agreement("init_sharded", among=processes) as facts:
-            # Only inside the trace can two leaves be seen to be one array.
+            # Only the trace shows whether two leaves are one array.
             structs = jax.eval_shape(show_as(make_and_compare, fn), arguments)
             static, pairs = found[-1]
             tree_plan = plan(
@@ -177,7 +177,7 @@ def init_sharded(
 
 
 def _add_inputs(facts: Facts, args: Any, among: Sequence[int]) -> None:
-    """Adds what must be the same on all processes of the arguments of an initialiser."""
+    """Adds the facts about the arguments of an initialiser that all processes must share."""
     for path, x in zip(leaf_paths(args), tree_leaves(args), strict=True):
         if is_array(x):
             facts[f"argument {path}"] = array_text(x)
@@ -333,7 +333,7 @@ def _make_step(
         )
     plan.check_before_use()
     check_specs(batch, f"{where}(fn, plan, batch={{}})")
-    specs = without_names(default_batch(plan) if batch is None else batch, plan.mesh)
+    specs = replace_names(default_batch(plan) if batch is None else batch, plan.mesh)
     check_axes(get_names_from_partition_spec(specs), axis_sizes(plan.mesh), f"{where}: batch")
     return Step(fn, plan, specs, donate=donate, per_device=per_device)
 

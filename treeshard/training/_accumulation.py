@@ -1,8 +1,8 @@
 """Gradients of a batch in several passes, reduced once after them.
 
-The parts of a batch along the axes of a mesh are taken by `jax.shard_map`, and where JAX cannot
-trace `grad_fn` there by `jax.vmap`: `grad_fn` closes over the parameters, and inside `shard_map`
-JAX cannot differentiate a loop by what it closes over from outside.
+`jax.shard_map` takes the parts of a batch along the axes of a mesh. If JAX cannot trace `grad_fn`
+in `shard_map`, `jax.vmap` does: `grad_fn` closes over the parameters, and inside `shard_map` JAX
+cannot differentiate a loop with respect to values from outside.
 """
 
 import math
@@ -45,7 +45,7 @@ from treeshard._core.mesh import (
 from treeshard._core.origins import origin_of
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.spec_trees import get_names_from_partition_spec
-from treeshard._core.specs import UNCONSTRAINED, dims_over, entry_of, without_axes
+from treeshard._core.specs import UNCONSTRAINED, dims_over, drop_axes, entry_of
 from treeshard._core.text import fold_paths
 from treeshard._placement.constraint import with_sharding_constraint
 from treeshard._planning.plan_in_force import (
@@ -57,7 +57,7 @@ from treeshard.errors import NoMeshError, SpecError, listed
 from treeshard.training._metrics import check_metrics, map_metrics
 
 GradFn = Callable[[Any, Any], tuple[PyTree, PyTree]]
-Rows = list[Any]  # the leaves of a batch that are cut: their dim 0 is its rows
+Rows = list[Any]  # the leaves of a batch that are cut; their dim 0 has its rows
 
 
 def accumulate_gradients(
@@ -151,11 +151,11 @@ def accumulate_gradients(
         mapped = tuple(axis for axis in names if axis not in by_hand)
         parts = _size_of(mapped)
         _check_divides(split.dynamic(leaf_paths(batch)), rows, num_minibatches, parts)
-        # A check compares the step with what it gives in one pass.
+        # A check compares the step with its results in one pass.
         count = 1 if in_one_pass.value else num_minibatches
         keys = None if key is None else jax.random.split(key, count)
         grads_of_minibatch = _checking_gradients(show_as(grads_of_rows, grad_fn), by_hand)
-        # On Explicit axes the types of gradients say what is not reduced yet.
+        # On Explicit axes, the types of gradients show which sums wait.
         here = context_mesh()
         has_explicit = here is not None and axes_of_type(here, AxisType.Explicit)
         if parts > 1 and not has_explicit:
@@ -163,7 +163,7 @@ def accumulate_gradients(
         else:
             step = current_plan()
             rows_of_step = () if step is None else step.rows
-            # JAX lets no axis of a product wait alone.
+            # In JAX, all axes of a product wait together.
             deferred = tuple(dict.fromkeys([*mapped, *rows_of_step])) if parts > 1 else ()
             grads, metrics = _accumulate_passes(grads_of_minibatch, rows, count, keys, deferred)
         return _mean_of_devices(grads, metrics, by_hand) if by_hand else (grads, metrics)
@@ -209,10 +209,10 @@ def _summed_up(
         check_metrics(metrics, "accumulate_gradients")
         types.append(jax.tree.map(jax.typeof, (grads, metrics)))
 
-    # The structs that `eval_shape` returns have no sharding on a mesh that has Auto axes too.
+    # On a mesh with some Auto axes, the structs that `eval_shape` returns have no sharding.
     jax.eval_shape(show_as(typed, grad_fn), jax.tree.map(lambda x: x[0], (minibatches, keys)))
     zeros = jax.tree.map(_zeros, types[0])
-    # By this name `check_step` knows that a step can be run in one pass too.
+    # `check_step` looks for this name, to run such steps in one pass too.
     with jax.named_scope(IN_MINIBATCHES) if count > 1 else nullcontext():
         return jax.lax.scan(show_as(add, grad_fn), zeros, (minibatches, keys), length=count)[0]
 
@@ -221,7 +221,7 @@ def _summed_up(
 
 
 def _mesh_of_types(leaves: Sequence[Any]) -> AbstractMesh | None:
-    """The mesh of traced arrays, which is in their types where none is in force."""
+    """The mesh in the types of traced arrays, which have it even if no mesh is in force."""
     meshes = [jax.typeof(x).sharding.mesh.abstract_mesh for x in leaves if is_array(x)]
     return next((mesh for mesh in meshes if not mesh.empty), None)
 
@@ -230,7 +230,7 @@ def _size_of(axes: tuple[str, ...]) -> int:
     """The number of parts that some axes split the batch into."""
     if axes and get_incontext_mesh(raise_error=False) is None:
         raise NoMeshError(
-            f"accumulate_gradients: there is no mesh with the axes {axes} here: none is in force,"
+            f"accumulate_gradients: no mesh with the axes {axes} was found: none is in force,"
             " and no array of the batch is sharded. Pass it sharded, `shard(batch, specs, mesh)`,"
             " or call it in `with jax.set_mesh(mesh):`."
         )
@@ -251,14 +251,14 @@ def _mean_of_devices(
 
 
 def _checking_gradients(grad_fn: GradFn, axes: tuple[str, ...]) -> GradFn:
-    """`grad_fn`, which raises if its gradients are not of this device's rows alone."""
+    """Wraps `grad_fn`. Raises if its gradients are not of this device's rows alone."""
 
     def run(rows: Rows, key: Any) -> tuple[PyTree, PyTree]:
         grads, metrics = grad_fn(rows, key)
         split = frozenset().union(*map(varying_axes, rows)) if axes else ()
         whys = [_explain_not_own(x, axes, split) for x in tree_leaves(grads)]
         if any(whys):
-            # A gradient that is made of no rows, such as zeros, is its own mean.
+            # A gradient that does not depend on rows, such as zeros, is its own mean.
             of_rows = _depend_on_rows(grad_fn, rows, key)
             facts = [
                 f"{path or 'the gradient'}: {why}"
@@ -274,7 +274,7 @@ def _checking_gradients(grad_fn: GradFn, axes: tuple[str, ...]) -> GradFn:
 
 
 def _explain_not_own(grad: Any, axes: Sequence[str], split: Container[str]) -> str:
-    """Why the mean of a gradient over `axes` would be wrong; `split` are those that split rows."""
+    """Why the mean of a gradient over `axes` would be wrong; `split` are the axes of the rows."""
     origin = origin_of(grad)
     scattered, averaged = origin if isinstance(origin, Reduced) else ((), ())
     if of_shards := [axis for axis in axes if axis in scattered]:
@@ -282,7 +282,7 @@ def _explain_not_own(grad: Any, axes: Sequence[str], split: Container[str]) -> s
             f"each device has its shard of it along {of_shards}. Leave these axes out of"
             " `axis_names`, or gather the parameters before `accumulate_gradients`."
         )
-    # Without `check_vma`, types do not tell, and JAX sums nothing.
+    # Without `check_vma`, types do not show what varies, and JAX does not sum.
     varying = varying_axes(grad)
     summed = [axis for axis in axes if axis in split and axis not in {*varying, *averaged}]
     if summed:
@@ -330,8 +330,8 @@ def _accumulate_parts(
         return keys.reshape(*sizes, *keys.shape[1:])
 
     def pinned(total: Any) -> Any:
-        # Inside `vmap` the constraint is that devices have the sums of their part alone. The
-        # compiler might reduce them in each pass otherwise.
+        # Inside `vmap`, the constraint keeps the sums of each part on its devices. Otherwise the
+        # compiler might reduce them in each pass.
         return with_sharding_constraint(total, PartitionSpec(*[UNCONSTRAINED] * total.ndim))
 
     def with_vmap(batch: Rows, keys: Any) -> tuple[PyTree, PyTree]:
@@ -375,15 +375,15 @@ def _accumulate_parts(
 
 
 def _is_about_meshes(error: ValueError) -> bool:
-    """Whether JAX could not differentiate a loop by what it closes over from outside `shard_map`.
+    """Whether JAX could not differentiate a loop with respect to values from outside `shard_map`.
 
-    There the axes are Auto, and inside they are Manual. The error has no class of its own.
+    Outside, the axes are Auto, and inside they are Manual. JAX has no class for this error.
     """
     return re.match("Context mesh .* should match the mesh of", str(error)) is not None
 
 
 def _mean_of_parts(grads: PyTree, names: tuple[str, ...]) -> PyTree:
-    """The mean over the first dims, along `names`; sharded as the plan in force says, if any."""
+    """The mean over the first dims, along `names`. A plan in force decides how it is sharded."""
     step, dims, specs = current_plan(), len(names), None
     if step is not None:
         with suppress(SpecError):  # gradients of no part of the state, or of several
@@ -400,10 +400,10 @@ def _mean_of_parts(grads: PyTree, names: tuple[str, ...]) -> PyTree:
 
     scatter = jax.shard_map(
         of_this_device,
-        # `shard_map` refuses any other mesh than the one in force.
+        # `shard_map` accepts only the mesh in force.
         mesh=None if context_mesh() is not None else get_incontext_mesh(),
         in_specs=PartitionSpec(*names),
-        out_specs=jax.tree.map(lambda spec: without_axes(spec, others), specs),
+        out_specs=jax.tree.map(lambda spec: drop_axes(spec, others), specs),
         axis_names=set(names),
         check_vma=False,
     )
@@ -424,8 +424,8 @@ def _scattered_mean(x: Any, spec: PartitionSpec, names: tuple[str, ...], mesh: A
 
 
 def _wire_dtype(x: Any, mesh: AnyMesh) -> Any:
-    """The dtype in which an array is reduced: XLA for CPUs aborts if 16-bit floats are reduced over
-    some axes by hand, and over others by the compiler."""
+    """The dtype in which an array is reduced. XLA for CPUs aborts if code by hand reduces 16-bit
+    floats over some axes, and the compiler over others."""
     on_cpus = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
     return "float32" if on_cpus and x.dtype.itemsize < 4 else x.dtype
 
@@ -434,9 +434,9 @@ def _wire_dtype(x: Any, mesh: AnyMesh) -> Any:
 
 
 def _rows_in(batch: PyTree) -> StaticSplit:
-    """Splits a batch into arrays that are cut into minibatches, and what goes to each of them.
+    """Splits a batch into arrays that are cut into minibatches, and leaves for all minibatches.
 
-    Of keys, those are cut that are as many as the rows.
+    An array of keys is cut if it has as many keys as the batch has rows.
     """
     leaves, treedef = tree_flatten(batch)
     arrays = [x for x in leaves if getattr(x, "shape", ())]
@@ -495,8 +495,8 @@ def _split(x: Any, count: int) -> jax.Array:
 
 
 def _zeros(type_: Any) -> jax.Array:
-    # The carry of a scan must keep its type: how it is sharded, the axes whose sum it waits for,
-    # and the axes along which it varies.
+    # The carry of a scan must keep its type: its sharding, the axes over which its sum waits, and
+    # the axes along which it varies.
     zeros = jnp.zeros(type_.shape, type_.dtype)
     if not type_.sharding.mesh.empty and jax.typeof(zeros).sharding != type_.sharding:
         zeros = jax.sharding.reshard(zeros, type_.sharding)

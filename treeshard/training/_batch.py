@@ -1,7 +1,7 @@
-"""Places a batch on the mesh of a step; processes compare what they were given once for each form.
+"""Places a batch on the mesh of a step. Processes compare their batches once for each form.
 
-`jax.jit` would place numpy arrays itself, but replicated on every device before it splits them,
-and on several processes it would take from each whatever that process happens to hold.
+`jax.jit` would place numpy arrays too. It would replicate them on every device before it splits
+them, and on several processes it would not notice that their arrays differ.
 """
 
 import sys
@@ -32,25 +32,25 @@ Targets = dict[int, NamedSharding]  # by the index of a leaf; leaves without a s
 
 
 class BatchPlacement:
-    """Places batches by their specs. Scalars are replicated: they have no dim to split.
+    """Places batches by their specs. Scalars are replicated.
 
     Attributes:
         specs: The specs of a batch, or a prefix of them.
         mesh: The mesh of the step.
-        processes: Those that must pass batches of one form; empty if this is the only one.
+        processes: The processes that must pass batches of one form; empty if there is one process.
         where: The name of the function that made the step, for messages.
     """
 
     def __init__(self, specs: SpecTree, mesh: Mesh, processes: Sequence[int], where: str) -> None:
         self.specs, self.mesh, self.processes, self.where = specs, mesh, processes, where
         self._targets_by_form: dict[Any, tuple[Targets, str]] = {}
-        # Of the last batch on which the processes have agreed.
+        # The text of the last batch on which the processes have agreed.
         self._last_text = None if processes else ""
 
     def place(self, data: list[Any], treedef: Any) -> tuple[list[Any], str]:
-        """The leaves of a batch on the mesh; those that are there already are the same objects.
+        """Places the leaves of a batch on the mesh. Leaves that are on it stay the same objects.
 
-        Returns them, and what the processes compare of each batch at their next exchange.
+        Returns the leaves, and the text that the processes compare at their next exchange.
         """
         form = (treedef, *map(_form, data))
         known = self._targets_by_form.get(form)
@@ -81,7 +81,7 @@ class BatchPlacement:
         """Raises on all processes unless they change to batches of the same shapes together.
 
         A process that changes alone waits here, before its program starts, so the programs of
-        the others cannot end.
+        the other processes cannot end.
         """
         with require_agreement(self.where, among=self.processes) as facts:
             facts |= _forms(data, treedef)
@@ -103,7 +103,7 @@ class BatchPlacement:
         except SpecError as error:
             if not self._splits_one_row(structs):
                 raise
-            advice = "To compute a batch of one row whole on every device: `batch=P()`."
+            advice = "To compute a batch of one row in full on every device: `batch=P()`."
             raise type(error)(f"{error}\n{advice}") from None
 
     def _splits_one_row(self, batch: PyTree) -> bool:
@@ -118,14 +118,14 @@ class BatchPlacement:
         return False
 
     def specs_of(self, batch: PyTree) -> list[Any]:
-        """The spec of each leaf of a batch; `None` for those that stay where they are."""
+        """The spec of each leaf of a batch; `None` for leaves that are not placed."""
         specs = specs_of_leaves(self.specs, batch, "batch specs")
         scalars = [getattr(x, "shape", None) == () for x in tree_leaves(batch)]
         pairs = zip(specs, scalars, strict=True)
         return [PartitionSpec() if spec is not None and scalar else spec for spec, scalar in pairs]
 
     def _agree_on(self, data: list[Any], treedef: Any, text: str) -> Targets:
-        """The targets of a batch, after all processes came to the same."""
+        """The targets of a batch, on which all processes agree."""
         if all(is_spread(x) and (not self.processes or origin(x, self.processes)) for x in data):
             in_place = self._targets_in_place(data, treedef)
             if in_place is not None:
@@ -140,7 +140,7 @@ class BatchPlacement:
                     (path_under("batch", paths[i]), data[i], shardings_to_compare(data[i], target))
                     for i, target in agreed.items()
                 )
-                # Only of the first batch of a form: of later ones, what is small.
+                # In full only for the first batch of a form, and later for small arrays.
                 facts.describe(rows, self.processes, sys.maxsize)
                 others = ((paths[i], x) for i, x in enumerate(data) if not has_shape(x))
                 facts |= {path_under("batch", path): _constant(x) for path, x in others}
@@ -149,13 +149,13 @@ class BatchPlacement:
         return agreed
 
     def _targets_in_place(self, data: list[Any], treedef: Any) -> Targets | None:
-        """The targets of a batch of global arrays, if they are sharded so already.
+        """The targets of a batch of global arrays, if they are already sharded by their targets.
 
-        If treeshard made them, all processes did so together, and there is nothing to agree on.
+        If treeshard made the arrays, all processes made them together, and agree already.
         """
         try:
             there = self.targets(data, treedef)
-        except TreeShardError:  # which the other processes must hear of
+        except TreeShardError:  # raised later, together with the other processes
             return None
         return there if all(_is_placed(data[i], there[i]) for i in there) else None
 
@@ -167,13 +167,14 @@ def _forms(data: list[Any], treedef: Any) -> dict[str, str]:
 
 
 def struct_of(x: Any) -> Any:
-    """The form of an array, which is all that compiling needs; other leaves as they are."""
+    """The form of an array, which is enough to compile; other leaves unchanged."""
     if not has_shape(x):
         return x
-    # JAX narrows 64-bit numbers of numpy when it places them, and 0.12 warns of a struct of them.
+    # JAX narrows 64-bit numbers of numpy when it places them, and JAX 0.12 warns about structs of
+    # 64 bits.
     is_number = jax.numpy.issubdtype(x.dtype, np.number)
     dtype = jax.dtypes.canonicalize_dtype(x.dtype) if is_number else x.dtype
-    # An array that is weakly typed, such as `jnp.asarray(1.0)`, is traced as another program.
+    # A weakly typed array, such as `jnp.asarray(1.0)`, is traced as another program.
     return jax.ShapeDtypeStruct(x.shape, dtype, weak_type=getattr(x, "weak_type", False))
 
 
@@ -183,21 +184,21 @@ def structs_of(tree: PyTree) -> PyTree:
 
 
 def _form(x: Any) -> Any:
-    """What must be the same of a leaf of the batch on all processes."""
+    """The properties of a leaf of the batch that all processes must share."""
     if isinstance(x, jax.Array):
         return x.shape, x.dtype, x.sharding if is_spread(x) else None
     return (x.shape, x.dtype, None) if has_shape(x) else type(x)
 
 
 def _constant(x: Any) -> str:
-    """A number or text, which must be the same on all processes; of another leaf, its type."""
+    """A number or text, which must be the same on all processes; for another leaf, its type."""
     return repr(x) if isinstance(x, PLAIN_VALUES) else type(x).__name__
 
 
 def _value_to_note(x: Any) -> str:
     """A number, or the checksum of a small array that every process has passed in full.
 
-    It is empty if it is not known. Arrays on devices are not read: they may still be computed.
+    Empty if unknown. Arrays on devices are not read, because they may still be computed.
     """
     if not has_shape(x):
         return _constant(x)

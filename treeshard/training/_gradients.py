@@ -107,7 +107,7 @@ def value_and_grad(
     def value_and_grad_of_loss(params: PyTree, *args: Any) -> tuple[Any, PyTree]:
         check_no_refs(params, "value_and_grad")
         step = current_plan()
-        # A plan that is passed is in force inside, as the plan of a step is.
+        # A passed plan is in force inside the loss, like the plan of a step.
         if given is not None and (step is None or step.plan is not given.plan):
             return given.inside(value_and_grad_of_loss)(params, *args)
         if step is not None and step.is_by_hand:
@@ -116,7 +116,7 @@ def value_and_grad(
         own = None if mesh is None else _specs_of_gradients(params, specs, step)
         leaves, treedef = tree_flatten(params)
         _check_no_shards(leaves, specs_of_leaves(own, params), is_planned=own is not specs)
-        # JAX differentiates floating-point arrays alone; the loss gets all leaves.
+        # JAX differentiates only floating-point arrays. The loss gets all leaves.
         split = StaticSplit(leaves, treedef, has_gradient)
         arrays = split.dynamic(leaves)
         grad_specs = split.dynamic(specs_of_leaves(own, params))
@@ -140,8 +140,8 @@ def value_and_grad(
 
                 value, aux, grads = grads_with_deferred_sum(differentiate, arrays, waiting)
             else:
-                # The partitioner shards a gradient like what it is computed from, which may be
-                # full: the constraint turns its all-reduce into a reduce-scatter.
+                # The partitioner shards a gradient like its operands, which may be full. The
+                # constraint turns the all-reduce into a reduce-scatter.
                 (value, aux), grads = differentiate(arrays)
                 grads = with_sharding_constraint(grads, grad_specs, mesh)
         return ((value, aux) if has_aux else value), split.fill_static(grads)
@@ -155,23 +155,23 @@ _ONCE_PER_DEVICE = (
 
 
 def _deferred_axes(named: tuple[str, ...], step: PlanInForce | None) -> tuple[str, ...]:
-    """The axes over which gradients wait for one sum, where types say what waits.
+    """The axes over which gradients wait for one sum, on Explicit axes.
 
-    They are named here, or by a function that accumulates gradients.
+    The caller names them, or a function that accumulates gradients.
     """
     axes = named or deferred_axes.value
     if not axes or not is_tracing() or not can_wait(context_mesh()):
         return ()
-    # JAX lets no axis of a product wait alone.
+    # In JAX, all axes of a product wait together.
     rows = () if step is None else step.rows
     return tuple(dict.fromkeys([*axes, *rows]))
 
 
 def _check_no_shards(leaves: list[Any], specs: list[Any], *, is_planned: bool) -> None:
-    """Raises if parameters are shards over Manual axes: nobody would reduce their gradients.
+    """Raises if parameters are shards over Manual axes, whose gradients would not be reduced.
 
-    What the plan found has its full shape, if code by hand gathered it. Specs that were passed say
-    how gradients are to be sharded, also of full arrays: there the types tell, if JAX checks them.
+    With a plan, shapes show whether code by hand has gathered a leaf. Passed specs say only how to
+    shard gradients, so types decide, if JAX checks them.
     """
     here = manual_axes()
     for x, spec in zip(leaves, specs, strict=True):

@@ -2,13 +2,13 @@
 
 FSDP shards the dims that such an optimizer contracts, so every product would gather or reduce.
 Instead, matrices are stacked on a new dim 0, and a sharding constraint moves the shards from the
-matrices' own dims to dim 0: one all-to-all. `vmap` then runs the optimizer on full matrices, which
-no product splits, and a second constraint moves the updates back.
+matrices' own dims to dim 0, by one all-to-all. `vmap` then runs the optimizer on full matrices,
+without communication, and a second constraint moves the updates back.
 
-1. Matrices are stacked if their shape, dtype and spec are equal. Of stacks with several specs the
-   compiler moves parts twice.
-2. Leaves whose leading dims are sharded, such as experts, are stacks of their own: to join them
-   with others would move them.
+1. Matrices are stacked if their shape, dtype and spec are equal. With several specs in a stack, the
+   compiler would move parts twice.
+2. A leaf with sharded leading dims, such as experts, is its own stack: a common stack would need
+   communication.
 3. All other leaves go to the optimizer as one tree.
 
 The optimizer's state stays stacked between steps. Unstacked, it would move in every step too.
@@ -39,7 +39,7 @@ from treeshard._core.specs import (
     entries,
     entry_of,
     part_count,
-    trimmed,
+    trim_spec,
 )
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
@@ -110,8 +110,8 @@ def by_matrix(
         (8, 128, 128)
 
     Source:
-        Muon: https://kellerjordan.github.io/posts/muon; whole matrices for each device as in
-        Distributed Shampoo, arXiv:2309.06497.
+        Muon: https://kellerjordan.github.io/posts/muon. Distributed Shampoo, arXiv:2309.06497, also
+        assigns full matrices to devices.
     """
     if not all(hasattr(optimizer, name) for name in ("init", "update", "_replace")):
         raise ArgumentError(
@@ -129,22 +129,22 @@ def by_matrix(
 
 
 class _Stack(NamedTuple):
-    """Matrices that are stacked, and where they are."""
+    """Matrices that are stacked, with their leaves and shardings."""
 
     name: str  # the key of the state
     members: list[int]  # the indices of the leaves in the tree
     specs: list[PartitionSpec]  # how each leaf is sharded
-    layouts: list[PartitionSpec]  # of the stack, from how its leaves are sharded to full matrices
+    layouts: list[PartitionSpec]  # of the stack, from the shards of its leaves to full matrices
 
     @property
     def spec(self) -> PartitionSpec:
-        """How the stack of full matrices is sharded, and all that the optimizer keeps of them."""
-        return trimmed(self.layouts[-1])
+        """The spec of the stack of full matrices, and of its optimizer state."""
+        return trim_spec(self.layouts[-1])
 
 
 @dataclass(frozen=True)
 class _ByMatrix:
-    optimizer: Any  # an `optax.GradientTransformation`, of full matrices
+    optimizer: Any  # an `optax.GradientTransformation` for full matrices
     plan: Plan  # of the parameters
     is_matrix: Callable[[str, Any], bool]  # by the path of a leaf and its struct
 
@@ -171,7 +171,7 @@ class _ByMatrix:
             other_weights = _without(stacks, weights, treedef)
         others = _without(stacks, leaves, treedef)
         others, rest = self.optimizer.update(others, state.rest, other_weights, **extra_args)
-        # The optimizer returns `None` for matrices, as it got them; their updates go there.
+        # The optimizer returns the `None`s that it got for matrices. Their updates replace these.
         results = treedef.flatten_up_to(others)
         states: dict[str, PyTree] = {}
         for stack in stacks:
@@ -185,7 +185,7 @@ class _ByMatrix:
         return treedef.unflatten(results), ByMatrixState(states, rest)
 
     def _init_stack(self, stack: _Stack, params: list[Any]) -> PyTree:
-        # Without constraints: outside `jit`, they would need arrays on the devices of the mesh.
+        # No constraints: outside `jit`, they would need arrays on the devices of the mesh.
         return jax.vmap(self.optimizer.init)(self._concatenate(stack, params))
 
     def _update_stack(
@@ -220,8 +220,8 @@ class _ByMatrix:
                 facts.append(f"{path}: {array_text(struct)} is not in the plan.")
                 continue
             *leading, rows, columns = dim_entries(leaf.given, x.ndim)
-            # Reshaping joins the leading dims, which moves nothing unless one is sharded: such a
-            # leaf shares its stack with no other.
+            # Reshaping joins the leading dims. If one is sharded, data would move, so such a leaf
+            # is its own stack.
             own = (path, leaf.given) if any(leading) else (None, (rows, columns))
             members.setdefault((x.shape[-2:], leaf.dtype, own), []).append(i)
         if facts:
@@ -246,7 +246,7 @@ class _ByMatrix:
 
     def _stack(self, stack: _Stack, leaves: Sequence[Any]) -> Any:
         """Full matrices, `(n, rows, columns)`. Each device has some of them."""
-        with jax.named_scope(BY_MATRIX):  # by which reports know what moves
+        with jax.named_scope(BY_MATRIX):  # reports recognise the communication by this name
             matrices = self._concatenate(stack, leaves)
             for layout in stack.layouts:
                 matrices = self._constrain(matrices, layout)
@@ -255,8 +255,8 @@ class _ByMatrix:
     def _concatenate(self, stack: _Stack, leaves: Sequence[Any]) -> Any:
         matrices = jnp.concatenate([x.reshape(-1, *x.shape[-2:]) for x in leaves])
         devices = part_count(all_axes(entries(stack.spec)), axis_sizes(self.plan.mesh))
-        # Copies of the last matrix are matrices of their own under `vmap`, so they change no other
-        # update. What is computed of zeros might be NaN, and `jax_debug_nans` would raise.
+        # `vmap` treats the copies of the last matrix as further matrices, so other updates stay
+        # the same. The update of zeros might be NaN, and `jax_debug_nans` would raise.
         padding = -len(matrices) % devices
         if not padding:
             return matrices
@@ -264,12 +264,12 @@ class _ByMatrix:
         return jnp.concatenate([matrices, copies])
 
     def _unstack(self, stack: _Stack, matrices: Any, like: Sequence[Any]) -> list[Any]:
-        """The leaves of a stack, sharded as they are planned."""
+        """The leaves of a stack, sharded as planned."""
         with jax.named_scope(BY_MATRIX):
             for layout in reversed(stack.layouts):
                 matrices = self._constrain(matrices, layout)
             ends = [*accumulate(math.prod(x.shape[:-2]) for x in like)]
-            # The part behind the last matrix is padding.
+            # The part after the last matrix is padding.
             parts = jnp.split(matrices, ends)[: len(like)]
             return [
                 self._constrain(part.reshape(x.shape), spec)
@@ -288,8 +288,8 @@ class _ByMatrix:
         return jax.lax.with_sharding_constraint(x, sharding)
 
     def _on_auto_axes(self, run: Callable[..., Any], out_specs: PyTree) -> Callable[..., Any]:
-        """`run` where the compiler places what is computed: JAX types no `vmap` over a sharded dim
-        of a function that was not written for Explicit axes."""
+        """Wraps `run` in Auto axes. On Explicit axes, JAX has no type for a `vmap` over a sharded
+        dim, unless the function was written for it."""
         if not self._explicit:
             return run
         as_sharding = partial(NamedSharding, self.plan.mesh)
@@ -299,7 +299,7 @@ class _ByMatrix:
 
 def _find_layouts(of_dims: Sequence[Entry], mesh: AnyMesh) -> list[PartitionSpec]:
     """`P(None, 'fsdp', 'tensor')`, `P('fsdp', None, 'tensor')`, `P(('fsdp', 'tensor'))`: one dim at
-    a time. XLA moves one dim by an all-to-all, and gathers everything if it is to move two."""
+    a time. XLA moves one dim by an all-to-all, but gathers everything to move two dims."""
     *leading, rows, columns = of_dims
     first, others = all_axes(leading), [axes_of(rows), axes_of(columns)]
     layouts = [(first, others)]
@@ -325,7 +325,7 @@ def _without(stacks: Sequence[_Stack], leaves: Sequence[Any], treedef: Any) -> P
 
 
 def _check_numbers(extra_args: Mapping[str, Any]) -> None:
-    """Raises `ArgumentError` for what a single matrix would not know its part of, such as trees."""
+    """Raises `ArgumentError` for arguments that matrices cannot share, such as trees."""
     for name, x in extra_args.items():
         if getattr(x, "shape", None) != () and not isinstance(x, int | float):
             raise ArgumentError(

@@ -18,8 +18,8 @@ from treeshard.errors import LeafError, listed
 class Metrics:
     """Named pairs (sum, count), which can be added up and then averaged. A pytree.
 
-    `metrics + step_metrics` adds pair by pair. Adding `None` changes nothing, so a loop may
-    start from `metrics = None`.
+    `metrics + step_metrics` adds pair by pair. `None` counts as empty, so a loop may start from
+    `metrics = None`.
 
     Attributes:
         pairs: The sum and the count of each name: scalars, or arrays of equal shape.
@@ -107,7 +107,7 @@ def map_metrics(
     def of_node(x: Any) -> Any:
         if isinstance(x, Metrics):
             return tree_map(add, x)
-        # Exactly dicts: what a subclass does with its values is not known here.
+        # Only plain dicts: a subclass may use its values in other ways.
         if type(x) is not dict:
             return average(x)
         return {

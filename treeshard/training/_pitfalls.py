@@ -32,7 +32,7 @@ from treeshard.errors import (
 
 
 def check_arguments(state: PyTree, batch: PyTree, plan: Plan, where: str) -> None:
-    """Raises `ArgumentError` if the state is what a step returned, or swapped with the batch."""
+    """Raises `ArgumentError` if the state is a pair (state, aux), or swapped with the batch."""
     planned = [(leaf.path, leaf.shape) for leaf in plan.leaves]
     if not planned or _arrays_of(state) == planned:
         return
@@ -48,8 +48,8 @@ def check_arguments(state: PyTree, batch: PyTree, plan: Plan, where: str) -> Non
 
 
 def check_are_arrays(state: PyTree, batch: PyTree, where: str, *, structs: bool = False) -> None:
-    """Raises `ArgumentError` if the state or the batch has no arrays, and specs; or shapes, unless
-    these will do."""
+    """Raises `ArgumentError` if the state or the batch has specs instead of arrays, or shapes,
+    unless `structs` allows them."""
     for name, tree in {"state": state, "batch": batch}.items():
         leaves = tree_leaves(tree)
         is_struct = [isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
@@ -72,7 +72,7 @@ def _arrays_of(tree: PyTree) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def has_deleted(arrays: Sequence[Any]) -> bool:
-    """Whether one of some arrays is deleted."""
+    """Whether any array is deleted."""
     kinds = set(map(type, arrays))
     if len(kinds) == 1 and issubclass(kind := kinds.pop(), jax.Array):
         return any(map(kind.is_deleted, arrays))  # half the time of `x.is_deleted()` for each
@@ -101,7 +101,7 @@ def check_sharded(
     """Raises `SpecError` if a call failed for arrays that are not sharded as planned."""
     facts = []
     for x, leaf, sharding in zip(arrays, leaves, shardings, strict=True):
-        # JAX places what is not committed itself.
+        # JAX places uncommitted arrays.
         is_misplaced = _is_live(x) and x.committed
         if is_misplaced and not x.sharding.is_equivalent_to(sharding, x.ndim):
             memory = "" if leaf.memory is None else f" in {leaf.memory}"
@@ -120,11 +120,11 @@ def _is_live(x: Any) -> bool:
 
 
 def reshard_to_planned_types(arrays: list[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
-    """The arrays, with those placed for which JAX would trace another program than for the plan's.
+    """Places the arrays for which JAX would trace another program than for the planned types.
 
-    Arrays of another mesh of the same devices, in other types or names of axes, are not copied.
+    Arrays on another mesh of the same devices, with other axis names or types, are not copied.
     """
-    # As `shard` and steps return them: comparing two lists takes a tenth of looking at each array.
+    # Arrays of `shard` and of steps match. Comparing two lists takes a tenth of the time of a loop.
     if [getattr(x, "sharding", None) for x in arrays] == shardings:
         return arrays
     pairs = enumerate(zip(arrays, shardings, strict=True))
@@ -136,11 +136,11 @@ def reshard_to_planned_types(arrays: list[Any], shardings: Sequence[NamedShardin
 
 
 def _is_typed_otherwise(x: Any, planned: NamedSharding) -> bool:
-    if not getattr(x, "committed", False):  # its type does not say how it is sharded
+    if not getattr(x, "committed", False):  # its type has no sharding
         return AxisType.Explicit in planned.mesh.axis_types
     if not isinstance(x.sharding, NamedSharding) or x.sharding.mesh == planned.mesh:
         return False
-    # An array that is sharded otherwise is not moved here: JAX refuses it.
+    # JAX rejects arrays with other shards, which this function does not move.
     return x.sharding.is_equivalent_to(planned, x.ndim)
 
 
@@ -150,27 +150,27 @@ def _with(arrays: list[Any], new: dict[int, Any]) -> list[Any]:
 
 # ------------------------------------------------------------------ arrays of earlier steps
 
-# Set to the mesh on the arrays that a step returned: each has memory of its own, unless the same
-# object is in a tree twice, and is typed as the mesh says. A look at the types and buffers of 1000
-# arrays takes longer than calling a step.
+# Marks arrays that a step returned with the step's mesh. Each has its own memory, unless the same
+# object is in a tree twice, and has the axis types of the mesh. Reading the types and buffers of
+# 1000 arrays takes longer than calling a step.
 _MARK = "_treeshard_returned_on"
 
 
 def mark_as_from_step(arrays: Sequence[Any], mesh: Mesh) -> None:
-    """Says of arrays that a compiled step has just returned them: no two of them share memory."""
+    """Marks arrays that a compiled step has just returned, which share no memory."""
     for x in arrays:
         setattr(x, _MARK, mesh)
 
 
 def come_from_steps(arrays: Sequence[Any], batch: Sequence[Any], mesh: Mesh) -> bool:
-    """Whether steps on this mesh returned the arrays of a state, and none of the batch's."""
+    """Whether steps on this mesh returned all arrays of a state, and no array of the batch."""
     are_marked = [getattr(x, _MARK, None) for x in arrays].count(mesh) == len(arrays)
     is_batch_free = not any([hasattr(x, _MARK) for x in batch])
     return are_marked and is_batch_free and are_distinct(arrays)
 
 
 def are_distinct(arrays: Sequence[Any]) -> bool:
-    """Whether no object is among some arrays twice."""
+    """Whether all arrays are different objects."""
     return len(set(map(id, arrays))) == len(arrays)
 
 
@@ -180,10 +180,10 @@ def are_distinct(arrays: Sequence[Any]) -> bool:
 def copy_shared_buffers(
     arrays: list[Any], batch: Sequence[Any], leaves: Sequence[PlannedLeaf], where: str
 ) -> list[Any]:
-    """The arrays of a state, with copies of those that share memory with others or with the batch.
+    """Copies the arrays of a state that share memory with other arrays or with the batch.
 
     Warns:
-        ShardingWarning: If there are any; it names the paths of both arrays.
+        ShardingWarning: If arrays share memory; it names the paths of both arrays.
     """
     shared = _find_shared(arrays, batch, leaves)
     if not shared:
@@ -217,7 +217,7 @@ def _describe_shared(shared: Mapping[int, str], leaves: Sequence[PlannedLeaf], s
 def _find_shared(
     arrays: Sequence[Any], batch: Sequence[Any], leaves: Sequence[PlannedLeaf]
 ) -> dict[int, str]:
-    """The arrays that share memory, and what with: the batch, or the path of an earlier one."""
+    """The arrays that share memory, by index, with the batch or the path of an earlier array."""
     owners: dict[Any, str] = {}
     for x in batch:
         owners.update(dict.fromkeys(_buffers(x), "the batch"))
@@ -233,15 +233,15 @@ def _find_shared(
 
 
 def _buffers(x: Any) -> list[Any]:
-    """What identifies the memory of an array: device and address of each shard on this process."""
+    """The memory of an array: the device and address of each shard on this process."""
     if not _is_live(x):
         return []
     try:
-        # An address is unique on its own device only. Empty shards have no memory to share.
+        # An address is unique on one device. Empty shards have no memory to share.
         return [
             (shard.device, shard.data.unsafe_buffer_pointer())
             for shard in data_of(x).addressable_shards
             if shard.data.size
         ] or [id(x)]
-    except jax.errors.JaxRuntimeError:  # a platform that does not tell addresses
+    except jax.errors.JaxRuntimeError:  # a platform without addresses
         return [id(x)]

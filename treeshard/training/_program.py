@@ -1,8 +1,8 @@
 """A step for one structure of state and batch: what is traced, and what is checked of its result.
 
 The arrays are arguments of the program, and all other leaves are its constants. `jax.jit` alone
-would refuse such a state, or compile anew for each function object in it, and it would accept a
-state that comes back with another structure or sharding and compile again for it.
+would reject such a state, or compile again for each function object in it. It would also accept a
+new state with another structure or sharding, and compile again for it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -33,11 +33,11 @@ class Program:
 
     Attributes:
         state: Splits a state of this structure into its arrays and its constants.
-        batch: The same for a batch; Python numbers in it are arguments too.
+        batch: Splits a batch in the same way. Python numbers in it are arguments too.
         leaves: The leaves of the plan, in the order of the arrays.
-        shardings: Theirs.
+        shardings: The shardings of these leaves.
         run: The jitted function of the arrays of a state and of a batch.
-        compiled: What `Step.compile` made of `run`, if it was called.
+        compiled: The program that `Step.compile` made, if it was called.
         is_traced: Whether `run` has been traced.
         number: The number of its first call, among the calls of all programs on several processes.
     """
@@ -90,8 +90,8 @@ class Program:
         reduced = {x.path: axes for x in self.leaves if (axes := self._in_force.reduced_axes(x))}
         if not reduced:
             return
-        # If another function is being traced, JAX puts what the step closes over before its `count`
-        # arguments.
+        # If another function is being traced, JAX puts the values that the step closes over before
+        # its `count` arguments.
         closed_over = len(jaxpr.invars) - count
         variables = [*jaxpr.invars[closed_over:], *jaxpr.invars[:closed_over]]
         jaxpr = jaxpr.replace(invars=variables)
@@ -113,11 +113,11 @@ class Program:
 
     def _jit(self) -> None:
         mesh, in_force = self._placement.mesh, self._in_force
-        body = self._on_shards if in_force.is_by_hand else self._on_whole_arrays
+        body = self._run_on_shards if in_force.is_by_hand else self._run_on_full_arrays
 
         def run(state: _Named, data: list[Any]) -> tuple[_Named, Any]:
-            # An op on arrays in host and in device memory is an error in JAX: they are copied
-            # before, and `out_shardings` copies the new ones back.
+            # JAX raises if an op mixes arrays in host and in device memory. Arrays in host memory
+            # are copied first, and `out_shardings` copies the new arrays back.
             arrays = [
                 x if leaf.memory is None else jax.device_put(x, NamedSharding(mesh, leaf.given))
                 for x, leaf in zip(state.arrays, self.leaves, strict=True)
@@ -130,8 +130,8 @@ class Program:
         run.__name__ = getattr(self._fn, "__name__", "step")  # what profiles show
         show_as(run, self._fn)
         shardings = _Named(self.shardings, self._names)
-        # `None` takes arguments as they are sharded, and leaves results to the partitioner. JAX
-        # donates whole arguments, so the batch is another one than the state.
+        # `None` keeps the shardings of arguments, and leaves results to the partitioner. JAX
+        # donates full arguments, so the state and the batch are separate arguments.
         self.run = jax.jit(
             run,
             in_shardings=(shardings, None),
@@ -139,14 +139,14 @@ class Program:
             donate_argnums=0 if self._donate else (),
         )
 
-    def _on_whole_arrays(self, arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
-        # A batch that comes from a jit around this one is not placed yet.
+    def _run_on_full_arrays(self, arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
+        # A batch from a jit around this one is not placed yet.
         leaves, treedef = tree_flatten(self.batch.combine(data))
         for i, target in self._placement.targets(leaves, treedef).items():
             leaves[i] = with_sharding_constraint(leaves[i], target)
         return self._step(arrays, treedef.unflatten(leaves))
 
-    def _on_shards(self, arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
+    def _run_on_shards(self, arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
         def on_this_device(arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
             new, aux = self._step(arrays, self.batch.combine(data))
             self._check_equal(new, aux)
@@ -163,7 +163,7 @@ class Program:
         return sharded(arrays, data)
 
     def _step(self, arrays: list[Any], batch: PyTree) -> tuple[list[Any], Any]:
-        """What the user's function returns: the new arrays, and `aux`."""
+        """Calls the user's function. Returns the new arrays, and `aux`."""
         self._in_force.record_received(arrays)
         out = self._fn(self.state.combine(arrays), batch)
         if not isinstance(out, tuple) or len(out) != 2:
@@ -183,8 +183,8 @@ class Program:
     # -------------------------------------------------------------- what a step may return
 
     def _check_equal(self, new: list[Any], aux: PyTree) -> None:
-        """Raises if results on this device may differ from others that must be equal."""
-        # JAX checks `out_specs` too, by the same types, but knows neither the plan nor the way out.
+        """Raises if results that must be equal on all devices may differ."""
+        # JAX checks `out_specs` by the same types, but its message has neither the plan nor a fix.
         facts = []
         for x, leaf in zip(new, self.leaves, strict=True):
             more = varying_axes(x) - set(get_names_from_partition_spec(leaf.given))
@@ -221,7 +221,7 @@ class Program:
             headline = "The step changes the structure of its state:"
             raise StateError(listed(headline, facts, headed=True))
         facts = []
-        for i in self.state.changed(new):
+        for i in self.state.find_changes(new):
             old = self.state.static[i]
             facts.append(
                 f"{self._paths[i]}: the step turns {_describe(old)} into {_describe(new[i])}. A"
@@ -282,8 +282,8 @@ def _list_unpaired(a: list[str], b: list[str], only_a: str, only_b: str) -> list
 class _Names:
     """The names of the arrays in a `_Named`."""
 
-    # JAX hashes and compares the structure of the arguments at each call, and these with it: by
-    # identity, which is fast. A tuple of names would be compared name by name.
+    # JAX hashes and compares the structure of the arguments, including these names, at each call.
+    # It compares objects by identity, which is fast, but a tuple of names name by name.
 
     def __init__(self, keys: Sequence[str]) -> None:
         self.keys = keys
@@ -292,7 +292,7 @@ class _Names:
 class _Named:
     """A list of arrays with names, which appear in the compiled program.
 
-    A dict has them too, but JAX sorts its keys at every call.
+    A dict has names too, but JAX sorts its keys at every call.
     """
 
     def __init__(self, arrays: Sequence[Any], names: _Names) -> None:

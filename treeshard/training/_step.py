@@ -85,7 +85,7 @@ class Step:
         data, data_def = tree_flatten(batch)
         program = self._program(leaves, treedef, data, data_def)
         arrays = program.state.dynamic(leaves)
-        # In a jit of the user's, nothing can be placed, and JAX donates nothing.
+        # Inside the user's jit, arrays cannot be placed, and JAX does not donate.
         if is_tracing():
             data = program.batch.dynamic(data)
             program.trace(arrays, data)
@@ -105,7 +105,7 @@ class Step:
     # -------------------------------------------------------------- a call
 
     def _validate(self, others: tuple[Any, ...]) -> None:
-        """Raises if the step cannot be called so, or here, or any more."""
+        """Raises if the step cannot be called: extra arguments, no devices, or broken processes."""
         if others:
             raise ArgumentError(
                 f"{self._name}: the step takes (state, batch), and was called with"
@@ -120,12 +120,12 @@ class Step:
     def _place(
         self, program: Program, arrays: list[Any], data: list[Any], data_def: Any
     ) -> tuple[list[Any], list[Any], str]:
-        """The arrays of the state and of the batch as the program takes them, and what the
-        processes compare of the batch at their next exchange."""
+        """The arrays of the state and of the batch as the program takes them, and the text that the
+        processes compare at their next exchange."""
         data, entry = self._batches.place(data, data_def)
         data = program.batch.dynamic(data)
-        # Looking at 1000 arrays takes a tenth of a call on one device, and there JAX refuses those
-        # that are deleted or share memory. Only one that is in the state twice is copied.
+        # Checking 1000 arrays takes a tenth of a call on one device. On one device, JAX itself
+        # rejects arrays that are deleted or share memory, so only repeated objects are copied.
         if program.is_traced and self._mesh.size == 1 and are_distinct([*arrays, *data]):
             return arrays, data, entry
         check_not_deleted(arrays, program.leaves)
@@ -136,7 +136,7 @@ class Step:
         return arrays, data, entry
 
     def _run(self, program: Program, arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
-        """What the program returns; it is traced at its first call."""
+        """Runs the program, and traces it at its first call."""
         try:
             if not program.is_traced:
                 program.trace(arrays, data)
@@ -144,13 +144,13 @@ class Step:
         except TreeShardError:
             raise
         except TypeError:
-            # They have the structure of others, for which the program was made.
+            # The program was made for other arguments of the same structure.
             state, batch = program.state.combine(arrays), program.batch.combine(data)
             check_are_arrays(state, batch, self._name)
             raise
         except (ValueError, RuntimeError) as error:
-            # Looking at the shardings of all arrays before each call would take longer than JAX
-            # takes to refuse them. A program that failed while it ran has deleted its arguments.
+            # JAX rejects wrong shardings faster than a check of all arrays before each call would.
+            # A program that failed while it ran has deleted its arguments.
             check_ran(self._name, self._processes, error)
             if not isinstance(error, jax.errors.JaxRuntimeError):
                 check_not_deleted(arrays, program.leaves)
@@ -160,7 +160,7 @@ class Step:
             raise
 
     def _record(self, program: Program, new: list[Any], aux: Any, entry: str) -> None:
-        """Notes what the step has returned: for the other processes, and for its next call."""
+        """Records the results of the step, for the other processes and for its next call."""
         if self._processes:
             call = count_step(self._processes)
             set_origin(new, self._processes, call, [leaf.path for leaf in program.leaves])
@@ -180,7 +180,7 @@ class Step:
         for program in self._programs:
             if program.state.matches(leaves, treedef) and program.batch.matches(data, data_def):
                 return program
-        # Of this structure, once.
+        # Checked once per structure.
         check_tree(treedef.unflatten(leaves), self._name, "step(state, batch)", "the state")
         check_no_refs(data_def.unflatten(data), self._name, "batch")
         state, batch = treedef.unflatten(leaves), data_def.unflatten(data)
@@ -235,11 +235,11 @@ class Step:
             compiler_options: Options of XLA, as `jax.stages.Lowered.compile` takes them.
 
         Returns:
-            A `CompiledStep`, which tells what the program moves, needs and costs.
+            A `CompiledStep`, which reports the program's communication and memory.
 
         Raises:
-            DoesNotFitError: If the program needs more memory than the devices have, where the
-                compiler or the data sheet of absent devices tells.
+            DoesNotFitError: If the program needs more memory than the devices have, by the
+                compiler or, for absent devices, by the data sheet.
             SpecError, StateError: As when the step is called.
         """
         program, traced, data = self._trace_step(state, batch)
@@ -275,13 +275,13 @@ class Step:
 
         Nothing is compiled. The role of a leaf is read from the trace of the step:
 
-        - `trained`: a gradient is taken of it, and its new value depends on that;
+        - `trained`: the step takes its gradient, and its new value depends on the gradient;
         - `frozen`: it is used, and returned unchanged;
-        - `used, updated`: used, and changed without a gradient of its own, as target networks are;
+        - `used, updated`: used, and changed without its own gradient, as target networks are;
         - `updated only`: changed and not used, as moments and averages are;
-        - `passed through`: neither.
+        - `passed through`: neither used nor changed.
 
-        `gathered` says that it is needed whole along axes of the batch, `split` that it stays split
+        A `gathered` leaf is needed in full along axes of the batch. A `split` leaf stays split
         along such axes where it is used, as experts do.
 
         Args:
@@ -310,7 +310,7 @@ class Step:
         return report("_trace.roles").with_roles(self.plan, self.roles(state, batch))
 
     def roles(self, state: PyTree, batch: PyTree) -> "Roles":
-        """What the step does with each leaf, as records by path: see `plan_of`.
+        """Returns what the step does with each leaf, as records by path: see `plan_of`.
 
         Args:
             state: The state, or `plan.structs`.

@@ -1,9 +1,9 @@
 """JAX's errors about types on Explicit axes, with the line of the user that failed.
 
-JAX's text has the types, and Python's traceback has the line. What to write in its place is said
-only where it works: a choice or a loop may mean several things, and a guess that replicates rows
-would train with right numbers on every device at once. For these, the message links to a page with
-an example. Without an example, it is JAX's text.
+JAX's text has the types, and Python's traceback has the line. The message suggests a replacement
+only if it works: a choice or a loop may mean several things, and a guess that replicates rows would
+repeat the work on every device with right numbers. For these, the message links to a page with
+an example. If the page has no example, the message is JAX's text.
 """
 
 import dis
@@ -27,9 +27,9 @@ PAGE = "https://treeshard.github.io/treeshard/reference/explicit-axes/"
 class Suggestion(NamedTuple):
     """What to write instead of an operation that JAX cannot type.
 
-    A suggestion with an operator applies if that is what failed: other lookups and products have
-    the same message. All others gather an operand over the axes that `unshard` gathers over, so
-    they apply if the result would be split twice over these axes alone.
+    A suggestion with an operator applies only if this operator failed: other lookups and products
+    have the same message. All others gather an operand over the axes that `unshard` gathers over,
+    so they apply if the result would be split twice over these axes alone.
     """
 
     says: str  # a part of JAX's message
@@ -77,7 +77,7 @@ _OF_OTHER_CLASSES = (
     "unreduced/reduced rule for",
     "cannot be of instance `tuple` when self",
 )
-# Those with two types, whose shapes may be what differs.
+# Messages with two types, whose shapes may differ.
 _OF_TWO_TYPES = (
     "Incompatible types for",
     "Expected cotangent type",
@@ -107,18 +107,18 @@ def sharding_type_errors(
 
     Args:
         mesh: The mesh.
-        gathered_axes: Those over which `unshard` gathers; none if no plan is in force.
+        gathered_axes: The axes over which `unshard` gathers; empty if no plan is in force.
         is_waiting: Whether `unshard` returns weights whose gradients wait for one sum.
     """
     try:
         yield
     except TreeShardError:
         raise
-    except Exception as error:  # of four classes, one of which has no public name
+    except Exception as error:  # of four classes; one has no public name
         if not axes_of_type(mesh, AxisType.Explicit) or not _is_about_types(error):
             raise
         can_gather = _is_solved_by_gathering(f"{error}", mesh, gathered_axes, is_waiting)
-        waits = is_waiting and "reduced" in f"{error}"  # JAX's word for types of what waits
+        waits = is_waiting and "reduced" in f"{error}"  # JAX's word for the types of waiting sums
         raise ShardingTypeError(_message(error, mesh, can_gather, waits)) from error
 
 
@@ -138,9 +138,9 @@ def _is_about_types(error: Exception) -> bool:
 
 
 def _do_shapes_fit(text: str) -> bool:
-    """Whether the shapes fit of two types in JAX's text, such as `float32[16@(data,fsdp),8]`."""
+    """Whether the shapes of two types in JAX's text, such as `float32[16@(data,fsdp),8]`, fit."""
     types = re.findall(r"(?:\d|bool)\[(.*?)\]", text)
-    if len(types) < 2:  # in other words than the ones known here
+    if len(types) < 2:  # another wording
         return False
     sizes = (re.findall(r"(?:^|,)(\d+)", dims) for dims in types[:2])
     given, wanted = (tuple(map(int, each)) for each in sizes)
@@ -185,7 +185,7 @@ def _message(error: Exception, mesh: AnyMesh, can_gather: bool, waits: bool) -> 
 
 
 def _find_suggestion(text: str, call: TracebackType, can_gather: bool) -> Suggestion | None:
-    """What to write, if that works for the call that failed."""
+    """The suggestion for the call that failed, if it works there."""
     found = next((x for x in SUGGESTIONS if x.says in text), None)
     if found is None:
         return None
@@ -198,8 +198,8 @@ def _is_solved_by_gathering(
 ) -> bool:
     """Whether `unshard` of an operand removes each axis that the type of a result has twice.
 
-    On a mesh with Auto axes, `unshard` takes leaves of the plan alone. What it returns if gradients
-    wait has a type that JAX takes in products alone.
+    On a mesh with Auto axes, `unshard` takes only leaves of the plan. If gradients wait, JAX
+    accepts the type of its results only in products.
     """
     if not is_all_explicit(mesh) or (is_waiting and "dot_general" not in text):
         return False
@@ -212,7 +212,7 @@ def _is_solved_by_gathering(
 def _operator(call: TracebackType) -> str:
     """The operator of Python that failed, such as `@`; `[]` for an index that is not a tuple."""
     frame = call.tb_frame
-    # Python 3.11 may point behind an instruction, to its cache.
+    # Python 3.11 may point after an instruction, to its cache.
     code = [x for x in dis.get_instructions(frame.f_code) if x.offset <= call.tb_lasti]
     operators = {"BINARY_OP": code[-1].argrepr, "BINARY_SUBSCR": "[]"}
     operator = operators.get(code[-1].opname, "")
@@ -237,9 +237,9 @@ def _calls(error: BaseException | None) -> dict[str, TracebackType]:
         line = f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
         calls.append((line, traceback))
         traceback = traceback.tb_next
-    # Of an error in the backward pass, the cause has the calls that led to the operation.
+    # For an error in the backward pass, the cause has the calls that led to the operation.
     by_cause = _calls(error.__cause__)
-    # Of two calls at one line, the inner one is the operation's.
+    # If two calls are on one line, the inner call is the operation's.
     innermost: dict[str, TracebackType] = {}
     for line, call in reversed(calls):
         if line not in by_cause:

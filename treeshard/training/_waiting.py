@@ -1,10 +1,10 @@
-"""Gradients on Explicit axes: one sum of each over the axes that do not split it, after all loops.
+"""Gradients on Explicit axes: one sum per gradient, after all loops.
 
-A gradient of a weight that is typed as `reduced` over the axes of the batch is a sum that waits
-(`{U:data}`), through scans and additions, until `jax.sharding.reshard` ends it: one all-reduce of
-shards in each step. JAX has no such types for biases, convolutions and a few more operations. A
-trace of the loss with plain types tells which weights are used so; it is the first one, and fails
-only if the loss itself is wrong. Nothing here catches an error: the user has named the axes.
+If a weight is typed as `reduced` over the axes of the batch, its gradient is a sum that waits
+(`{U:data}`), through scans and additions, until `jax.sharding.reshard` ends the wait: one
+all-reduce of shards in each step. JAX has no such types for biases, convolutions and a few more
+operations. A first trace of the loss with plain types shows which weights have these uses. It fails
+only if the loss itself is wrong. Errors are not caught, because the user has named the axes.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,12 +27,12 @@ from treeshard.training._type_errors import sharding_type_errors
 def grads_with_deferred_sum(
     differentiate: Callable[..., Any], arrays: list[Any], axes: tuple[str, ...]
 ) -> tuple[Any, Any, list[Any]]:
-    """The value, `aux` and gradients of a loss; these wait for their sum over `axes`.
+    """The value, `aux` and gradients of a loss. The gradients wait for their sum over `axes`.
 
     Args:
         differentiate: `arrays -> ((value, aux), grads)`.
         arrays: The parameters.
-        axes: Those that split the rows of the batch.
+        axes: The axes that split the rows of the batch.
     """
     structure: list[StaticSplit] = []
 
@@ -70,11 +70,11 @@ def accumulate_with_deferred_sum(
 
 
 def _call_unless_wrong(run: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a function of values that are `reduced`; `None` if JAX has a wrong rule for what it
-    does with them. The user's code is right then, and so is the same without such types."""
-    # It is not inlined: JAX would give all its equations the line of this call.
+    """Calls a function of `reduced` values. Returns `None` if JAX has a wrong rule for an operation
+    on them: the user's code is right, also without such types."""
+    # Not inlined, because JAX would then give all its equations the line of this call.
     traceable = jax.jit(run)
-    traced = traceable.trace(*arguments)  # JAX keeps it for the call, while this is alive
+    traced = traceable.trace(*arguments)  # kept alive, so that the call uses JAX's cache
     if loses_sums(equations(traced.jaxpr.jaxpr)):
         return None
     return traceable(*arguments)
@@ -92,7 +92,7 @@ _KEEPS = (
 def _type_as_waiting(
     run: Callable[..., Any], arrays: list[Any], axes: tuple[str, ...]
 ) -> list[Any]:
-    """The arrays, as `reduced` if they have two dims or more and are used in products alone."""
+    """The arrays, as `reduced` if they have two dims or more and are used only in products."""
     over = [_select_unsplit(axes, x) if x.ndim > 1 else [] for x in arrays]
     if not any(over):
         return arrays
@@ -109,9 +109,9 @@ def _select_unsplit(axes: Sequence[str], x: Any) -> list[str]:
 
 
 def _find_in_sums(run: Callable[..., Any], arrays: list[Any]) -> set[int]:
-    """The arrays that are used elsewhere than in products, by a trace."""
+    """The arrays that are used outside of products, by a trace."""
     jaxpr = jax.jit(run).trace(arrays).jaxpr.jaxpr
-    # What the loss closes over comes first.
+    # The values that the loss closes over come first.
     closed_over = len(jaxpr.invars) - len(arrays)
     found: set[int] = set()
     _follow(jaxpr, [*[set[int]()] * closed_over, *({i} for i in range(len(arrays)))], found)
@@ -119,15 +119,15 @@ def _find_in_sums(run: Callable[..., Any], arrays: list[Any]) -> set[int]:
 
 
 def _follow(jaxpr: Any, given: Sequence[set[int]], found: set[int]) -> list[set[int]]:
-    """Adds to `found` the weights that are used elsewhere than in products.
+    """Adds to `found` the weights that are used outside of products.
 
-    Takes the weights that each argument of the program is, and returns those that each result is.
+    Takes the weights of each argument of the program, and returns the weights of each result.
     """
-    nothing = set[int]()
+    empty = set[int]()
 
     def apply(eqn: Any, used: list[set[int]]) -> list[set[int]]:
-        here = nothing.union(*used)
-        results = [nothing] * len(eqn.outvars)
+        here = empty.union(*used)
+        results = [empty] * len(eqn.outvars)
         if not here or eqn.primitive.name == "dot_general":
             return results
         inner = inner_jaxprs(eqn)
@@ -139,13 +139,13 @@ def _follow(jaxpr: Any, given: Sequence[set[int]], found: set[int]) -> list[set[
         found.update(here)
         return results
 
-    constants = [nothing] * len(jaxpr.constvars)
-    return interpret(jaxpr, [*constants, *given], lambda _: nothing, apply)
+    constants = [empty] * len(jaxpr.constvars)
+    return interpret(jaxpr, [*constants, *given], lambda _: empty, apply)
 
 
 def _is_gathered(eqn: Any) -> bool:
-    """Whether a weight is whole afterwards, and not `reduced`: products then sum its gradient over
-    the axes that split it, and JAX lets no axis of a product wait alone."""
+    """Whether an op fully gathers a weight without the type `reduced`. Products then sum its
+    gradient over the axes that split it, and in JAX all axes of a product wait together."""
     before, after = (x[0].aval.sharding.spec for x in (eqn.invars, eqn.outvars))
     kept = {*get_names_from_partition_spec(after), *after.reduced}
     return not kept.issuperset(get_names_from_partition_spec(before))
