@@ -140,8 +140,9 @@ def assert_stable_step(step: Callable[..., Any], state: PyTree, *args: Any) -> A
 
 
 _PLACE = (
-    "Place the state before the first step as it should stay: `treeshard.shard(state, plan)`, or"
-    " `training.init_sharded`; `training.jit_step` then keeps its shardings."
+    "Place the state before the first step as it should stay: `treeshard.shard(state, plan)`."
+    " Return `with_sharding_constraint(state, plan)` from the step, or call"
+    " `training.jit_step(step, plan)`."
 )
 _KEEP = "Keep the shapes and the structure of the state."
 _FIXES = {
