@@ -106,8 +106,8 @@ def apply_logical_sharding(
             length 1 in this dim, the mode is decoding.
         dynamic_axes: An object with the attributes `axes` and `mode`, such as EasyDeL's
             `HiddenStateSharding`. It is used if `axes` or `mode` is not given.
-        auto_correct: Whether axes that do not divide a dim are dropped. Otherwise they are an
-        error.
+        auto_correct: Whether axes that do not divide a dim are dropped. Otherwise they are
+            an error.
 
     Returns:
         The array, constrained as by `with_sharding_constraint`.
