@@ -131,11 +131,11 @@ def rows_of_files(where: Path, tree: dict[str, np.ndarray], rounds: int) -> list
     )
     large = saves_of_files(where, tree, rounds)
     return [
-        Row(f"`load_safetensors` of {FEW:,} small leaves, x safetensors",
+        Row(f"load_safetensors of {FEW:,} small leaves, x safetensors",
             loads["load"] / loads["safetensors"], "<= 2"),
-        Row(f"`save_safetensors` of {FEW:,} small leaves, x safetensors and fsync",
+        Row(f"save_safetensors of {FEW:,} small leaves, x safetensors and fsync",
             found["save"] / found["safetensors"], "<= 2"),
-        Row("`save_safetensors` of 256 MiB, x safetensors and fsync",
+        Row("save_safetensors of 256 MiB, x safetensors and fsync",
             large["save"] / large["safetensors"], "<= 1.05"),
     ]  # fmt: skip
 
@@ -154,7 +154,7 @@ def rows_of_restores(where: Path, rounds: int) -> list[Row]:
         rounds,
     )
     ratio = found["restore"] / found["load"]
-    return [Row("`restore` of 512 MiB to devices, x `load_safetensors`", ratio, "<= 1.2")]
+    return [Row("restore of 512 MiB to devices, x load_safetensors", ratio, "<= 1.2")]
 
 
 def rows_of_many(where: Path) -> list[Row]:
@@ -167,7 +167,7 @@ def rows_of_many(where: Path) -> list[Row]:
     found = timed({"save": lambda: save(path, tree)}, 1, where) | timed(calls, 1)
     goals = {"save": "<= 5", "restore": "<= 8", "verify": "<= 4"}
     return [
-        Row(f"`{name}` of {MANY:,} small leaves, s", x, goals[name]) for name, x in found.items()
+        Row(f"{name} of {MANY:,} small leaves, s", x, goals[name]) for name, x in found.items()
     ]
 
 
