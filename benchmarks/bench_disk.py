@@ -166,9 +166,7 @@ def rows_of_many(where: Path) -> list[Row]:
     }
     found = timed({"save": lambda: save(path, tree)}, 1, where) | timed(calls, 1)
     goals = {"save": "<= 5", "restore": "<= 8", "verify": "<= 4"}
-    return [
-        Row(f"{name} of {MANY:,} small leaves, s", x, goals[name]) for name, x in found.items()
-    ]
+    return [Row(f"{name} of {MANY:,} small leaves, s", x, goals[name]) for name, x in found.items()]
 
 
 def main() -> None:
