@@ -208,6 +208,7 @@ def test_a_narrow_sum_does_not_hide_behind_the_size_of_the_parameter() -> None:
     assert re.search(r"step \{1..2\}: float32 +ok +\de-06%", report), report
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_what_is_not_a_step_or_a_plan_is_named() -> None:
     def train_step(state: Any, batch: Any) -> Any:
         return state, batch
