@@ -407,7 +407,8 @@ def test_the_trip_that_a_compiler_peels_off_a_loop_is_of_the_leaf_of_the_loop() 
         return [of(one.bytes, count=count, op_name=name, path=path) for count in (1, 3)]
 
     compiled = [x for transfer in transfers if transfer.path for x in trips(transfer)]
-    for order in (compiled, compiled[::-1], sorted(compiled, key=lambda x: x.count or 0)):
+    by_bytes = sorted(compiled, key=lambda x: -x.bytes)
+    for order in (compiled, compiled[::-1], by_bytes, sorted(compiled, key=lambda x: x.count or 0)):
         matcher = Matcher(plan, transfers, {x: x for x in roles}, roles, ("data", "fsdp"), "gpu")
         matcher.match(order)
         assert [*matcher.list_unplanned()] == []
