@@ -39,7 +39,7 @@ def is_array(x: Any) -> bool:
 
 def has_shape(x: Any) -> bool:
     """Whether `x` is an array or a `ShapeDtypeStruct`."""
-    return isinstance(x, jax.ShapeDtypeStruct) or is_array(x)
+    return is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
 
 
 def device_dtype(dtype: Any) -> Any:
@@ -288,7 +288,7 @@ def primary_shards(x: jax.Array) -> Iterator[Any]:
 
 def bytes_to_read(x: Any) -> int:
     """The host memory for reading the primary shards of an array: a copy on accelerators."""
-    if not isinstance(x, jax.Array) or is_on_host(x):
+    if isinstance(x, np.ndarray) or not isinstance(x, jax.Array) or is_on_host(x):
         return 0
     return sum(shard.data.nbytes for shard in x.addressable_shards if shard.replica_id == 0)
 

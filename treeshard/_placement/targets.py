@@ -189,7 +189,7 @@ def unreadable(leaf: Any) -> TreeShardError | None:
     """As `unmovable`, for calls that copy shards to the host: a waiting sum has summands, not
     shards."""
     misfit = unmovable(leaf)
-    if misfit is not None or not isinstance(leaf, jax.Array):
+    if misfit is not None or isinstance(leaf, np.ndarray) or not isinstance(leaf, jax.Array):
         return misfit
     sharding = leaf.sharding
     # The shards of such an array can be read one by one, but are summands.
