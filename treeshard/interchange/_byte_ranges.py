@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from treeshard._core.arrays import Region, intersect, region_shape, relative_slices, runs
+from treeshard._disk.files import start_flush
 
 # Bytes that are joined, or split, at a time.
 BLOCK = 2**23
@@ -49,7 +50,7 @@ def write(file: int, at: int, shape: Sequence[int], pieces: Iterable[Piece]) -> 
                 data[relative_slices(region, block)] = items
         # This copies only if the order of bytes or dims differs.
         little = np.ascontiguousarray(data, data.dtype.newbyteorder("<"))
-        _transfer(os.pwrite, file, at, shape, block, little)
+        _transfer(_write_from, file, at, shape, block, little)
 
 
 def write_full(file: int, at: int, x: np.ndarray) -> None:
@@ -61,7 +62,14 @@ def write_full(file: int, at: int, x: np.ndarray) -> None:
 
 
 def write_bytes(file: int, at: int, data: bytes) -> None:
-    _move_all(os.pwrite, file, memoryview(data), at)
+    _move_all(_write_from, file, memoryview(data), at)
+
+
+def _write_from(file: int, data: memoryview, at: int) -> int:
+    end = at + (moved := os.pwrite(file, data, at))
+    if at // BLOCK < end // BLOCK:  # the disk can work while the next block is made
+        start_flush(file)
+    return moved
 
 
 def read(file: int, at: int, shape: Sequence[int], pieces: Iterable[Piece]) -> None:
