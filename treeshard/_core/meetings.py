@@ -946,8 +946,8 @@ _UNREACHABLE = (
     " cannot be reached ({error}). See the log of process 0."
 )
 _SEE_ITS_LOG = (
-    "A killed, stopped or disconnected process shows none: see its log. Start the run again from"
-    " its last checkpoint."
+    "A process that is killed, stopped or disconnected shows no sign of life: see its log. Start"
+    " the run again from its last checkpoint."
 )
 _PROGRAM_FAILED = (
     "{what}: a collective failed: {error}. Look for a process that was killed or has ended: when"

@@ -344,7 +344,8 @@ def get_submesh_device_index(axis_names: str | Sequence[str]) -> jax.Array | int
         eformer's function of this name.
     """
     names = axis_tuple(axis_names, "get_submesh_device_index")
-    check_bound(names, "get_submesh_device_index")
+    instead = "`jax.process_index()` gives the index of the process"
+    check_bound(names, "get_submesh_device_index", instead)
     # JAX counts several axes row-major, as it does the shards of `P(("a", "b"))`.
     return jax.lax.axis_index(tuple(names)) if names else 0
 
