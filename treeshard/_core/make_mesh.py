@@ -241,7 +241,7 @@ def with_devices(mesh: MeshLike | None, where: str, *, compile_only: bool = Fals
     and it is not to `compile_only`.
     """
     if not isinstance(mesh, Mesh):
-        mesh = make_mesh(mesh) if isinstance(mesh, str) else current_or_given(mesh)
+        mesh = make_mesh(mesh) if isinstance(mesh, str) else current_or_given(mesh, where)
     # A mesh has attached devices, devices only for compiling, or no devices.
     if not isinstance(mesh, Mesh):
         what = "an AbstractMesh: it has sizes, but no devices to hold arrays"

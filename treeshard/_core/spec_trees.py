@@ -474,10 +474,10 @@ def resolve_specs(
         if isinstance(spec, NamedSharding):
             own_mesh = spec.mesh if mesh is None else mesh
             spec, memory_kind = spec.spec, spec.memory_kind
-        if choose_mesh is not None:
+        if choose_mesh is None:
+            own_mesh = current_or_given(own_mesh)
+        else:
             own_mesh = choose_mesh(own_mesh, leaf)
-        elif own_mesh is None:
-            own_mesh = current_or_given(None)
         shape = tuple(leaf.shape)
         laid.append(
             _resolve(spec, own_mesh, memory_kind, shape, manual, keep_uneven, typed, for_any_rank)
