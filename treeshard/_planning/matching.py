@@ -291,7 +291,8 @@ class _Rules:
     def __init__(self, read: ReadRules, mesh: AnyMesh | None, min_size: int):
         self.rules, self.mesh, self.min_size = _resolve_rules(read, mesh), mesh, min_size
         tactics = [rule for rule in self.rules if isinstance(rule.action, Tactic)]
-        self.tactic_mesh = current_or_given(mesh) if tactics else None
+        # Only `match_partition_rules` takes rules without a mesh.
+        self.tactic_mesh = current_or_given(mesh, "match_partition_rules") if tactics else None
         self.read_boxes = not all(rule.by_shape for rule in tactics)
         self.not_specs: list[str] = []  # the errors of actions that did not return a spec
 
