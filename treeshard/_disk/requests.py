@@ -164,7 +164,9 @@ def _misfit(stored: SavedLeaf, requested: RequestedLeaf, cast: str | None) -> st
     if "none" in (stored.kind, requested.kind) and stored.kind != requested.kind:
         return f"{fact} `partial=True` leaves it out."
     if (stored.kind, stored.shape) != (requested.kind, requested.shape):
-        return fact
+        is_reversed = stored.kind == requested.kind and stored.shape == requested.shape[::-1]
+        fix = f" Request {_type_text(stored)}, and transpose it by `.T`." if is_reversed else ""
+        return f"{fact}{fix}"
     if stored.dtype != requested.dtype:
         if not (_is_floating(stored.dtype) and _is_floating(requested.dtype)):
             return f"{fact} Only floating-point dtypes are converted; request {stored.dtype}."
