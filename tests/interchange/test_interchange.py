@@ -295,6 +295,12 @@ def test_a_mesh_without_rules_or_rules_without_a_mesh_raise(file, mesh) -> None:
 def test_what_differs_from_the_request_is_told_as_of_a_checkpoint(file, mesh) -> None:
     tree = {"layers/0/weight": np.ones((8, 4)), "b": np.array([1, 1e39]), "i": np.array([2**40])}
     save_safetensors(file, tree)
+    with pytest.raises(ts.MismatchError) as told:
+        load_safetensors(file, tree | {"layers/0/weight": np.ones((4, 8))})
+    assert (
+        "layers/0/weight: saved as float64[8,4], requested as float64[4,8]. Request float64[8,4],"
+        " and transpose it by `.T`." in str(told.value)
+    )
     like = {"layers/0/wieght": np.ones((8, 4)), "b": np.ones(2, np.float32)}
     with pytest.raises(ts.MismatchError) as told:
         load_safetensors(file, like)

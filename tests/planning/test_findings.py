@@ -183,8 +183,9 @@ def test_one_array_at_two_paths_is_planned_as_two() -> None:
     (finding,) = plan.findings
     assert str(finding) == (
         "warning same-array: params/{0..2}/w: shares memory with ema/{0..2}/w. Sharding or stepping"
-        " makes a second copy, 3.0 KiB more on each device. To keep one array, use"
-        " `equinox.nn.Shared`."
+        " makes a second copy, 3.0 KiB more on each device. For tied weights, keep ema/{0..2}/w"
+        " only, and use it twice; in Equinox, by `equinox.nn.Shared`. An average or a target"
+        " network needs the second copy."
     )
     assert plan.bytes_per_device() == 1024 * 6
     copies = plan.follow({"mu": tree})

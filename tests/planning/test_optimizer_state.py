@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from flax import linen
 from helpers import mesh_of, struct
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -34,7 +35,10 @@ def planned(params: Any, specs: Any, min_size: int = 0) -> ts.Plan:
 
 
 def state_specs_of(state: Any, params: Any, specs: Any) -> Any:
-    return planned(params, specs).follow(state).specs
+    followed = planned(params, specs).follow(state)
+    rows = zip(ts.leaf_paths(state), jax.tree.leaves(state), strict=True)
+    assert [x.path for x in followed.leaves] == [path for path, x in rows if hasattr(x, "shape")]
+    return followed.specs
 
 
 def specs_of(optimizer: Any, params: Any, specs: Any) -> dict[str, P]:
@@ -109,6 +113,10 @@ def made_by(optimizer: Any, params: Any) -> Any:
     return jax.eval_shape(optimizer.init, params)
 
 
+def box(x: Any) -> linen.Partitioned[Any]:
+    return linen.Partitioned(x, names=("embed",))
+
+
 MATRIX, LISTS = struct(8, 8), [struct(8), struct(8, 6)]
 PART = {"dense": {"w": struct(8, 4)}, "x": {"dense": {"w": struct(8, 4)}}}
 TRACE = optax.trace(0.9)
@@ -145,6 +153,25 @@ STATES: dict[str, tuple[Any, Any, Any, dict[str, P]]] = {
         {"params": {"dense": {"w": D}, "x": {"dense": {"w": F}}}},
         {"trace/dense/w": D, "trace/x/dense/w": F},
     ),
+    "empty keys": (
+        {"mu": {"": LISTS, "a/b": {}}, "": {"": MATRIX}},
+        {"": LISTS, "a/b": {}},
+        {"": [D, P("fsdp", "data")], "a/b": {}},
+        {"mu//0": D, "mu//1": P("fsdp", "data")},
+    ),
+    "a single empty key": (
+        {"mu": {"": MATRIX}, "": {"": MATRIX}},
+        {"": MATRIX},
+        {"": D},
+        {"mu/": D, "/": D},
+    ),
+    "boxes": (
+        {"mu": {"a": box(MATRIX), "b": MATRIX}, "nu": box({"a": box(MATRIX), "b": MATRIX})},
+        {"a": box(MATRIX), "b": MATRIX},
+        {"a": D, "b": F},
+        {"mu/a": D, "mu/b": F, "nu/a": D, "nu/b": F},
+    ),
+    "an empty tree": (made_by(optax.adam(0.1), {}), {}, {}, {}),
     "equal endings with different specs": (
         {"w": MATRIX, "name": "adam", "f": jax.nn.gelu, "none": None, "x": [()]},
         {"a": {"w": MATRIX}, "b": {"w": MATRIX}},

@@ -108,7 +108,7 @@ def test_boxes_stay_in_the_tree_and_not_in_paths() -> None:
 
 
 def decisions(rules: Any, tree: Any, mesh: Any = None, min_size: int = 0) -> dict[str, Any]:
-    decided = decide(read_rules(rules), tree, mesh, min_size)
+    decided = decide(read_rules(rules), tree, jax.tree.flatten(tree), mesh, min_size)
     return dict(zip(decided.paths, decided.decisions, strict=True))
 
 
@@ -173,7 +173,7 @@ def test_only_tactics_use_the_mesh_in_force(mesh) -> None:
         assert match([("w", P("nowhere"))], tree) == {"w": P("nowhere")}
         assert match([("w", fsdp("fsdp"))], tree) == {"w": P("fsdp")}
         assert "no axis 'fdsp'" in message_of([("w", fsdp("fdsp"))], tree)
-    with pytest.raises(ts.NoMeshError, match="No mesh is in force"):
+    with pytest.raises(ts.NoMeshError, match="^match_partition_rules: no mesh is in force"):
         match([("w", fsdp("fsdp"))], tree)
 
 
@@ -456,13 +456,14 @@ def plain_loop(patterns: list[re.Pattern[str]], tree: Any) -> list[tuple[str, in
     found: list[tuple[str, int | None]] = []
     for path, leaf in zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True):
         matching = (i for i, pattern in enumerate(patterns) if pattern.search(path))
-        found.append((path, next(matching, None) if getattr(leaf, "shape", ()) else None))
+        if hasattr(leaf, "shape"):
+            found.append((path, next(matching, None) if leaf.shape else None))
     return found
 
 
 KEYS = [
     *("w", "b", "w1", "w10", "layer_1", "layer_2", "layer_12", "attn", "", "a/b", "0", "1w", "3x3"),
-    *("_1", "w_1a", "é", "\uff12"),
+    *("_1", "w_1a", "é", "\uff12", "w\n1"),
 ]
 SHAPES = [(), (2,), (2, 3), (0,)]
 
@@ -508,7 +509,7 @@ PATTERNS = [
 def test_the_engine_agrees_with_the_plain_loop(seed) -> None:
     rng = random.Random(seed)
     tree = a_tree(rng, 4)
-    while len(jax.tree.leaves(tree)) > 100:
+    while len(jax.tree.leaves(tree)) > 100 or callable(tree):
         tree = a_tree(rng, 4)
     by_size = [("w", fsdp("fsdp")), ("", P("fsdp"))]
     assert ts.plan(tree, by_size, MESH, min_size=0).specs == match(
@@ -525,11 +526,11 @@ def test_the_engine_agrees_with_the_plain_loop(seed) -> None:
         actions = [rng.choice([None, None, replicate(), by_path]) for _ in patterns]
         rules = list(zip(patterns, actions, strict=True))
         asked.clear()
-        decided = decide(read_rules(rules), tree, MESH, 0)
+        decided = decide(read_rules(rules), tree, jax.tree.flatten(tree), MESH, 0)
         found = [decision.rule for decision in decided.decisions]
         expected = plain_loop(patterns, tree)
         assert list(zip(decided.paths, found, strict=True)) == expected, rules
         assert asked == [p for p, i in expected if i is not None and actions[i] is by_path]
-        for leaf, decision in zip(decided.leaves, decided.decisions, strict=True):
+        for leaf, decision in zip(decided.arrays, decided.decisions, strict=True):
             unmatched = [note.kind for note in decision.adjustments] == ["unmatched"]
             assert unmatched == (decision.rule is None and bool(getattr(leaf, "shape", ())))

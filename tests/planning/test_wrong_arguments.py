@@ -97,7 +97,7 @@ CALLS = {
             lambda: init_sharded(Model, rules=rules, mesh=mesh),
             "init_sharded: what fn returns is a Model, which is",
         ),
-        (lambda: jit_step(identity, mesh), "jit_step: the plan is a mesh. Plan the state first: "),
+        (lambda: jit_step(identity, mesh), "jit_step: the plan is a mesh. Make a plan first: `jit"),
         (lambda: jit_step(plan, identity), "the function is a Plan. Call `jit_step(fn, plan)`"),
         (lambda: step(params, x, key), "with 3 arguments. Put a key, or what else it needs, in "),
         (lambda: step(Model, x), f"jit_step: the state is the class Model, {NOT_A_TREE}"),

@@ -216,9 +216,15 @@ def test_what_is_not_a_step_or_a_plan_is_named() -> None:
     says = "check_step: the step is the function train_step. Pass what `jit_step` or"
     with pytest.raises(ts.errors.ArgumentError, match=re.escape(says)):
         testing.check_step(train_step, {}, {})
-    says = "check_gradients: the plan is a mesh. Plan the parameters first:"
-    with pytest.raises(ts.errors.ArgumentError, match=re.escape(says)):
-        testing.check_gradients(train_step, {}, {}, ts.make_mesh("fsdp=8"))
+    mesh: Any = ts.make_mesh("fsdp=8")
+    for call, wrong in (
+        ("check_gradients(loss,", lambda: testing.check_gradients(train_step, {}, {}, mesh)),
+        ("layouts(plan(", lambda: testing.layouts(mesh, {})),
+        ("assert_same_plan(plan(", lambda: testing.assert_same_plan(mesh, "plan.txt")),
+    ):
+        says = f"{call.partition('(')[0]}: the plan is a mesh. Make a plan first: `{call}"
+        with pytest.raises(ts.errors.ArgumentError, match=re.escape(says)):
+            wrong()
 
 
 def test_a_step_whose_state_was_not_compared_is_not_ok() -> None:

@@ -264,5 +264,5 @@ def test_messages() -> None:
     )
     with pytest.raises(ts.errors.ArgumentError, match="not an optax GradientTransformation"):
         by_matrix(plan, plan)
-    with pytest.raises(ts.errors.ArgumentError, match="Plan the parameters first: `by_matrix"):
+    with pytest.raises(ts.errors.ArgumentError, match="Make a plan first: `by_matrix"):
         by_matrix(optax.sgd(0.1), params)

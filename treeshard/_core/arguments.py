@@ -11,10 +11,10 @@ from typing import Any
 import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
-from jax.tree_util import all_leaves, tree_leaves
+from jax.tree_util import all_leaves, tree_flatten
 
 from treeshard._core.arrays import array_text, has_shape, is_array
-from treeshard._core.paths import leaf_paths, path_under
+from treeshard._core.paths import Flat, leaf_paths, path_under
 from treeshard.errors import ArgumentError, LeafError, listed, short
 
 PLAIN_VALUES = (bool, int, float, complex, str, bytes)  # types of leaves with a value
@@ -36,9 +36,9 @@ def describe_argument(x: Any) -> str:
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
-def check_tree(tree: Any, where: str, call: str, name: str = "the tree") -> None:
+def check_tree(tree: Any, where: str, call: str, name: str = "the tree") -> Flat:
     """Raises `ArgumentError` if a tree is itself a class, a function, another opaque object or an
-    optimizer, and `LeafError` as `check_no_refs`.
+    optimizer, and `LeafError` as `check_no_refs`. Returns the leaves and the structure of the tree.
 
     Args:
         tree: The argument that should be a tree.
@@ -46,7 +46,7 @@ def check_tree(tree: Any, where: str, call: str, name: str = "the tree") -> None
         call: The right call of the function.
         name: The name of the tree in the message.
     """
-    check_no_refs(tree, where)
+    flat = check_no_refs(tree, where)
     if _is_optimizer(tree):
         raise ArgumentError(
             f"{where}: {name} is an optimizer, which has functions and no arrays. Pass its state:"
@@ -56,7 +56,7 @@ def check_tree(tree: Any, where: str, call: str, name: str = "the tree") -> None
     # but text is most likely the path of a file.
     is_number = isinstance(tree, PLAIN_VALUES) and not isinstance(tree, str | bytes)
     if not all_leaves([tree]) or is_number or hasattr(tree, "shape"):
-        return
+        return flat
     if callable(tree):
         advice = "Call it first, and pass the arrays that it makes"
     else:
@@ -89,22 +89,23 @@ def _is_optimizer(tree: Any) -> bool:
     return isinstance(tree, tuple) and {"init", "update"} <= {*getattr(tree, "_fields", ())}
 
 
-def check_no_refs(tree: Any, where: str, prefix: str = "") -> None:
+def check_no_refs(tree: Any, where: str, prefix: str = "") -> Flat:
     """Raises `LeafError` if leaves are mutable references. They have the values of an array, but
-    JAX can neither return them from a function nor place them on devices.
+    JAX can neither return them from a function nor place them on devices. Returns the leaves and
+    the structure of the tree.
 
     Args:
         tree: Any pytree.
         where: The function, for the message.
         prefix: The path of the tree in a larger one.
     """
-    leaves = tree_leaves(tree)
+    leaves, treedef = tree_flatten(tree)
     # `isinstance(x, jax.Ref)` takes 2 us, because it inspects traced values. A tree has few types.
     if not any(issubclass(type_, (Tracer, jax.Ref)) for type_ in {*map(type, leaves)}):
-        return
+        return leaves, treedef
     refs = [i for i, x in enumerate(leaves) if not is_array(x) and isinstance(x, jax.Ref)]
     if not refs:
-        return
+        return leaves, treedef
     of_leaves = leaf_paths(tree)
     paths = [path_under(prefix, of_leaves[i]) for i in refs]
     facts = [f"{path or 'the tree'}: a mutable reference (`jax.Ref`)." for path in paths]

@@ -138,19 +138,23 @@ class StaticSplit:
         return [leaves[i] for i in self.indices] if self.static else leaves
 
     def combine(self, dynamic: Sequence[Any]) -> Any:
-        return self._join(dynamic, self._template)
+        return self.treedef.unflatten(self._join(dynamic, self._template))
 
     def fill_static(self, dynamic: Sequence[Any], fill: Any = None) -> Any:
         """The tree with these dynamic leaves, and `fill` instead of the static ones."""
+        return self.treedef.unflatten(self.fill_leaves(dynamic, fill))
+
+    def fill_leaves(self, dynamic: Sequence[Any], fill: Any = None) -> Sequence[Any]:
+        """These dynamic leaves, and `fill` instead of the static ones."""
         return self._join(dynamic, [fill] * self.treedef.num_leaves)
 
-    def _join(self, dynamic: Sequence[Any], others: list[Any]) -> Any:
+    def _join(self, dynamic: Sequence[Any], others: list[Any]) -> Sequence[Any]:
         if not self.static:
-            return self.treedef.unflatten(dynamic)
+            return dynamic
         leaves = others.copy()
         for i, x in zip(self.indices, dynamic, strict=True):
             leaves[i] = x
-        return self.treedef.unflatten(leaves)
+        return leaves
 
 
 # ------------------------------------------------------------------ regions

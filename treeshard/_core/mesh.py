@@ -120,27 +120,27 @@ def get_incontext_mesh(raise_error: bool = True) -> AnyMesh | None:
         # Only the mesh of the trace says which axes are Manual here.
         mesh = jax.sharding.get_abstract_mesh()
     if mesh is None and raise_error:
-        raise NoMeshError(f"No {_NO_MESH}")
+        raise NoMeshError(f"get_incontext_mesh: {_NO_MESH}")
     return mesh
 
 
 _NO_MESH = (
-    "mesh is in force. Pass one (`mesh=...`), run inside `with jax.set_mesh(mesh):`, or give"
+    "no mesh is in force. Pass one (`mesh=...`), run inside `with jax.set_mesh(mesh):`, or give"
     ' `NamedSharding`s, which carry their own mesh. `treeshard.make_mesh("data=2,fsdp=-1")` makes'
     " one."
 )
 
 
-def current_or_given(mesh: MeshLike | None, where: str = "") -> AnyMesh:
+def current_or_given(mesh: MeshLike | None, where: str) -> AnyMesh:
     """Returns `mesh`, without devices if it is text, or by default the mesh in force.
 
     Raises `NoMeshError`, in the name of `where`, if no mesh is in force.
     """
     if mesh is not None:
         return as_mesh(mesh)
-    current = get_incontext_mesh(raise_error=not where)
+    current = get_incontext_mesh(raise_error=False)
     if current is None:
-        raise NoMeshError(f"{where}: no {_NO_MESH}")
+        raise NoMeshError(f"{where}: {_NO_MESH}")
     return current
 
 

@@ -6,7 +6,7 @@ of these paths would miss the others.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ from jax.tree_util import keystr, tree_flatten, tree_flatten_with_path, tree_str
 
 PyTree = Any  # any tree that `jax.tree` functions take
 TreeDef = Any  # jax.tree_util.PyTreeDef, which type checkers do not accept as a type
+Flat = tuple[list[Any], TreeDef]  # the leaves and the structure of a tree, from `tree_flatten`
 IsLeaf = Callable[[Any], bool] | None
 A = TypeVar("A")
 B = TypeVar("B")
@@ -136,43 +137,54 @@ def nest(leaves: Mapping[str, Any]) -> PyTree:
 
 def name_leaves(tree: PyTree, treedef: TreeDef, sep: str = "/") -> list[str]:
     """The path of every leaf of a tree that has this structure, as in `leaf_paths`."""
-    walk = _Walk(sep)
-    walk.node(tree, treedef, "")
-    return [path[len(sep) :] for path in walk.paths]
+    walk = PathWalk(sep)
+    walk.node(tree, treedef, None)
+    return walk.paths
 
 
-class _Walk:
-    """Collects the paths of leaves, each with a separator in front."""
+class PathWalk:
+    """Collects the paths of leaves. The path of the root is `None`, because the paths of its
+    children do not begin with a separator."""
 
-    def __init__(self, sep: str) -> None:
+    def __init__(self, sep: str = "/") -> None:
         self.sep = sep
         self.paths: list[str] = []
-        # For the first node of each structure: where its paths begin and end in the list, and the
-        # length of the node's own path, which starts each of them.
-        self.known: dict[TreeDef, tuple[int, int, int]] = {}
+        # For the first node of each structure: the paths in it, and the length of its own path,
+        # which starts each of them.
+        self.known: dict[TreeDef, tuple[list[str], int]] = {}
 
-    def node(self, node: Any, treedef: TreeDef, path: str) -> None:
+    def node(self, node: Any, treedef: TreeDef, path: str | None) -> None:
+        """Collects the paths of the leaves in a node that has this path."""
         if treedef.num_nodes == 1:
-            self.paths += [path] * treedef.num_leaves
+            self.paths += [path or ""] * treedef.num_leaves
             return
         try:
             known = self.known.get(treedef)
         except Exception:  # static fields may be arrays, whose comparison raises
             self._children(node, treedef, path)
             return
-        if known is None:
+        if known is None or path is None:
             start = len(self.paths)
             self._children(node, treedef, path)
-            self.known[treedef] = start, len(self.paths), len(path)
+            if path is not None:
+                self.known[treedef] = self.paths[start:], len(path)
         else:
-            start, end, length = known
-            self.paths += [path + first[length:] for first in self.paths[start:end]]
+            first, length = known
+            self.paths += [path + of_first[length:] for of_first in first]
 
-    def _children(self, node: Any, treedef: TreeDef, path: str) -> None:
+    def _children(self, node: Any, treedef: TreeDef, path: str | None) -> None:
+        for child_path, child, child_def in self.children(node, treedef, path):
+            self.node(child, child_def, child_path)
+
+    def children(
+        self, node: Any, treedef: TreeDef, path: str | None
+    ) -> Iterator[tuple[str | None, Any, TreeDef]]:
+        """The children of a node that has this path: the path, the child and its structure."""
         in_wrapper = is_wrapper(node)  # wrappers are not part of paths
+        start = "" if path is None else path + self.sep
         children = zip(_children(node, treedef), treedef.children(), strict=True)
         for (name, child), child_def in children:
-            self.node(child, child_def, path if in_wrapper else f"{path}{self.sep}{name}")
+            yield path if in_wrapper else f"{start}{name}", child, child_def
 
 
 def _children(node: Any, treedef: TreeDef) -> Iterable[tuple[Any, Any]]:

@@ -438,6 +438,7 @@ def resolve_specs(
     mesh: MeshLike | None = None,
     *,
     choose_mesh: Callable[[AnyMesh | None, Any], AnyMesh | None] | None = None,
+    where: str = "",
     manual: frozenset[str] = frozenset(),
     name: str = "specs",
     resolve: Callable[[Any], Any] | None = None,
@@ -456,6 +457,7 @@ def resolve_specs(
         mesh: The mesh. By default, the mesh of the `Plan` or of each `NamedSharding`.
         choose_mesh: Takes that mesh, or `None`, and the leaf; returns the mesh to project on. If it
             returns `None`, only ranks are checked. By default that mesh, or the mesh in force.
+        where: The function, for the error if no mesh is in force.
         manual: As in `project`.
         name: See `specs`.
         resolve: See `specs`.
@@ -475,7 +477,7 @@ def resolve_specs(
             own_mesh = spec.mesh if mesh is None else mesh
             spec, memory_kind = spec.spec, spec.memory_kind
         if choose_mesh is None:
-            own_mesh = current_or_given(own_mesh)
+            own_mesh = current_or_given(own_mesh, where)
         else:
             own_mesh = choose_mesh(own_mesh, leaf)
         shape = tuple(leaf.shape)

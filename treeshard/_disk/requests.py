@@ -164,7 +164,9 @@ def _misfit(stored: SavedLeaf, requested: RequestedLeaf, cast: str | None) -> st
     if "none" in (stored.kind, requested.kind) and stored.kind != requested.kind:
         return f"{fact} `partial=True` leaves it out."
     if (stored.kind, stored.shape) != (requested.kind, requested.shape):
-        return fact
+        is_reversed = stored.kind == requested.kind and stored.shape == requested.shape[::-1]
+        fix = f" Request {_type_text(stored)}, and transpose it by `.T`." if is_reversed else ""
+        return f"{fact}{fix}"
     if stored.dtype != requested.dtype:
         if not (_is_floating(stored.dtype) and _is_floating(requested.dtype)):
             return f"{fact} Only floating-point dtypes are converted; request {stored.dtype}."
@@ -387,7 +389,7 @@ def _read_shardings(tree: PyTree, where: str) -> list[Sharding | None]:
     leaves = tree_leaves(tree)
     shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
     typed = [x if _has_reduced_type(x) else None for x in shardings]
-    resolved = resolve_specs(leaves, typed)
+    resolved = resolve_specs(leaves, typed, where=where)
     misfits = {i: spec and spec.misfit({"reduced-type"}) for i, spec in enumerate(resolved)}
     raise_misfits(tree, misfits, where)
     return [_own_sharding(leaf, where) for leaf in tree_leaves(tree, is_leaf=is_none)]

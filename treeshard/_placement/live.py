@@ -57,9 +57,10 @@ def extract_shardings(tree: PyTree, mesh: MeshLike | None = None) -> SpecTree:
         return treedef.unflatten(placements)
     # As lists: a class that flattens what it is rebuilt from would lose the `None`s of a tree.
     arrays = [_struct_of(leaf, x) for leaf, x in zip(leaves, placements, strict=True)]
-    resolved = resolve_specs(arrays, placements, as_mesh(mesh, make_mesh))
+    where = "extract_shardings"
+    resolved = resolve_specs(arrays, placements, as_mesh(mesh, make_mesh), where=where)
     misfits = {i: spec and spec.misfit() for i, spec in enumerate(resolved)}
-    raise_misfits(treedef.unflatten(arrays), misfits, "extract_shardings")
+    raise_misfits(treedef.unflatten(arrays), misfits, where)
     return treedef.unflatten([spec and spec.sharding for spec in resolved])
 
 

@@ -18,7 +18,7 @@ from jax.tree_util import tree_leaves, tree_map
 
 from treeshard._core.arguments import check_no_refs
 from treeshard._core.make_mesh import with_devices
-from treeshard._core.mesh import AnyMesh, current_or_given, get_incontext_mesh
+from treeshard._core.mesh import AnyMesh, get_incontext_mesh
 from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import (
     ResolvedSpec,
@@ -108,10 +108,7 @@ def resolve_on_devices(
         # A `SingleDeviceSharding` lacks the spec and the mesh that the following code needs.
         specs = _name_single_devices(specs, mesh, where)
 
-    def choose_mesh(mesh: AnyMesh | None, leaf: Any) -> AnyMesh:
-        return current_or_given(None, where) if mesh is None else mesh
-
-    resolved = resolve_specs(tree, specs, mesh, choose_mesh=choose_mesh, resolve=resolver(mesh))
+    resolved = resolve_specs(tree, specs, mesh, where=where, resolve=resolver(mesh))
     placed = {i: spec for i, spec in enumerate(resolved) if spec is not None}
     for each_mesh in {spec.mesh for spec in placed.values()}:
         with_devices(each_mesh, where, compile_only=compile_only)  # raises

@@ -15,62 +15,45 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from treeshard._core.arrays import StaticSplit, device_dtype
 from treeshard._core.mesh import axis_sizes, axis_tuple, check_axes
-from treeshard._core.paths import PyTree, name_leaves
+from treeshard._core.paths import Flat, PyTree
 from treeshard._core.spec_trees import ResolvedSpec
 from treeshard._core.specs import all_axes, entries, project, with_entries
-from treeshard._planning.matching import PlannedLeaf, Shape
+from treeshard._planning.matching import Decided, PlannedLeaf, Shape, split_arrays
 from treeshard._planning.mirrors import Original, follow
 from treeshard._planning.named_dims import has_variables, optimizer_states
 from treeshard._planning.planned import PlannedTree
 from treeshard._planning.tactics import Tactic, logical_partitioning, shard_largest
 from treeshard.errors import SpecError
 
-_ALONE = ResolvedSpec(PartitionSpec(), PartitionSpec())
-
 
 def plan_copies(
     tree: PyTree,
-    leaves: list[Any],
-    split: StaticSplit,
+    flat: Flat,
     plan: PlannedTree,
     extra_axis: str | Sequence[str],
     memory: str | None,
-) -> list[PlannedLeaf]:
-    """The plan of every array of a tree that holds copies of a planned one; see `Plan.follow`.
-
-    `split` has the structure of the tree, and knows which of its leaves are arrays.
-    """
+) -> Decided:
+    """Decides every array of a tree that holds copies of a planned one; see `Plan.follow`."""
     axes = _read_axes(extra_axis, plan)
+    split, arrays, shapes = split_arrays(flat)
     original = Original(plan._split.treedef, _originals(plan))
-    followed = follow(tree, leaves, split.treedef, original)
-    rows = zip(name_leaves(tree, split.treedef), leaves, followed, strict=True)
-    known: dict[Any, ResolvedSpec] = {}  # equal decisions are one object, as in `plan`
-    copies: list[PlannedLeaf] = []
-    for path, leaf, (spec, counterpart) in split.dynamic(list(rows)):
-        shape, dtype = leaf.shape, leaf.dtype
-        decision = _ALONE if counterpart is None else counterpart.decision
-        key = id(decision), id(spec), shape  # the original has one object for each spec
-        if key not in known:
-            # A factored moment or a history has other dims than the parameter, so adjustments of
-            # the parameter's dims do not apply.
-            if counterpart is not None and shape != counterpart.shape:
-                decision = _with_spec(replace(decision, adjustments=()), spec)
-            decision = _with_spec(decision, _add_axes(decision.spec, shape, axes, plan))
-            if memory is not None and shape:  # scalars stay on the devices, as with tactics
-                decision = replace(decision, memory_kind=memory)
-            known[key] = decision
-        if counterpart is None or dtype is not counterpart.dtype:
-            dtype = device_dtype(dtype)
-        copies.append(PlannedLeaf(path, shape, dtype, known[key]))
-    return copies
+    paths, decisions = follow(tree, split.treedef, split.fill_leaves(shapes), original)
+    decisions = split.dynamic(decisions)
+    if axes or memory is not None:
+        rows = list(zip(decisions, shapes, strict=True))
+        kinds = {(id(x), shape): (x, shape) for x, shape in rows}  # few, as in `plan`
+        changed = {key: _change(x, axes, memory, shape, plan) for key, (x, shape) in kinds.items()}
+        decisions = [changed[id(x), shape] for x, shape in rows]
+    return Decided(split, arrays, split.dynamic(paths), shapes, decisions)
 
 
 def _originals(plan: PlannedTree) -> list[PlannedLeaf | None]:
     """The leaves that copies follow: the plan's leaves, changed by `optimizer_sharding` of nnx."""
     originals = plan.leaf_at_each_index()
-    if not has_variables(plan._split.treedef):
+    # The search for variables takes long.
+    may_read_names = not plan.rules or any(_reads_names(action) for _, action in plan.rules)
+    if not may_read_names or not has_variables(plan._split.treedef):
         return originals
     for i, state in optimizer_states(plan._bare_structs()).items():
         leaf = originals[i]
@@ -92,7 +75,11 @@ def _reader_of_names(leaf: PlannedLeaf, plan: PlannedTree) -> Tactic | None:
     if leaf.decision.by_spec:
         return logical_partitioning()
     action = None if leaf.rule is None else plan.rules[leaf.rule][1]
-    return action if isinstance(action, Tactic) and not action.by_shape else None
+    return action if _reads_names(action) else None
+
+
+def _reads_names(action: Any) -> bool:
+    return isinstance(action, Tactic) and not action.by_shape
 
 
 def _read_axes(extra_axis: str | Sequence[str], plan: PlannedTree) -> tuple[str, ...]:
@@ -102,6 +89,21 @@ def _read_axes(extra_axis: str | Sequence[str], plan: PlannedTree) -> tuple[str,
     if len(set(axes)) < len(axes):
         raise SpecError(f"{where}: {extra_axis!r} has a name twice. An axis can split one dim.")
     return axes
+
+
+def _change(
+    decision: ResolvedSpec,
+    axes: Sequence[str],
+    memory: str | None,
+    shape: Shape,
+    plan: PlannedTree,
+) -> ResolvedSpec:
+    """The decision for a copy of this shape, with more axes and in another memory."""
+    spec = _add_axes(decision.spec, shape, axes, plan)
+    if spec is not decision.spec:
+        decision = replace(decision, requested=spec, spec=spec)
+    # Scalars stay on the devices, as with tactics.
+    return decision if memory is None or not shape else replace(decision, memory_kind=memory)
 
 
 def _add_axes(
@@ -114,11 +116,6 @@ def _add_axes(
     if not free or math.prod(shape) < plan.min_size:
         return spec
     return shard_largest(spec, plan.mesh, shape, tuple(free))[0]
-
-
-def _with_spec(decision: ResolvedSpec, spec: PartitionSpec) -> ResolvedSpec:
-    is_same = spec is decision.spec
-    return decision if is_same else replace(decision, requested=spec, spec=spec)
 
 
 # ------------------------------------------------------------------ among the leaves of one tree

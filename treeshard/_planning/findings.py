@@ -294,7 +294,10 @@ def _same_arrays(plan: PlannedTree) -> Iterator[Finding]:
             f"shares memory with {firsts}. Sharding or stepping makes a second copy, {cost} more on"
             " each device."
         )
-        fix = "To keep one array, use `equinox.nn.Shared`."
+        fix = (
+            f"For tied weights, keep {firsts} only, and use it twice; in Equinox, by"
+            " `equinox.nn.Shared`. An average or a target network needs the second copy."
+        )
         yield Finding("same-array", fact, fix, _paths(leaves), leaves[0].rule)
 
 

@@ -7,11 +7,10 @@ from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
-from jax.tree_util import all_leaves, tree_flatten
+from jax.tree_util import all_leaves
 
-from treeshard._core.arrays import has_shape
 from treeshard._core.mesh import AnyMesh
-from treeshard._core.paths import PyTree, name_leaves
+from treeshard._core.paths import Flat, PyTree, name_leaves
 from treeshard._core.spec_trees import (
     ResolvedSpec,
     SpecCarrier,
@@ -23,7 +22,7 @@ from treeshard._core.spec_trees import (
 )
 from treeshard._core.specs import trim_spec
 from treeshard._planning.logical import resolve_names
-from treeshard._planning.matching import Decided
+from treeshard._planning.matching import Decided, split_arrays
 
 _REPLICATED = ResolvedSpec(PartitionSpec(), PartitionSpec(), by_spec=True)
 
@@ -51,11 +50,10 @@ def _has_pattern(x: Any) -> bool:
     return isinstance(x, str | bytes | re.Pattern)
 
 
-def decide_by_specs(specs: SpecTree, tree: PyTree, mesh: AnyMesh) -> Decided:
+def decide_by_specs(specs: SpecTree, tree: PyTree, flat: Flat, mesh: AnyMesh) -> Decided:
     """Decides every leaf of a tree by its given spec, whatever the size of the leaf."""
     if isinstance(specs, SpecCarrier):
         specs = specs.placements  # with memories
-    leaves, treedef = tree_flatten(tree)
     resolved = resolve_specs(
         tree,
         call_functions(specs, tree),
@@ -65,8 +63,9 @@ def decide_by_specs(specs: SpecTree, tree: PyTree, mesh: AnyMesh) -> Decided:
     )
     known = {id(x): _on_devices(x, mesh) for x in resolved if x is not None}
     decisions = [_REPLICATED if x is None else known[id(x)] for x in resolved]
-    shapes = [tuple(leaf.shape) if has_shape(leaf) else None for leaf in leaves]
-    return Decided(treedef, leaves, name_leaves(tree, treedef), shapes, decisions)
+    split, arrays, shapes = split_arrays(flat)
+    paths = split.dynamic(name_leaves(tree, split.treedef))
+    return Decided(split, arrays, paths, shapes, split.dynamic(decisions))
 
 
 def _on_devices(resolved: ResolvedSpec, mesh: AnyMesh) -> ResolvedSpec:

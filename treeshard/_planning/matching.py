@@ -8,16 +8,14 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any, NamedTuple, SupportsIndex
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jax.tree_util import tree_flatten
 
-from treeshard._core.arrays import has_shape
+from treeshard._core.arrays import StaticSplit, has_shape
 from treeshard._core.mesh import AnyMesh, current_or_given
-from treeshard._core.paths import TreeDef, name_leaves
+from treeshard._core.paths import Flat, name_leaves
 from treeshard._core.spec_trees import ResolvedSpec
 from treeshard._core.specs import (
     Adjustment,
@@ -115,7 +113,7 @@ class PlannedLeaf(NamedTuple):
         return shard_size(self.shape, self.given, mesh) * self.dtype.itemsize
 
 
-Row = tuple[str, Shape | None, ResolvedSpec]  # a leaf's path, its shape, and its decision
+Row = tuple[str, Shape, ResolvedSpec]  # a leaf's path, its shape, and its decision
 
 # The kinds of adjustments that `Plan.check` warns of, each with its fix.
 WARNED = {
@@ -131,22 +129,34 @@ WARNED = {
 _UNMATCHED = ResolvedSpec(
     PartitionSpec(), PartitionSpec(), adjustments=(Adjustment("unmatched", "no rule matches."),)
 )
-_REPLICATED = ResolvedSpec(PartitionSpec(), PartitionSpec())  # scalars, and leaves without a shape
+_REPLICATED = ResolvedSpec(PartitionSpec(), PartitionSpec())  # scalars
 
 
 class Decided(NamedTuple):
-    """A tree's leaves, in the order in which JAX flattens it, and their decisions."""
+    """A tree's arrays, in the order in which JAX flattens it, and their decisions."""
 
-    treedef: TreeDef
-    leaves: list[Any]
+    split: StaticSplit
+    arrays: list[Any]
     paths: list[str]
-    shapes: list[Shape | None]
+    shapes: list[Shape]
     decisions: list[ResolvedSpec]
 
+    def specs_of_leaves(self) -> Sequence[PartitionSpec]:
+        """The specs of all leaves of the tree; `P()` for leaves that are not arrays."""
+        return self.split.fill_leaves([x.spec for x in self.decisions], PartitionSpec())
+
     def adjusted_rows(self) -> list[Row]:
-        """The leaves whose decisions have adjustments."""
+        """The arrays whose decisions have adjustments."""
         rows = zip(self.paths, self.shapes, self.decisions, strict=True)
         return [row for row in rows if row[2].adjustments]
+
+
+def split_arrays(flat: Flat) -> tuple[StaticSplit, list[Any], list[Shape]]:
+    """Splits the arrays of a tree from its other leaves; returns also the arrays and shapes."""
+    leaves, treedef = flat
+    split = StaticSplit(leaves, treedef, has_shape)
+    arrays = split.dynamic(leaves)
+    return split, arrays, [tuple(x.shape) for x in arrays]
 
 
 # ------------------------------------------------------------------ the rule of each leaf
@@ -155,36 +165,36 @@ class Decided(NamedTuple):
 def decide(
     read: ReadRules,
     tree: Any,
+    flat: Flat,
     mesh: AnyMesh | None,
     min_size: SupportsIndex | None,
     *,
     whole_paths: bool = False,
 ) -> Decided:
-    """Decides every leaf; with `whole_paths`, by patterns that match its full path.
+    """Decides every array of a tree; with `whole_paths`, by patterns that match its full path.
 
     Raises for actions that do not return a spec, for names that do not resolve, and for
     tactics without a mesh. All other errors are recorded in the decisions.
     """
     rules = _Rules(read, mesh, min_size_in_force(min_size))
-    leaves, treedef = tree_flatten(tree)
-    paths = name_leaves(tree, treedef)
-    shapes = [tuple(leaf.shape) if has_shape(leaf) else None for leaf in leaves]
-    shown = leaves_with_names(tree) if rules.read_boxes else leaves
-    arrays = [path for path, shape in zip(paths, shapes, strict=True) if shape]
-    rule_of = _first_matches([pattern for pattern, _ in read], arrays, whole_paths)
+    split, arrays, shapes = split_arrays(flat)
+    paths = split.dynamic(name_leaves(tree, split.treedef))
+    shown = split.dynamic(leaves_with_names(tree)) if rules.read_boxes else arrays
+    need_rule = [path for path, shape in zip(paths, shapes, strict=True) if shape]
+    found = iter(_first_matches([pattern for pattern, _ in read], need_rule, whole_paths))
     # A model has few shapes, so most leaves share the decision of another leaf.
     known: dict[tuple[int, Shape, int], ResolvedSpec] = {}
     decisions: list[ResolvedSpec] = []
-    for path, shape, leaf, in_box in zip(paths, shapes, leaves, shown, strict=True):
+    for path, shape, array, in_box in zip(paths, shapes, arrays, shown, strict=True):
         # EasyLM replicates scalars before it tries a rule, so its lists have no rules for counters.
         if not shape:
             decisions.append(_REPLICATED)
             continue
-        rule = rule_of.get(path)
+        rule = next(found)
         if rule is None:
             decisions.append(_UNMATCHED)
             continue
-        key = rule, shape, leaf.dtype.itemsize
+        key = rule, shape, array.dtype.itemsize
         decision = known.get(key)
         if decision is None:
             decision = rules.decide(rule, path, shape, in_box)
@@ -194,7 +204,7 @@ def decide(
     if rules.not_specs:
         headline = f"The actions of rules returned no spec for {len(rules.not_specs)} leaves:"
         raise ShardingRuleError(listed(headline, rules.not_specs))
-    return Decided(treedef, leaves, paths, shapes, decisions)
+    return Decided(split, arrays, paths, shapes, decisions)
 
 
 # The parts of patterns that distinguish digits: a digit, also in a range, in an escape or as the
@@ -205,27 +215,36 @@ _SAME_DIGITS = "".join("0" if chr(i).isdigit() else chr(i) for i in range(128))
 
 def _first_matches(
     patterns: Sequence[re.Pattern[str]], paths: Sequence[str], whole_paths: bool
-) -> dict[str, int]:
-    """The first pattern that matches each path; unmatched paths are left out.
+) -> list[int | None]:
+    """The index of the first pattern that matches each path; `None` if no pattern does.
 
     The paths of layers differ only in digits, so most patterns match either all layers or no layer.
     """
-    kinds: dict[str, list[str]] = defaultdict(list)
-    for path in paths:
-        kinds[path.translate(_SAME_DIGITS)].append(path)
-    left = {alike[0]: alike for alike in kinds.values()}
-    first: dict[str, int] = {}
+    # Translating the paths one by one takes ten times as long.
+    alike = "\n".join(paths).translate(_SAME_DIGITS).split("\n")
+    if len(alike) != len(paths):  # a path has a line break
+        alike = list(paths)
+    of_alike, of_path = dict[str, int](), dict[str, int]()
+    left = dict.fromkeys(alike)
+    paths_left, count = dict(zip(paths, alike, strict=True)), len(left)
     for index, pattern in enumerate(patterns):
         # `filter` is a quarter faster than a loop.
         matches = pattern.fullmatch if whole_paths else pattern.search
         if not _TELLS_DIGITS_APART.search(pattern.pattern):
-            for path in list(filter(matches, left)):
-                first |= dict.fromkeys(left.pop(path), index)
-        elif matched := dict.fromkeys(filter(matches, chain(*left.values())), index):
-            first |= matched
-            rest = [[path for path in alike if path not in matched] for alike in left.values()]
-            left = {alike[0]: alike for alike in rest if alike}
-    return first
+            for same in list(filter(matches, left)):
+                of_alike[same] = index
+                del left[same]
+            continue
+        if len(left) < count:
+            paths_left = {path: same for path, same in paths_left.items() if same in left}
+        for path in list(filter(matches, paths_left)):
+            of_path[path] = index
+            del paths_left[path]
+        left = dict.fromkeys(paths_left.values())
+        count = len(left)
+    found = list(map(of_alike.get, alike))
+    # A pattern that distinguishes digits comes before the patterns that match the paths left.
+    return [of_path.get(path, rule) for path, rule in zip(paths, found, strict=True)]
 
 
 # ------------------------------------------------------------------ the decision of a rule
@@ -272,7 +291,8 @@ class _Rules:
     def __init__(self, read: ReadRules, mesh: AnyMesh | None, min_size: int):
         self.rules, self.mesh, self.min_size = _resolve_rules(read, mesh), mesh, min_size
         tactics = [rule for rule in self.rules if isinstance(rule.action, Tactic)]
-        self.tactic_mesh = current_or_given(mesh) if tactics else None
+        # Only `match_partition_rules` takes rules without a mesh.
+        self.tactic_mesh = current_or_given(mesh, "match_partition_rules") if tactics else None
         self.read_boxes = not all(rule.by_shape for rule in tactics)
         self.not_specs: list[str] = []  # the errors of actions that did not return a spec
 

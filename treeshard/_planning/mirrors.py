@@ -7,22 +7,17 @@ Other leaves are matched by the ends of their paths.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jax.sharding import PartitionSpec
 from jax.tree_util import tree_structure
 
-from treeshard._core.arrays import has_shape
-from treeshard._core.paths import (
-    TreeDef,
-    children_with_keys,
-    leaf_paths,
-    path_under,
-    paths_of,
-)
+from treeshard._core.paths import PathWalk, TreeDef
+from treeshard._core.spec_trees import ResolvedSpec
 from treeshard._core.specs import dim_entries, with_entries
 from treeshard._planning.matching import PlannedLeaf, Shape
 
@@ -30,19 +25,7 @@ from treeshard._planning.matching import PlannedLeaf, Shape
 Dims = tuple[int | None, ...]
 
 
-class Followed(NamedTuple):
-    """A leaf in a tree that mirrors another.
-
-    Attributes:
-        spec: The spec of the leaf.
-        counterpart: The leaf of the original that it is a copy of, or `None`.
-    """
-
-    spec: PartitionSpec
-    counterpart: PlannedLeaf | None = None
-
-
-_ALONE = Followed(PartitionSpec())
+_ALONE = ResolvedSpec(PartitionSpec(), PartitionSpec())
 
 
 class Original:
@@ -50,18 +33,20 @@ class Original:
 
     def __init__(self, treedef: TreeDef, leaves: Sequence[PlannedLeaf | None]):
         self.treedef, self.leaves = treedef, leaves
-        # Scalars and non-arrays, of shape `()`, have no dims to follow.
-        self.shapes = [() if leaf is None else leaf.shape for leaf in leaves]
-        self.specs = [PartitionSpec() if leaf is None else leaf.given for leaf in leaves]
-        self._kept: dict[tuple[int, Dims], PartitionSpec] = {}
+        self.shapes = [None if leaf is None else leaf.shape for leaf in leaves]
+        # Scalars and non-arrays have no dims to follow.
+        self.decisions = [
+            leaf.decision if leaf is not None and leaf.shape else _ALONE for leaf in leaves
+        ]
+        self._kept: dict[tuple[int, Dims], ResolvedSpec] = {}
 
     @cached_property
     def names(self) -> dict[str, dict[Any, int]]:
         """For each path, the indices of its arrays, one for each shape and spec."""
         names: dict[str, dict[Any, int]] = defaultdict(dict)
-        for index, path in enumerate(paths_of(self.treedef)):
-            if self.leaves[index] is not None:
-                names[path].setdefault((self.shapes[index], self.specs[index]), index)
+        for index, leaf in enumerate(self.leaves):
+            if leaf is not None:
+                names[leaf.path].setdefault((leaf.shape, leaf.given), index)
         return dict(names)
 
     @cached_property
@@ -80,118 +65,131 @@ class Original:
                     endings[ending] = dropped, members
         return {ending: indices for ending, (_, indices) in endings.items()}
 
-    @cached_property
-    def in_full(self) -> list[Followed]:
-        """For each leaf, the result for a copy of its shape, as most copies are."""
-        pairs = enumerate(self.shapes)
-        return [self.kept(i, tuple(range(len(x)))) if x else _ALONE for i, x in pairs]
-
-    def kept(self, index: int, dims: Dims) -> Followed:
-        """The spec of a leaf that keeps these dims of the original's leaf `index`."""
-        spec = self.specs[index]
-        key = id(spec), dims  # the leaves of a model share a few specs
+    def kept(self, index: int, dims: Dims) -> ResolvedSpec:
+        """The decision for a leaf that keeps these dims of the original's leaf `index`."""
+        decision, rank = self.decisions[index], len(self.shapes[index] or ())
+        if dims == tuple(range(rank)):
+            return decision
+        key = id(decision), dims  # the leaves of a model share a few decisions
         if key not in self._kept:
-            of_dims = dim_entries(spec, len(self.shapes[index]))
+            of_dims = dim_entries(decision.spec, rank)
             new = [None if dim is None else of_dims[dim] for dim in dims]
-            self._kept[key] = with_entries(spec, new)
-        return Followed(self._kept[key], self.leaves[index])
+            spec = with_entries(decision.spec, new)
+            # The adjustments of a parameter's dims do not apply to other dims.
+            self._kept[key] = replace(decision, requested=spec, spec=spec, adjustments=())
+        return self._kept[key]
 
 
-def follow(tree: Any, leaves: list[Any], treedef: TreeDef, original: Original) -> list[Followed]:
-    """The spec of every leaf of `tree`, from its counterpart in the original, in JAX's order."""
-    follower = _Follower(original, leaves)
-    follower.node(treedef, tree, "")
-    return follower.followed
+def follow(
+    tree: Any, treedef: TreeDef, shapes: Sequence[Shape | None], original: Original
+) -> tuple[list[str], list[ResolvedSpec]]:
+    """The path and the decision of every leaf of `tree`, from its counterpart in the original.
+
+    `shapes` has the shapes of the leaves, in JAX's order, and `None` for non-arrays.
+    """
+    follower = _Follower(original, shapes)
+    follower.node(tree, treedef, None)
+    return follower.walk.paths, follower.decisions
 
 
 class _Follower:
     """Walks a tree from the root until it meets copies of the original."""
 
-    def __init__(self, original: Original, leaves: list[Any]):
-        self.original, self.leaves = original, leaves
-        self.followed: list[Followed] = []  # for the leaves visited so far
+    def __init__(self, original: Original, shapes: Sequence[Shape | None]):
+        self.original, self.shapes = original, shapes
+        # For the leaves visited so far.
+        self.walk = PathWalk()
+        self.decisions: list[ResolvedSpec] = []
+        # The plan has the paths in a copy. An empty path may be an empty key, or the root.
+        paths = [leaf.path for leaf in original.leaves if leaf is not None]
+        if all(paths) and len(paths) == len(original.leaves):
+            self.walk.known[original.treedef] = [f"/{path}" for path in paths], 0
 
-    def node(self, treedef: TreeDef, node: Any, path: str) -> None:
+    def node(self, node: Any, treedef: TreeDef, path: str | None) -> None:
         if not treedef.num_leaves:
             return
         # A tree that is smaller than the original has no copy by structure. Its leaves may be
         # copies by name, as in an optimizer that is masked to a part of the tree.
-        if treedef.num_nodes < self.original.treedef.num_nodes:
-            self._match_by_names(node, path)
-        elif not self._copy(treedef, path):
-            children = zip(children_with_keys(node), treedef.children(), strict=True)
-            for (key, child), below in children:
-                self.node(below, child, path_under(path, key))
+        if treedef.num_nodes < self.original.treedef.num_nodes or not self.original.leaves:
+            self.walk.node(node, treedef, path)
+            self._match_by_names()
+            return
+        decisions = self._copy(treedef, (path or "").rpartition("/")[2])
+        if decisions is None:
+            for child_path, child, below in self.walk.children(node, treedef, path):
+                self.node(child, below, child_path)
+        else:
+            self.walk.node(node, treedef, path)
+            self.decisions += decisions
 
     # By structure.
 
-    def _copy(self, treedef: TreeDef, path: str) -> bool:
-        """Whether a subtree is a copy of the original. If so, its leaves are followed."""
-        field = path.rpartition("/")[2]
-        start = len(self.followed)
+    def _copy(self, treedef: TreeDef, field: str) -> list[ResolvedSpec] | None:
+        """The decisions for the leaves of a subtree that is a copy; `None` for other subtrees."""
+        original, start = self.original, len(self.decisions)
+        shapes = self.shapes[start : start + treedef.num_leaves]
         try:
-            if treedef == self.original.treedef:  # most copies
-                self._follow_each(field)
-                return True
-            parts = _parts_of(treedef, self.original.treedef)
+            is_equal = treedef == original.treedef  # most copies
+            parts = [] if is_equal else _parts_of(treedef, original.treedef)
         except Exception:  # static fields may be arrays, whose comparison raises
-            return False
-        followed: list[Followed] = []
+            return None
+        if is_equal:
+            return self._of_each(shapes, field)
+        decisions: list[ResolvedSpec] = []
         for index, part in enumerate(parts):
+            first = len(decisions)
+            of_part = shapes[first : first + part.num_leaves]
             if part is _LEAF:
-                followed.append(self._of(self.leaves[start], index, field))
-                start += 1
-                continue
-            leaves = self.leaves[start : start + part.num_leaves]
-            start += part.num_leaves
-            several = self._parts(part, leaves, index)
-            if several is None:
-                return False
-            followed += several
-        self.followed += followed
-        return bool(parts)
+                decisions.append(self._of(of_part[0], index, field))
+            elif (several := self._parts(part, of_part, index)) is None:
+                return None
+            else:
+                decisions += several
+        return decisions if parts else None
 
-    def _follow_each(self, field: str) -> None:
-        """Follows the leaves of a subtree that has the structure of the original."""
-        original, start = self.original, len(self.followed)
-        leaves = self.leaves[start : start + len(original.leaves)]
-        self.followed += [
-            in_full if getattr(leaf, "shape", None) == shape else self._of(leaf, index, field)
-            for index, (leaf, shape, in_full) in enumerate(
-                zip(leaves, original.shapes, original.in_full, strict=True)
-            )
-        ]
+    def _of_each(self, shapes: Sequence[Shape | None], field: str) -> list[ResolvedSpec]:
+        """The decisions for the leaves of a subtree that has the structure of the original."""
+        original = self.original
+        if shapes == original.shapes:  # most copies
+            return original.decisions
+        known: dict[Any, ResolvedSpec] = {}  # a model has few shapes and decisions
+        decisions: list[ResolvedSpec] = []
+        rows = zip(shapes, original.shapes, original.decisions, strict=True)
+        for index, (shape, full, decision) in enumerate(rows):
+            key = shape, full, id(decision)
+            if key not in known:
+                known[key] = self._of(shape, index, field)
+            decisions.append(known[key])
+        return decisions
 
-    def _of(self, leaf: Any, index: int, field: str) -> Followed:
+    def _of(self, shape: Shape | None, index: int, field: str) -> ResolvedSpec:
         full = self.original.shapes[index]
-        if not full or not has_shape(leaf) or not leaf.shape:
-            return _ALONE
-        dims = kept_dims(tuple(leaf.shape), full, field)
+        dims = kept_dims(shape, full, field) if full and shape else None
         return _ALONE if dims is None else self.original.kept(index, dims)
 
-    def _parts(self, part: TreeDef, leaves: list[Any], index: int) -> list[Followed] | None:
+    def _parts(
+        self, part: TreeDef, shapes: Sequence[Shape | None], index: int
+    ) -> list[ResolvedSpec] | None:
         """The leaves instead of one leaf: empty, a moment per dim, or halves; otherwise `None`."""
-        full = self.original.shapes[index]
-        followed: list[Followed] = []
-        for position, leaf in enumerate(leaves):
-            flat = part.num_nodes == part.num_leaves + 1 and has_shape(leaf)
-            dims = part_dims(position, tuple(leaf.shape), full) if flat else None
+        full = self.original.shapes[index] or ()
+        decisions: list[ResolvedSpec] = []
+        for position, shape in enumerate(shapes):
+            is_flat = part.num_nodes == part.num_leaves + 1
+            dims = part_dims(position, shape, full) if is_flat and shape is not None else None
             if dims is None:
                 return None
-            followed.append(self.original.kept(index, dims))
-        return followed
+            decisions.append(self.original.kept(index, dims))
+        return decisions
 
     # By name.
 
-    def _match_by_names(self, node: Any, path: str) -> None:
-        for below in leaf_paths(node):
-            leaf = self.leaves[len(self.followed)]
-            shape = tuple(leaf.shape) if has_shape(leaf) else ()
-            self.followed.append(
-                self._match_by_name(path_under(path, below), shape) if shape else _ALONE
-            )
+    def _match_by_names(self) -> None:
+        """Matches the leaves that have a path and no decision yet."""
+        for path in self.walk.paths[len(self.decisions) :]:
+            shape = self.shapes[len(self.decisions)]
+            self.decisions.append(self._match_by_name(path, shape) if shape else _ALONE)
 
-    def _match_by_name(self, path: str, shape: Shape) -> Followed:
+    def _match_by_name(self, path: str, shape: Shape) -> ResolvedSpec:
         """Matches a leaf to the original's leaf whose path is the longest end of its own path.
 
         Otherwise, matches it to the leaves whose paths share the longest end with it. All of
@@ -214,19 +212,19 @@ class _Follower:
         ]
         for owners, dims_of in attempts:
             for owner in owners:
-                followed = self._alike(owner, dims_of)
-                if followed is not None:
-                    return followed
+                decision = self._alike(owner, dims_of)
+                if decision is not None:
+                    return decision
         return _ALONE
 
     def _alike(
         self, owner: "_Owner", dims_of: Callable[[Shape, str], Dims | None]
-    ) -> Followed | None:
-        """The result that all fitting leaves of an owner share; `None` if they differ."""
+    ) -> ResolvedSpec | None:
+        """The decision that all fitting leaves of an owner share; `None` if their specs differ."""
         field, indices = owner
-        kept: list[Followed] = []
+        kept: list[ResolvedSpec] = []
         for index in indices:
-            dims = dims_of(self.original.shapes[index], field)
+            dims = dims_of(self.original.shapes[index] or (), field)
             if dims is not None:
                 kept.append(self.original.kept(index, dims))
         is_clear = kept and all(other.spec == kept[0].spec for other in kept)

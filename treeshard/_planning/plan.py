@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import starmap
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import jax
 from jax.tree_util import tree_flatten
 
 from treeshard._core.arguments import check_tree
-from treeshard._core.arrays import StaticSplit, device_dtype, has_shape, same_arrays
+from treeshard._core.arrays import StaticSplit, device_dtype, same_arrays
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.mesh import (
     AnyMesh,
@@ -31,7 +32,7 @@ from treeshard._core.text import human_bytes
 from treeshard._planning.copies import histories, plan_copies
 from treeshard._planning.given_specs import decide_by_specs, is_spec_tree
 from treeshard._planning.logical import ReadLogicalRules, current_logical_rules, logical_axis_rules
-from treeshard._planning.matching import WARNED, PlannedLeaf, Row, decide
+from treeshard._planning.matching import WARNED, Decided, PlannedLeaf, Row, decide
 from treeshard._planning.planned import ArrayFacts, PlannedTree
 from treeshard._planning.rules import (
     Rules,
@@ -396,15 +397,14 @@ class Plan(PlannedTree):
             `optax.tree_map_params`, for states that hold copies of the parameters; ZeRO stage
             1: Rajbhandari et al. 2020, arXiv:1910.02054.
         """
-        check_tree(tree, "Plan.follow", "plan.follow(optimizer.init(params))")
-        of_tree, treedef = tree_flatten(tree)
-        split = StaticSplit(of_tree, treedef, has_shape)
-        leaves = plan_copies(tree, of_tree, split, self, extra_axis, memory)
+        flat = check_tree(tree, "Plan.follow", "plan.follow(optimizer.init(params))")
+        decided = plan_copies(tree, flat, self, extra_axis, memory)
+        leaves, facts = _planned_leaves(decided)
         return replace(
             self,
             leaves=tuple(leaves),
-            _split=split,
-            _array_facts=_array_facts(leaves, split.dynamic(of_tree)),
+            _split=decided.split,
+            _array_facts=facts,
             _recipe=_Copies(self, extra_axis, memory),
         )
 
@@ -560,40 +560,38 @@ def plan(
     call = "plan(tree, rules, mesh)"
     check_order(rules, tree, "plan", call)
     check_order(rules, mesh, "plan", call)
-    check_tree(tree, "plan", call)
+    flat = check_tree(tree, "plan", call)
     mesh = as_mesh(mesh, _mesh_of_text)
     by_specs = is_spec_tree(rules)
     if by_specs:
-        decided = decide_by_specs(rules, tree, mesh)
+        decided = decide_by_specs(rules, tree, flat, mesh)
     else:
-        decided = decide(read_rules(rules), tree, mesh, min_size)
+        decided = decide(read_rules(rules), tree, flat, mesh, min_size)
     warn_of_moves(decided.adjusted_rows(), ())
-    columns = zip(decided.paths, decided.leaves, decided.shapes, decided.decisions, strict=True)
-    leaves = [
-        PlannedLeaf(path, shape, device_dtype(leaf.dtype), decision)
-        for path, leaf, shape, decision in columns
-        if shape is not None
-    ]
+    leaves, facts = _planned_leaves(decided)
     pairs = () if by_specs else tuple((pattern, action) for pattern, action in rules)
     for i, decision in histories(leaves).items():
         leaves[i] = leaves[i]._replace(decision=decision)
-    split = StaticSplit(decided.leaves, decided.treedef, has_shape)
     return Plan(
         mesh,
         pairs,
         min_size_in_force(min_size),
         tuple(leaves),
-        split,
+        decided.split,
         strict,
-        _array_facts(leaves, split.dynamic(decided.leaves)),
+        facts,
         _recipe=_ByRules(current_logical_rules(), rules if by_specs else None),
     )
 
 
-def _array_facts(leaves: Sequence[PlannedLeaf], arrays: Sequence[Any]) -> ArrayFacts:
-    """The facts about planned leaves that only their arrays show."""
-    pairs = zip(leaves, arrays, strict=True)
-    narrowed = tuple(
-        (leaf.path, x.dtype.name) for leaf, x in pairs if x.dtype.itemsize > leaf.dtype.itemsize
-    )
-    return ArrayFacts(same_arrays([leaf.path for leaf in leaves], arrays), narrowed)
+def _planned_leaves(decided: Decided) -> tuple[list[PlannedLeaf], ArrayFacts]:
+    """A record for each array, and the facts that only the arrays show."""
+    paths, dtypes = decided.paths, [x.dtype for x in decided.arrays]
+    on_devices = {dtype: device_dtype(dtype) for dtype in set(dtypes)}  # few
+    of_leaves = [on_devices[dtype] for dtype in dtypes]
+    rows = zip(paths, decided.shapes, of_leaves, decided.decisions, strict=True)
+    wide = {dtype for dtype, narrow in on_devices.items() if dtype.itemsize > narrow.itemsize}
+    pairs = zip(paths, dtypes, strict=True) if wide else ()
+    narrowed = tuple((path, dtype.name) for path, dtype in pairs if dtype in wide)
+    facts = ArrayFacts(same_arrays(paths, decided.arrays), narrowed)
+    return list(starmap(PlannedLeaf, rows)), facts

@@ -94,10 +94,7 @@ class PlannedTree(SpecCarrier):
         if tree_structure(tree) != self._split.treedef:
             return None
         of_arrays = self._placement_of_each() if placements else [x.given for x in self.leaves]
-        each: list[Any] = [PartitionSpec()] * self._split.treedef.num_leaves
-        for i, spec in zip(self._split.indices, of_arrays, strict=True):
-            each[i] = spec
-        return each
+        return list(self._split.fill_leaves(of_arrays, PartitionSpec()))
 
     def sharding_of_each(self) -> list[NamedSharding]:
         """The sharding of every array; equal ones are one object.
@@ -138,10 +135,7 @@ class PlannedTree(SpecCarrier):
 
     def leaf_at_each_index(self) -> list[PlannedLeaf | None]:
         """A `PlannedLeaf` for every leaf of the tree, in JAX's order; `None` for non-arrays."""
-        planned: list[PlannedLeaf | None] = [None] * self._split.treedef.num_leaves
-        for index, leaf in zip(self._split.indices, self.leaves, strict=True):
-            planned[index] = leaf
-        return planned
+        return list(self._split.fill_leaves(self.leaves))
 
     # -------------------------------------------------------------- sums
 

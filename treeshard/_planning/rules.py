@@ -86,7 +86,7 @@ def match_partition_rules(
     """
     call = "match_partition_rules(rules, tree)"
     check_order(rules, tree, "match_partition_rules", call)
-    check_tree(tree, "match_partition_rules", call)
+    flat = check_tree(tree, "match_partition_rules", call)
     if isinstance(mesh, int):  # eformer's third argument
         raise MeshError(
             f"match_partition_rules: the mesh is the int {mesh}. If it is the smallest size of a"
@@ -94,12 +94,12 @@ def match_partition_rules(
         )
     mesh = as_mesh(mesh)
     # Decisions record mistakes, and one error then lists all of them.
-    decided = decide(read_rules(rules), tree, mesh, min_size)
+    decided = decide(read_rules(rules), tree, flat, mesh, min_size)
     rows = decided.adjusted_rows()
     if strict and (error := rules_error(rows, mesh)):
         raise error
     warn_of_moves(rows, WARNED)
-    return decided.treedef.unflatten([decision.spec for decision in decided.decisions])
+    return decided.split.treedef.unflatten(decided.specs_of_leaves())
 
 
 # ------------------------------------------------------------------ strictness

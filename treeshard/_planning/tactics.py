@@ -96,7 +96,7 @@ class Tactic:
     def __call__(
         self, spec: PartitionSpec, mesh: MeshLike | None, path: str, leaf: Any
     ) -> PartitionSpec:
-        mesh = current_or_given(mesh)
+        mesh = current_or_given(mesh, repr(self))
         refined, adjustments = self.refine(spec, mesh, path, leaf, min_size_in_force(None))
         if misfits := [each for each in adjustments if each.kind in MISFITS]:
             why = " ".join(misfit.why for misfit in misfits)

@@ -1,4 +1,4 @@
-"""Errors for wrong arguments instead of specs, with the line to write."""
+"""Errors for wrong arguments instead of plans and specs, with the line to write."""
 
 from typing import Any
 
@@ -7,8 +7,23 @@ from jax.sharding import AbstractMesh, Mesh
 from treeshard._core.arguments import PLAIN_VALUES, describe_argument
 from treeshard._core.spec_trees import SpecCarrier
 from treeshard._core.specs import is_logical, is_spec
+from treeshard._planning.plan import Plan
 from treeshard._planning.rules import is_list_of_rules
 from treeshard.errors import ArgumentError, SpecError
+
+
+def check_plan(plan: Any, call: str) -> None:
+    """Raises `ArgumentError` if an argument is not a plan.
+
+    Args:
+        plan: The argument.
+        call: The call of the function that makes the plan: `"jit_step(fn, plan(state, ...))"`.
+    """
+    if not isinstance(plan, Plan):
+        raise ArgumentError(
+            f"{call.partition('(')[0]}: the plan is {describe_argument(plan)}. Make a plan first:"
+            f" `{call}`."
+        )
 
 
 def check_specs(specs: Any, call: str, tree: Any = None, axis: str = "") -> None:

@@ -98,12 +98,13 @@ def _group_by_spec(leaves: list[PlacedLeaf]) -> dict[PartitionSpec | None, dict[
 
 def _find_placed_leaves(tree: Any, specs: Any, mesh: MeshLike | None) -> list[PlacedLeaf]:
     """Every array with its sharding. Raises for all leaves whose spec does not fit."""
-    check_no_refs(tree, "analyze_sharding_strategy")
-    laid = resolve_specs(tree, specs, mesh)
+    where = "analyze_sharding_strategy"
+    check_no_refs(tree, where)
+    laid = resolve_specs(tree, specs, mesh, where=where)
     # An uneven dim counts as the compiler splits it. `UNCONSTRAINED` has no size to count.
     kinds = MISFITS - {"indivisible"} | {"unconstrained"}
     misfits = {i: spec and spec.misfit(kinds) for i, spec in enumerate(laid)}
-    raise_misfits(tree, misfits, "analyze_sharding_strategy")
+    raise_misfits(tree, misfits, where)
     placed: list[PlacedLeaf] = []
     for path, leaf, spec in zip(leaf_paths(tree), tree_leaves(tree), laid, strict=True):
         if not has_shape(leaf):

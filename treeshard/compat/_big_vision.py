@@ -75,17 +75,17 @@ def infer_sharding(params: PyTree, strategy: Strategy, mesh: MeshLike) -> SpecTr
     call = "infer_sharding(params, strategy, mesh)"
     check_order(strategy, params, "infer_sharding", call)
     check_order(strategy, mesh, "infer_sharding", call)
-    check_no_refs(params, "infer_sharding")
+    flat = check_no_refs(params, "infer_sharding")
     mesh = as_mesh(mesh, make_mesh)
     # `u.make_mask_trees` of big_vision matches with `re.fullmatch`, the first pattern first.
-    decided = decide(read_rules(strategy, _read_ops), params, mesh, 0, whole_paths=True)
+    decided = decide(read_rules(strategy, _read_ops), params, flat, mesh, 0, whole_paths=True)
     # If a pattern chose a spec that does not fit, that is an error. Unmatched leaves are
     # replicated, and a warning lists them.
     matched = [row for row in decided.adjusted_rows() if row[2].rule is not None]
     if error := rules_error(matched, mesh):
         raise error
     _warn_about_unmatched(decided)
-    specs = [decision.spec for decision in decided.decisions]
+    specs = decided.specs_of_leaves()
     # One object for each spec, because trees of thousands of leaves have a handful of specs.
     sharding_of = {spec: NamedSharding(mesh, spec) for spec in set(specs)}
     shardings = [sharding_of[spec] for spec in specs]

@@ -21,6 +21,7 @@ from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.spec_trees import SpecCarrier, SpecTree, specs_of_leaves
 from treeshard._core.specs import axes_of, entries, trim_spec
 from treeshard._planning.plan import Plan
+from treeshard._planning.wrong_arguments import check_plan
 from treeshard.errors import SpecError, UnexpectedShardingError, listed
 from treeshard.programs._lock import diff_of_locks, lock_text, write_lock
 from treeshard.training._step import Step
@@ -46,6 +47,7 @@ def assert_same_plan(plan: Plan, path: str | os.PathLike[str], *, update: bool =
     Raises:
         UnexpectedShardingError: If the plan differs from the stored one, with every changed leaf,
             or if the file does not exist. The error is an `AssertionError`.
+        ArgumentError: If `plan` is not a plan.
 
     Examples:
         >>> shapes = {"w": jax.ShapeDtypeStruct((512, 64), "float32")}
@@ -54,6 +56,7 @@ def assert_same_plan(plan: Plan, path: str | os.PathLike[str], *, update: bool =
         ...     assert_same_plan(decided, folder + "/mlp.txt", update=True)
         ...     assert_same_plan(decided, folder + "/mlp.txt")
     """
+    check_plan(plan, "assert_same_plan(plan(tree, rules, mesh), path)")
     file, text = Path(path), _plan_text(plan)
     if update or _is_set(_UPDATE):
         file.parent.mkdir(parents=True, exist_ok=True)

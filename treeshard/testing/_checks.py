@@ -13,6 +13,7 @@ from treeshard._core.processes import all_or_none, participating_processes, show
 from treeshard._core.spec_trees import SpecTree
 from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import IN_MINIBATCHES
+from treeshard._planning.wrong_arguments import check_plan
 from treeshard.errors import ArgumentError, MeshError, WrongResultError
 from treeshard.testing._comparison import Comparison
 from treeshard.testing._computations import Computation, Gradients, Steps
@@ -87,11 +88,7 @@ def check_gradients(
         MeshError: If the plan's mesh has one device, or is abstract.
         LeafError: If `params` or `batch` has a mutable reference (`jax.Ref`).
     """
-    if not isinstance(plan, Plan):
-        raise ArgumentError(
-            f"check_gradients: the plan is {describe_argument(plan)}. Plan the parameters first:"
-            " `check_gradients(loss, params, batch, plan(params, rules, mesh))`."
-        )
+    check_plan(plan, "check_gradients(loss, params, batch, plan(params, rules, mesh))")
     check_no_refs(params, "check_gradients")
     check_no_refs(batch, "check_gradients", "batch")
     available = default_layouts(plan, batch, batch_specs, by_hand=by_hand is not None)

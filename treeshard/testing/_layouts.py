@@ -21,6 +21,7 @@ from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec, specs_of_leaves
 from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import default_batch
+from treeshard._planning.wrong_arguments import check_plan
 from treeshard.errors import SpecError, did_you_mean
 
 
@@ -106,6 +107,7 @@ def layouts(
         The layouts: a test may select some of them by their attributes.
 
     Raises:
+        ArgumentError: If `plan` is not a plan.
         MeshError: If the plan was made for an abstract mesh.
         SpecError: If the specs do not fit the batch; with `by_hand`, if they do not split it.
 
@@ -118,6 +120,7 @@ def layouts(
         mesh: data=4, fsdp=2; batch P(('data', 'fsdp'),)
         axes: fsdp=4, data=2; batch P(('data', 'fsdp'),)
     """
+    check_plan(plan, "layouts(plan(params, rules, mesh), batch)")
     batch_specs = default_batch(plan) if batch_specs is None else batch_specs
     split = get_names_from_partition_spec(batch_specs)
     if by_hand and not split:

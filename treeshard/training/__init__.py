@@ -34,7 +34,7 @@ from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
 from treeshard._placement.targets import replace_names
 from treeshard._planning.plan import Plan, plan
 from treeshard._planning.plan_in_force import INITIALISING, default_batch
-from treeshard._planning.wrong_arguments import check_specs
+from treeshard._planning.wrong_arguments import check_plan, check_specs
 from treeshard.errors import ArgumentError, StateError
 from treeshard.training._accumulation import accumulate_gradients
 from treeshard.training._gradients import value_and_grad
@@ -326,11 +326,7 @@ def _make_step(
     check_function(fn, f"{where}(fn, plan)")
     if plan is None:
         raise StateError(f"{where} needs the plan of the state: {where}(fn, plan).")
-    if not isinstance(plan, Plan):
-        raise ArgumentError(
-            f"{where}: the plan is {describe_argument(plan)}. Plan the state first:"
-            f" `{where}(fn, plan(state, rules, mesh))`."
-        )
+    check_plan(plan, f"{where}(fn, plan(state, rules, mesh))")
     plan.check_before_use()
     check_specs(batch, f"{where}(fn, plan, batch={{}})")
     specs = replace_names(default_batch(plan) if batch is None else batch, plan.mesh)

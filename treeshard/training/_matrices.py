@@ -44,6 +44,7 @@ from treeshard._core.specs import (
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import BY_MATRIX
+from treeshard._planning.wrong_arguments import check_plan
 from treeshard.errors import ArgumentError, SpecError, listed
 
 
@@ -118,11 +119,7 @@ def by_matrix(
             f"by_matrix: the optimizer is {describe_argument(optimizer)}, and not an optax"
             " GradientTransformation. Call `by_matrix(optimizer, plan)`."
         )
-    if not isinstance(plan, Plan):
-        raise ArgumentError(
-            f"by_matrix: the plan is {describe_argument(plan)}. Plan the parameters first:"
-            " `by_matrix(optimizer, plan(params, rules, mesh))`."
-        )
+    check_plan(plan, "by_matrix(optimizer, plan(params, rules, mesh))")
     plan.check_before_use()
     made = _ByMatrix(optimizer, plan, is_matrix or (lambda _path, _leaf: True))
     return optimizer._replace(init=made.init, update=made.update)
