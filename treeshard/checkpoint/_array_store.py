@@ -39,7 +39,6 @@ from treeshard._core.arrays import (
     is_on_host,
     primary_shards,
     region_shape,
-    regions_here,
     to_host,
     to_read,
 )
@@ -199,8 +198,7 @@ def _select_parts(x: Any) -> Parts:
         return [(full_region(x.shape), x)] if jax.process_index() == 0 else []
     if _is_one_part(x):
         return [(full_region(x.shape), to_read(x))]
-    regions = regions_here(x.sharding, x.shape)
-    return [(regions[shard.device], shard.data) for shard in primary_shards(x)]
+    return list(primary_shards(x))
 
 
 def memory_to_save(parts: Mapping[str, Parts], *, copied: bool) -> int:
