@@ -21,8 +21,8 @@ import json
 import math
 import os
 import re
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache
 from itertools import chain, product
@@ -39,6 +39,7 @@ from treeshard._core.arrays import (
     is_on_host,
     primary_shards,
     region_shape,
+    slices_of,
     to_host,
     to_read,
 )
@@ -180,8 +181,66 @@ def _open(values: Any, row: SavedLeaf) -> Any:
     return tensorstore.open(spec, kvstore=where, open=True, assume_metadata=True).result()
 
 
-def _index(region: Region) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in region)
+# ------------------------------------------------------------------ tiny arrays
+
+# To open an array takes longer than to read a tiny one. So TensorStore encodes and decodes the
+# chunks of many tiny arrays as chunks of one array in memory, and the database has the same bytes.
+
+_TINY = 2**14  # bytes
+_TOGETHER = 256  # tiny arrays that are encoded or decoded at a time
+
+T = TypeVar("T")
+Item = TypeVar("Item", bound=tuple[Any, ...])  # which begins with the row of its array
+
+
+def is_tiny(row: SavedLeaf) -> bool:
+    """Whether an array is stored as one tiny chunk."""
+    return row.chunk == row.stored_shape and chunk_bytes(row) <= _TINY
+
+
+def group_tiny(items: Iterable[Item]) -> Iterator[list[Item]]:
+    """Groups the items of tiny arrays of one type. All other items are alone."""
+    groups = defaultdict[Any, list[Item]](list)
+    for item in items:
+        row: SavedLeaf = item[0]
+        if not is_tiny(row):
+            yield [item]
+            del item  # or it would stay in memory
+            continue
+        group = groups[row.stored, row.chunk]
+        group.append(item)
+        if len(group) == _TOGETHER:
+            yield groups.pop((row.stored, row.chunk))
+    yield from groups.values()
+
+
+def _chunk_key(array: str, row: SavedLeaf) -> str:
+    """The key of the only chunk of an array."""
+    return f"{array}{'/0' * len(row.stored_shape)}"
+
+
+def _array_in_memory(row: SavedLeaf, count: int) -> tuple[Any, Any]:
+    """A store in memory, and an array in it that consists of `count` chunks like that of `row`."""
+    context = tensorstore.Context()
+    store = tensorstore.KvStore.open("memory://", context=context).result()
+    spec = _specification((count, *row.stored_shape), row.stored, (1, *row.stored_shape))
+    array = tensorstore.open(spec, kvstore=store, open=True, assume_metadata=True).result()
+    return store, array
+
+
+def _encode(row: SavedLeaf, values: Sequence[np.ndarray]) -> list[bytes]:
+    """The chunks of tiny arrays of one type, with their checksums."""
+    store, array = _array_in_memory(row, len(values))
+    array.write(np.stack(values)).result()
+    return [store[_chunk_key(f"c/{i}", row)] for i in range(len(values))]
+
+
+def _decode(row: SavedLeaf, chunks: Sequence[bytes]) -> np.ndarray:
+    """The values of tiny arrays of one type. Raises if a chunk is missing or damaged."""
+    store, array = _array_in_memory(row, len(chunks))
+    for i, chunk in enumerate(chunks):
+        store[_chunk_key(f"c/{i}", row)] = chunk
+    return array.read().result()
 
 
 # ------------------------------------------------------------------ writing
@@ -293,18 +352,27 @@ def _write_batch(values: Any, batch: list[tuple[SavedLeaf, Region, Any]], *, cop
         _start_transfer(part)
     transaction = tensorstore.Transaction()
     in_transaction = values.with_transaction(transaction)
-    rows = {row.path: row for row, _, _ in batch}
-    arrays = {path: _open(in_transaction, row) for path, row in rows.items()}
-    writes = [
-        arrays[row.path][_index(region)].write(
-            _values(part).view(parse_dtype(row.stored or "")),
+    arrays: dict[str, Any] = {}
+    copying: list[Any] = []
+    writes: list[Any] = []
+    for group in group_tiny(batch):
+        parts = [_values(part).view(parse_dtype(row.stored or "")) for row, _, part in group]
+        row, region, part = group[0]
+        if is_tiny(row):
+            keys = [_chunk_key(f"{store_key(row.path)}/c", row) for row, _, _ in group]
+            writes += map(in_transaction.write, keys, _encode(row, parts))
+            continue
+        if row.path not in arrays:
+            arrays[row.path] = _open(in_transaction, row)
+        write = arrays[row.path][slices_of(region)].write(
+            parts[0],
             # By default TensorStore copies what it is given.
             can_reference_source_data_indefinitely=copied or not isinstance(part, np.ndarray),
         )
-        for row, region, part in batch
-    ]
-    for write in writes:
-        write.copy.result()
+        copying.append(write.copy)
+        writes.append(write)
+    for copy in copying:
+        copy.result()
     _commit(transaction, writes)
 
 
@@ -364,21 +432,26 @@ Read = tuple[SavedLeaf, Region]
 
 def region_bytes(row: SavedLeaf, region: Region) -> int:
     """The bytes of a region of a stored array."""
-    return math.prod(region_shape(region)) * parse_dtype(row.stored or "").itemsize
+    return _bytes(region_shape(region), row.stored or "")
 
 
 def chunk_bytes(row: SavedLeaf) -> int:
     """The bytes of a chunk of a stored array."""
-    return region_bytes(row, full_region(row.chunk or ()))
+    return _bytes(row.chunk or (), row.stored or "")
 
 
-def bytes_to_read(read: Read) -> int:
-    """The host memory of a read: the region, and the chunks that overlap it, which TensorStore
-    holds during the read."""
-    row, region = read
+@lru_cache(4096)
+def _bytes(shape: Shape, dtype: str) -> int:
+    return math.prod(shape) * parse_dtype(dtype).itemsize
+
+
+def bytes_to_read(group: Sequence[Read]) -> int:
+    """The host memory of the reads of a group: the regions, and the chunks that overlap them, which
+    TensorStore holds during the reads. For tiny arrays, it includes the array in memory."""
+    row, region = group[0]
     pairs = zip(region, row.chunk or (), strict=True)
     count = math.prod(-(-stop // step) - start // step for (start, stop), step in pairs)
-    return max(_LEAST, region_bytes(row, region) + count * chunk_bytes(row))
+    return len(group) * max(_LEAST, region_bytes(row, region) + count * chunk_bytes(row))
 
 
 def chunks_of(row: SavedLeaf) -> Iterator[Region]:
@@ -390,25 +463,27 @@ def chunks_of(row: SavedLeaf) -> Iterator[Region]:
     return product(*spans)
 
 
-def read_ahead(reads: Iterable[Read], start: Callable[[Read], Any]) -> Iterator[tuple[Read, Any]]:
-    """Starts reads of about `IN_FLIGHT` bytes at a time; yields them in order, with their futures.
+def read_ahead(
+    reads: Iterable[Read], start: Callable[[list[Read]], list[T]]
+) -> Iterator[tuple[list[Read], list[T]]]:
+    """Starts reads of about `IN_FLIGHT` bytes at a time; yields their groups, with their futures.
 
     None outlives the iterator.
     """
-    started: deque[tuple[Read, Any]] = deque()
+    started: deque[tuple[list[Read], list[Any]]] = deque()
     in_flight = 0
     try:
-        for read in reads:
-            nbytes = bytes_to_read(read)
+        for group in group_tiny(reads):
+            nbytes = bytes_to_read(group)
             while started and in_flight + nbytes > IN_FLIGHT:
                 in_flight -= bytes_to_read(started[0][0])
                 yield started.popleft()  # no variable keeps the array in memory
-            started.append((read, start(read)))
+            started.append((group, start(group)))
             in_flight += nbytes
         while started:
             yield started.popleft()
     finally:
-        for _, future in started:
+        for future in chain.from_iterable(futures for _, futures in started):
             future.exception()  # waits
 
 
@@ -422,29 +497,45 @@ class ArrayStore:
     def read(
         self, reads: Iterable[Read], errors: dict[str, str]
     ) -> Iterator[tuple[SavedLeaf, Region, np.ndarray]]:
-        """Reads regions of arrays, a few at a time; yields them in order.
+        """Reads regions of arrays, a few at a time.
 
         Errors of arrays that cannot be read go to `errors`, by leaf path. Raises `CheckpointError`
         if this process lacks the permission to read a file.
         """
-        for (row, region), future in read_ahead(reads, self._start):
-            try:
-                values = [future.result()]
-            except Exception as error:  # TensorStore raises a built-in exception for each status
-                errors[row.path] = f"it cannot be read: {self._why(error)}"
-                continue
-            del future  # no variable keeps the array in memory
-            yield row, region, values.pop()
+        for group, futures in read_ahead(reads, self._start):
+            if is_tiny(group[0][0]):
+                decoded = None
+                with suppress(Exception):  # the reads below find out which arrays are damaged
+                    decoded = _decode(group[0][0], [x.result().value for x in futures])
+                if decoded is not None:
+                    # A view would keep the whole group in memory.
+                    yield from ((*read, decoded[i, ...].copy()) for i, read in enumerate(group))
+                    continue
+                futures = [self._start_region(*read) for read in group]
+            futures.reverse()
+            for row, region in group:
+                try:
+                    values = [futures.pop().result()]  # no variable keeps the array in memory
+                except Exception as error:  # TensorStore has a built-in exception for each status
+                    errors[row.path] = f"it cannot be read: {self._why(error)}"
+                    continue
+                yield row, region, values.pop()
 
     @cached_property
     def _values(self) -> Any:
         return _open_database(_database(self._path), self._context)
 
-    def _start(self, read: Read) -> Any:
-        row, region = read
+    def _start(self, group: list[Read]) -> list[Any]:
+        """Starts to read regions, or the chunks of tiny arrays."""
+        if not is_tiny(group[0][0]):
+            return [self._start_region(*read) for read in group]
+        keys = [_chunk_key(f"{store_key(row.path)}/c", row) for row, _ in group]
+        return [self._values.read(key, staleness_bound=-math.inf) for key in keys]
+
+    def _start_region(self, row: SavedLeaf, region: Region) -> Any:
         if self._opened is None or self._opened[0] is not row:  # the regions of a leaf follow
             self._opened = row, _open(self._values, row)
-        return self._opened[1][_index(region)].read()
+        return self._opened[1][slices_of(region)].read()
 
     def _why(self, error: Exception) -> str:
         """Why an array cannot be read. Raises `CheckpointError` if permission is missing."""
@@ -512,9 +603,6 @@ def _file_of(location: str) -> str:
     """The file of `value:ocdbt.process_0/:d/1f3:0:67108868`, relative to `ARRAYS`."""
     _, folder, name, _, _ = location.split(":")
     return f"{folder}{name}"
-
-
-T = TypeVar("T")
 
 
 def split_batches(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:

@@ -321,18 +321,20 @@ def _memory_to_read(reads: Iterable[Read], targets: Mapping[str, RequestedLeaf])
     """The most host memory that `_read_arrays` takes, from a run without reads."""
     meter, buffers = Meter(), list[tuple[int, int]]()
 
-    def start(read: Read) -> int:
-        meter.add(bytes_to_read(read))
-        return bytes_to_read(read)
+    def start(group: list[Read]) -> list[int]:
+        meter.add(bytes_to_read(group))
+        return [bytes_to_read(group)]
 
-    for (row, region), taken in read_ahead(reads, start):
-        target = targets[row.path]
-        stored = region_bytes(row, region)
-        buffers += (stored, stored), (chunk_bytes(row), taken - stored)
+    for group, [taken] in read_ahead(reads, start):
+        stored = len(group) * region_bytes(*group[0])
+        buffers += (stored, stored), (chunk_bytes(group[0][0]), taken - stored)
         meter.add(stored - taken)
-        # Arrays that are stored as `uint8` are viewed in their own dtype, without a copy.
-        converts = row.kind == "array" and row.dtype != target.dtype
-        add_part(meter, target, region, nbytes=stored, converts=converts)
+        for row, region in group:
+            target = targets[row.path]
+            # Arrays that are stored as `uint8` are viewed in their own dtype, without a copy.
+            converts = row.kind == "array" and row.dtype != target.dtype
+            nbytes = region_bytes(row, region)
+            add_part(meter, target, region, nbytes=nbytes, converts=converts)
     return meter.peak + kept_by_allocator(buffers, IN_FLIGHT)
 
 
