@@ -19,7 +19,12 @@ from jax.sharding import Sharding
 
 def array_text(x: Any) -> str:
     """`float32[8,4]`"""
-    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+    return _type_text(x.dtype, tuple(x.shape))
+
+
+@lru_cache(4096)
+def _type_text(dtype: Any, shape: tuple[int, ...]) -> str:
+    return f"{dtype}[{','.join(map(str, shape))}]"
 
 
 # `is_array` runs for each leaf: `|` would make a new type in each call, and checking numpy's

@@ -12,7 +12,7 @@ checksum too, so the files are compared with the list of saved files.
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any, TypedDict
 from zlib import crc32
@@ -20,6 +20,7 @@ from zlib import crc32
 import jax
 import numpy as np
 from etils import epath
+from jax.sharding import Sharding
 
 from treeshard._core.arrays import regions_here
 from treeshard._core.hosts import check_memory_of_hosts
@@ -237,7 +238,8 @@ def _read_together(
     `check` raises if the writer has removed or replaced the checkpoint meanwhile.
     """
     rows = [row for row, _ in leaves if row.stored]
-    targets = {row.path: _data_of(row, requested) for row, requested in leaves if row.stored}
+    default = cache(default_sharding)  # which takes as long as to read a leaf
+    targets = {row.path: _data_of(row, leaf, default) for row, leaf in leaves if row.stored}
     check_memory_of_hosts(
         WHERE,
         _memory_to_read(_reads(rows, targets), targets),
@@ -269,11 +271,13 @@ def _read_together(
     return arrays
 
 
-def _data_of(row: SavedLeaf, requested: RequestedLeaf) -> RequestedLeaf:
+def _data_of(
+    row: SavedLeaf, x: RequestedLeaf, default: Callable[[], Sharding] = default_sharding
+) -> RequestedLeaf:
     """The array that is read for a leaf, which on devices has a sharding; of keys, their data."""
-    dtype = "uint32" if row.kind == "key" else requested.dtype
-    sharding = (requested.sharding or default_sharding()) if requested.on_devices else None
-    return requested._replace(shape=row.stored_shape, dtype=dtype, sharding=sharding)
+    if x.on_devices and x.sharding is None:
+        x = x._replace(sharding=default())
+    return x if row.kind == "array" else x._replace(shape=row.stored_shape, dtype="uint32")
 
 
 def _reads(rows: Iterable[SavedLeaf], targets: Mapping[str, RequestedLeaf]) -> Iterator[Read]:
