@@ -211,6 +211,7 @@ def relative_slices(part: Region, region: Region) -> tuple[slice, ...]:
     return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(part, region, strict=True))
 
 
+@lru_cache(4096)
 def slices_of(region: Region) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in region)
 

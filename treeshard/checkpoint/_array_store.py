@@ -106,10 +106,11 @@ _STORED = {"bfloat16", "int4", "float8_e4m3fn", "float8_e5m2"}
 _STORED |= {"float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e5m2fnuz"}
 
 
-def stored_dtype(dtype: np.dtype) -> np.dtype:
-    """The dtype in which values are stored."""
+@lru_cache
+def stored_dtype(dtype: np.dtype) -> str:
+    """The name of the dtype in which values are stored."""
     is_of_numpy = dtype.kind != "V"
-    return dtype if is_of_numpy or dtype.name in _STORED else np.dtype("uint8")
+    return str(dtype) if is_of_numpy or dtype.name in _STORED else "uint8"
 
 
 _QUOTED_AS_IT_IS = re.compile("[A-Za-z0-9_~-][A-Za-z0-9_~/-]*")
@@ -136,6 +137,7 @@ def _is_one_part(x: Any) -> bool:
     return not isinstance(x, jax.Array) or (x.is_fully_addressable and x.nbytes < SMALL)
 
 
+@lru_cache(4096)
 def full_region(shape: Shape) -> Region:
     """All of an array of this shape."""
     return tuple((0, length) for length in shape)
@@ -214,32 +216,33 @@ def group_tiny(items: Iterable[Item]) -> Iterator[list[Item]]:
     yield from groups.values()
 
 
-def _chunk_key(array: str, row: SavedLeaf) -> str:
-    """The key of the only chunk of an array."""
-    return f"{array}{'/0' * len(row.stored_shape)}"
+def _chunk_keys(group: Sequence[tuple[Any, ...]]) -> list[str]:
+    """The keys of the only chunks of tiny arrays of one type."""
+    zeros = "/0" * len(group[0][0].stored_shape)
+    return [f"{store_key(row.path)}/c{zeros}" for row, *_ in group]
 
 
-def _array_in_memory(row: SavedLeaf, count: int) -> tuple[Any, Any]:
-    """A store in memory, and an array in it that consists of `count` chunks like that of `row`."""
-    context = tensorstore.Context()
+def _array_in_memory(row: SavedLeaf, count: int) -> tuple[Any, Any, list[str]]:
+    """A store in memory, and an array in it of `count` chunks like that of `row`, with their keys."""
+    context, shape = tensorstore.Context(), row.stored_shape
     store = tensorstore.KvStore.open("memory://", context=context).result()
-    spec = _specification((count, *row.stored_shape), row.stored, (1, *row.stored_shape))
+    spec = _specification((count, *shape), row.stored, (1, *shape))
     array = tensorstore.open(spec, kvstore=store, open=True, assume_metadata=True).result()
-    return store, array
+    return store, array, [f"c/{i}{'/0' * len(shape)}" for i in range(count)]
 
 
 def _encode(row: SavedLeaf, values: Sequence[np.ndarray]) -> list[bytes]:
     """The chunks of tiny arrays of one type, with their checksums."""
-    store, array = _array_in_memory(row, len(values))
-    array.write(np.stack(values)).result()
-    return [store[_chunk_key(f"c/{i}", row)] for i in range(len(values))]
+    store, array, keys = _array_in_memory(row, len(values))
+    array.write(np.stack(values).view(parse_dtype(row.stored or ""))).result()
+    return [store[key] for key in keys]
 
 
 def _decode(row: SavedLeaf, chunks: Sequence[bytes]) -> np.ndarray:
     """The values of tiny arrays of one type. Raises if a chunk is missing or damaged."""
-    store, array = _array_in_memory(row, len(chunks))
-    for i, chunk in enumerate(chunks):
-        store[_chunk_key(f"c/{i}", row)] = chunk
+    store, array, keys = _array_in_memory(row, len(chunks))
+    for key, chunk in zip(keys, chunks, strict=True):
+        store[key] = chunk
     return array.read().result()
 
 
@@ -356,16 +359,15 @@ def _write_batch(values: Any, batch: list[tuple[SavedLeaf, Region, Any]], *, cop
     copying: list[Any] = []
     writes: list[Any] = []
     for group in group_tiny(batch):
-        parts = [_values(part).view(parse_dtype(row.stored or "")) for row, _, part in group]
         row, region, part = group[0]
         if is_tiny(row):
-            keys = [_chunk_key(f"{store_key(row.path)}/c", row) for row, _, _ in group]
-            writes += map(in_transaction.write, keys, _encode(row, parts))
+            chunks = _encode(row, [_values(part) for _, _, part in group])
+            writes += map(in_transaction.write, _chunk_keys(group), chunks)
             continue
         if row.path not in arrays:
             arrays[row.path] = _open(in_transaction, row)
         write = arrays[row.path][slices_of(region)].write(
-            parts[0],
+            _values(part).view(parse_dtype(row.stored or "")),
             # By default TensorStore copies what it is given.
             can_reference_source_data_indefinitely=copied or not isinstance(part, np.ndarray),
         )
@@ -529,8 +531,7 @@ class ArrayStore:
         """Starts to read regions, or the chunks of tiny arrays."""
         if not is_tiny(group[0][0]):
             return [self._start_region(*read) for read in group]
-        keys = [_chunk_key(f"{store_key(row.path)}/c", row) for row, _ in group]
-        return [self._values.read(key, staleness_bound=-math.inf) for key in keys]
+        return [self._values.read(key, staleness_bound=-math.inf) for key in _chunk_keys(group)]
 
     def _start_region(self, row: SavedLeaf, region: Region) -> Any:
         if self._opened is None or self._opened[0] is not row:  # the regions of a leaf follow
@@ -610,11 +611,12 @@ def split_batches(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[l
     batch: list[T] = []
     held = 0
     for item in items:
-        if batch and held + size_of(item) > IN_FLIGHT:
+        size = size_of(item)
+        if batch and held + size > IN_FLIGHT:
             yield batch
             batch, held = [], 0
         batch.append(item)
-        held += size_of(item)
+        held += size
         del item  # or it would stay in memory while the next one is made
     if batch:
         yield batch

@@ -317,6 +317,8 @@ def _read_arrays(
 
 def _convert(row: SavedLeaf, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     values = view_in_dtype(row, values)
+    if values.dtype == dtype:  # mostly, and fast
+        return values
     with np.errstate(all="ignore"):  # overflow gives inf, as in `jnp.asarray`
         return values.astype(dtype, copy=False)
 
