@@ -22,7 +22,6 @@ from treeshard._core.arrays import (
     is_key,
     is_spread,
     primary_shards,
-    region_of,
     region_shape,
     regions_here,
 )
@@ -154,8 +153,7 @@ def pieces_of(leaf: Any) -> list[Piece]:
     if not isinstance(leaf, jax.Array):
         x = np.asarray(leaf)
         return [Piece(full_region(x.shape), x)]
-    shards = primary_shards(leaf)
-    return [Piece(region_of(shard.index, leaf.shape), np.asarray(shard.data)) for shard in shards]
+    return [Piece(region, np.asarray(shard)) for region, shard in primary_shards(leaf)]
 
 
 def check_memory_to_write(path: Path, tensors: Iterable[Any]) -> None:
