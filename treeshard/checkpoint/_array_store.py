@@ -275,8 +275,9 @@ def memory_to_save(parts: Mapping[str, Parts], *, copied: bool) -> int:
             total, largest = total + size, max(largest, size)
     held = total if copied else min(total, max(IN_FLIGHT, largest))
     # TensorStore copies what is small, too, and refers to the rest. To compare replicas on
-    # accelerators, each thread copies a shard.
-    return held + min(small, IN_FLIGHT + 2**24) + min(8, _CORES) * read
+    # accelerators, each thread copies a shard. Tiny arrays are encoded from a copy and to a copy.
+    encoded = 3 * min(small, _TOGETHER * _TINY)
+    return held + min(small, IN_FLIGHT + 2**24) + encoded + min(8, _CORES) * read
 
 
 def _is_view(part: Any) -> bool:
