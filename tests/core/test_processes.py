@@ -128,7 +128,7 @@ def test_a_service_that_is_gone_is_a_typed_error(
     with pytest.raises(ts.ProcessError) as told:
         exchange("save", b"", among=[0, 1])
     assert "UNAVAILABLE: failed to connect to all addresses)" in str(told.value)
-    with pytest.raises(ts.ProcessError, match="gather: nothing was done. The processes are out of"):
+    with pytest.raises(ts.ProcessError, match="gather: the call was cancelled. The processes are"):
         exchange("gather", b"", among=[0, 1])
 
 
@@ -154,8 +154,8 @@ def test_a_process_that_is_out_of_step_ends_with_status_1(end: str) -> None:
     assert process.returncode == 1
     assert process.stdout == "unflushed the user's own function\n"
     assert process.stderr.endswith(
-        "treeshard: the processes are out of step since save, train.py:3. This one ends with status"
-        " 1 now, and does not wait for the others. Start the run again, from its last checkpoint.\n"
+        "treeshard: the processes are out of step since save, train.py:3. This process ends now"
+        " with status 1. Start the run again from its last checkpoint.\n"
     )
 
 

@@ -86,7 +86,7 @@ class Run:
         with pytest.raises(ProcessError) as told, all_or_none("after it", timeout=TIMEOUT):
             pass
         assert self.world.clock == began
-        start = "after it: nothing was done. The processes are out of step since "
+        start = "after it: the call was cancelled. The processes are out of step since "
         assert str(told.value).startswith(start)
         self.first[process.index] = str(told.value)
 
@@ -174,7 +174,7 @@ def test_one_of_those_that_waited_reads_who_is_absent(
     world = World(0, count, [])
     world.run(go_on_without_two)
     absent = "process 0 of 2" if count == 2 else "processes 0, 9 of 64"
-    start = f"save: {absent} did not arrive within 10 s. Nothing was done. Every process must"
+    start = f"save: {absent} did not arrive within 10 s. The call was cancelled. Every process must"
     assert [error[: len(start)] for error in errors] == [start] * (count - 2 + (count == 2))
     assert world.clock == TIMEOUT
     reads = [line for line in world.log if "key_value_dir_get_bytes" in line]

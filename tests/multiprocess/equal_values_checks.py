@@ -61,7 +61,7 @@ def check_rows_that_some_processes_share(context: Context) -> None:
     for kind in (AxisType.Auto, AxisType.Explicit):
         told = error_of(lambda kind=kind: ts.from_process_local(tree, P("data"), mesh(kind)))
         head, *lines = told.splitlines()
-        assert head.startswith("from_process_local: the processes do not agree"), told
+        assert head.startswith("from_process_local: the call differs between"), told
         assert len(lines) == 11, told
         assert lines[0].startswith("  keys[4:8] (values): CRC-32 "), told
         assert "  ... and 2 more" in lines, told

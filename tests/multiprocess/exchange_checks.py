@@ -34,8 +34,8 @@ def check_other_versions_are_told_at_once(context: Context) -> None:
         exchange("save /runs/7", b"", timeout=20)
     assert str(told.value) == (
         "save /runs/7: the processes have different versions of treeshard:"
-        f" {ts.__version__} on process 0; 9.9 on process 1. Nothing was done. Install one version"
-        " on all of them."
+        f" {ts.__version__} on process 0; 9.9 on process 1. The call was cancelled. Install the"
+        " same version on all processes."
     )
     start_again()
     exchange("going on", b"", timeout=20)
@@ -62,15 +62,15 @@ def check_a_late_process_is_named_and_gets_the_error_too(context: Context) -> No
     with arriving_last(context, 1, "late"), pytest.raises(ProcessError) as told:
         exchange("save /runs/7", b"", timeout=0.5)
     assert str(told.value).startswith(
-        "save /runs/7: process 1 of 2 did not arrive within 0.5 s. Nothing was done. Every process"
-        " must make this call, at about the same time. See the log of that process, or wait longer"
-        f" with `timeout=`. This process called it at {FILE}:"
+        "save /runs/7: process 1 of 2 did not arrive within 0.5 s. The call was cancelled. Every"
+        " process must make this call, at about the same time. See the log of that process, or wait"
+        f" longer with `timeout=`. This process called it at {FILE}:"
     )
     with pytest.raises(ProcessError) as told, all_or_none("gather", timeout=20):
         pass
-    first = f"gather: nothing was done. The processes are out of step since save /runs/7, {FILE}:"
-    assert str(told.value).startswith(first)
-    assert str(told.value).endswith("; start the run again, from its last checkpoint.")
+    first = "gather: the call was cancelled. The processes are out of step since save /runs/7, "
+    assert str(told.value).startswith(f"{first}{FILE}:")
+    assert str(told.value).endswith(". Start the run again from its last checkpoint.")
     start_again()
 
 
@@ -79,8 +79,8 @@ def check_an_agreed_call_ends_although_another_one_failed(context: Context) -> N
     with pytest.raises(ProcessError) as told:
         exchange("save" if context.index else "gather", b"", timeout=20)
     assert without_lines(str(told.value)).endswith(
-        ": the processes do not make the same call, and nothing was done: gather on process 0; save"
-        " on process 1. A process skipped a call, or made one more. All of them must make the same"
+        ": the processes make different calls, which were cancelled: gather on process 0; save on"
+        " process 1. A process skipped a call, or made one more. All processes must make the same"
         " calls in the same order."
     )
     answer = exchange("saving", b"x", works=True, channel="save")
@@ -120,7 +120,7 @@ def assert_out_of_step(since: str) -> None:
         with pytest.raises(ProcessError) as told:
             exchange(what, b"", timeout=20, works=works)
         assert str(told.value).startswith(
-            f"{what}: nothing was done. The processes are out of step since {since}, {FILE}:"
+            f"{what}: the call was cancelled. The processes are out of step since {since}, {FILE}:"
         )
     start_again()
 
@@ -135,7 +135,7 @@ def check_whatever_a_block_raises_is_told_and_the_next_call_works(context: Conte
             raise_in_place(kind if leaves else None)
         if not leaves:
             assert str(told.value) == (
-                f"save: nothing was done, since process 1 raised {kind.__name__}"
+                f"save: the call was cancelled, because process 1 raised {kind.__name__}"
             )
         assert exchange("go on", b"x", timeout=20).combined == b"xx"
 
@@ -154,10 +154,11 @@ def check_a_ctrl_c_while_waiting_is_raised_at_once_and_told(context: Context) ->
             with pytest.raises(ProcessError) as told:
                 exchange("save", b"", timeout=30, works=works)
             text = str(told.value)
-            assert text.startswith(f"save: the call could not be made together: save, {FILE}:")
+            start = f"save: the call was cancelled, because process 1 left save, {FILE}:"
+            assert text.startswith(start)
             assert text.endswith(
-                " was left by a KeyboardInterrupt on process 1. The processes are out of step:"
-                " start the run again, from its last checkpoint."
+                " with a KeyboardInterrupt. The processes are out of step. Start the run again from"
+                " its last checkpoint."
             )
         assert_out_of_step("save")
 
@@ -168,7 +169,8 @@ def check_who_waits_for_the_next_meeting_of_a_call_that_one_has_left(context: Co
         with pytest.raises(kind if context.index == 1 else ProcessError) as told:
             load_and_leave(kind if context.index == 1 else None)
         if context.index == 0:
-            assert f" was left by a {kind.__name__} on process 1. " in str(told.value), told.value
+            assert "because process 1 left load" in str(told.value), told.value
+            assert f" with a {kind.__name__}. " in str(told.value), told.value
         assert_out_of_step("load")
 
 
@@ -177,9 +179,8 @@ def check_a_call_that_begins_anew_does_not_meet_with_its_middle(context: Context
     with pytest.raises(ProcessError) as told:
         exchange("load", b"", phase=["read", ""][context.index], timeout=20)
     assert without_lines(str(told.value)).startswith(
-        "load: the processes do not make the same call, and nothing was done: load (read) on"
-        " process 0; load (begin) on process 1. A process left this call before its end, and made"
-        " it again. "
+        "load: the processes make different calls, which were cancelled: load (read) on process 0;"
+        " load (begin) on process 1. A process left this call before its end, and made it again. "
     )
     start_again()
 

@@ -125,7 +125,7 @@ def assert_case(runs: Forked, case: tuple[str, str, float], count: int) -> None:
         assert {codes[i] for i in others - {*told}} <= {-signal.SIGABRT}, seen
         others &= {*told}
         assert others >= {0, lost - 1, lost + 1}, seen
-        start = "jit_step: a program failed in which the processes wait for each other: "
+        start = "jit_step: a collective failed: "
         missing = runs.printed().partition("missing at the end: ")[2].partition(" of ")[0]
         assert str(lost) in missing, seen
     else:

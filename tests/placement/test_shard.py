@@ -212,8 +212,8 @@ BAD: dict[str, tuple[Any, P, type[Exception], str]] = {
         P(),
         ts.DeletedLeafError,
         "w/0: float32[8]: the array was deleted, or donated to a compiled function. A"
-        " step that donates its state also deletes the arrays from which `shard` made it without a"
-        " copy. Use the result of that function, or do not donate the array.",
+        " step that donates its state also deletes the arrays that `shard` reused without a copy."
+        " Use the result of that function, or do not donate the array.",
     ),
     "struct": (
         jax.ShapeDtypeStruct((8,), "bfloat16"),
@@ -261,7 +261,7 @@ def test_the_error_for_a_tracer_names_with_sharding_constraint(mesh: Mesh) -> No
 
 
 def test_a_mesh_without_devices_is_an_error() -> None:
-    with pytest.raises(ts.NoMeshError, match=re.escape("No mesh is in force. Pass one")):
+    with pytest.raises(ts.NoMeshError, match=re.escape("shard: no mesh is in force. Pass one")):
         ts.shard(arange(8), P("fsdp"))
     abstract = AbstractMesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
     for mesh, spec in [(abstract, P("fsdp")), (None, NamedSharding(abstract, P("fsdp")))]:

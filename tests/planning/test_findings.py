@@ -70,6 +70,12 @@ PLANTED = {
         "warning dead-rule: rule 0 'embd' matches no leaf. Did you mean 'embed'?"
         " Correct the pattern, or remove the rule.",
     ),
+    "dead among numbered names": (
+        {"block1": struct(8, 8), "block2": struct(8, 8)},
+        [("block3", ROWS), ("block", ROWS)],
+        "warning dead-rule: rule 0 'block3' matches no leaf. Did you mean 'block1'?"
+        " Correct the pattern, or remove the rule.",
+    ),
     "shadowed": (
         layers(80),
         [("norm", ROWS), ("up", ROWS), ("mlp/up$", P("data")), ("x", None)],

@@ -67,7 +67,7 @@ def test_the_page_on_several_hosts_quotes_what_was_counted() -> None:
             cells.append(f"{first['measured']:,}, {other['measured']:,}")
         assert f"| {' | '.join(cells)} |" in text
     each = found["a meeting of 16,384 processes, received by the first, bytes for each"]
-    assert f"brings process 0 {each['measured']:.0f} bytes for each" in " ".join(text.split())
+    assert f"process 0 receives {each['measured']:.0f} bytes from each" in " ".join(text.split())
 
 
 # ------------------------------------------------------------------ bytes that benchmarks measure

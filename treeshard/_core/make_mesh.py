@@ -239,7 +239,7 @@ def with_devices(mesh: MeshLike | None, where: str, *, compile_only: bool = Fals
     Raises an error in the name of `where` if the mesh is abstract, or its devices are not attached
     and it is not to `compile_only`.
     """
-    mesh = make_mesh(mesh) if isinstance(mesh, str) else current_or_given(mesh)
+    mesh = make_mesh(mesh) if isinstance(mesh, str) else current_or_given(mesh, where)
     # A mesh has attached devices, devices only for compiling, or no devices.
     if not isinstance(mesh, Mesh):
         what = "an AbstractMesh: it has sizes, but no devices to hold arrays"

@@ -1,30 +1,31 @@
 """Meetings: calls in which processes wait for each other and exchange a message.
 
-Messages go through the coordination service of JAX's own runtime, so no device is involved and
-nothing is compiled. `jax.experimental.multihost_utils` does the same by a program on all devices:
-if one process does not start it, the others wait forever, and nobody says for whom.
+Messages go through the coordination service of JAX's runtime, without devices or compilation.
+`jax.experimental.multihost_utils` runs a program on all devices instead. If a process does not
+start this program, the others wait forever, without an error.
 
-1. The meetings of the same processes are numbered. At each, every process sends hashes of which
-   call it makes, in which thread, and of which steps and batches it has made since the start. The
-   first participant compares them and gives one answer, which all the others wait for. So what a
-   process receives does not grow with their number. If hashes differ, a process skipped a call, or
-   two threads of one process call at once: then all say in another meeting what they do, and all
-   raise, before any data moves.
-2. The answer is a key that the service keeps as it was first set. Whoever has waited too long, or
-   leaves, sets it too, so a meeting has one outcome, also for a process that comes later.
-3. There is no repair after that, nor after a call that some processes left, for lack of time or for
-   a Ctrl-C: as a broken `threading.Barrier`, every later call raises, and names the first failure.
-   What goes on is a call on which all had agreed before, such as a save in the background.
+1. The meetings of the same processes are numbered. At each meeting, every process sends hashes: of
+   its call and thread, and of its steps and batches since the start. The first participant compares
+   the hashes and sets one answer, for which the others wait. So the bytes that a process receives
+   do not grow with the number of processes. If hashes differ, a process skipped a call, or two
+   threads of a process call at once. All processes then describe their calls in another meeting,
+   and raise before any data moves.
+2. The answer is a key of the service, which keeps the first value that is set. A process that has
+   waited too long, or leaves, also sets the answer. So a meeting has one outcome, even for a
+   process that arrives later.
+3. A failed meeting is final. The same holds if a process leaves a call, by a timeout or a Ctrl-C.
+   As with a broken `threading.Barrier`, every later call raises, and names the first failure. Calls
+   on which all processes agreed before, such as a save in the background, continue.
 4. When such a process ends, it does not wait for the others, which may wait for it.
-5. Some calls wait as long as others read or write. These show from time to time that they are
-   alive, in a key each, so that a killed or stopped one is noticed within the timeout. JAX notices
-   it by its own heartbeats, later, and aborts all processes.
+5. Some calls wait while other processes read or write. Each of these processes sets a key from time
+   to time, as a sign of life. So a killed or stopped process is found within the timeout. JAX's own
+   heartbeats find it later, and abort all processes.
 
-A process that skips one of two calls that look the same, with neither a step nor a batch of
-treeshard between them, is not noticed here, but by its arrays: `set_origin` notes which call of
-treeshard made them, and `Facts` compares small values of the arrays that JAX made. If neither is
-possible, `check_lines` compares the user's lines. What is not noticed then: a call that is skipped
-in a loop around it.
+If two calls look the same, with no step or batch of treeshard between them, a meeting does not see
+that a process skipped one of them. Arrays show the difference: `set_origin` records which call of
+treeshard made an array, and `Facts` compares small values of arrays that JAX made. As a last
+resort, `check_lines` compares the lines of the user's code. A skipped call in a loop, at one line,
+stays unnoticed.
 """
 
 import atexit
@@ -52,12 +53,12 @@ from treeshard.errors import ProcessError, select_own_lines, walk_calls, warn
 # Seconds to wait for other processes, by default.
 TIMEOUT = 60.0
 
-# Makes the answer from the messages of all participants, on the first of them.
+# A function that makes the answer from all messages, on the first participant.
 Combine = Callable[[list[bytes]], bytes]
 
 
 class MeetingOptions(TypedDict, total=False):
-    """The keyword arguments of `exchange`, for the functions that pass them on to it."""
+    """The keyword arguments of `exchange`, for functions that pass them on."""
 
     phase: str
     among: Sequence[int] | None
@@ -68,14 +69,14 @@ class MeetingOptions(TypedDict, total=False):
 
 
 class Answer(NamedTuple):
-    """What a process receives at a meeting."""
+    """The answer of a meeting, and its messages."""
 
-    combined: bytes  # the same on all participants
-    messages: list[bytes]  # of all participants, on the first one alone; empty on the others
+    combined: bytes  # equal on all participants
+    messages: list[bytes]  # all messages on the first participant; empty on the others
 
 
 def indices(among: Sequence[int] | None) -> list[int]:
-    """The indices of the participating processes; `among` is that of `exchange`."""
+    """The indices of the participating processes, from the argument `among` of `exchange`."""
     if among is None:
         return list(range(_process.count))
     return sorted(set(among)) or [_process.index]
@@ -95,31 +96,33 @@ def exchange(
 ) -> Answer:
     """Sends a message to the first participating process; returns its answer.
 
-    Either all processes return or all raise a `ProcessError`, which says who is missing or makes
-    another call: a process that arrives late gets the error too.
+    Either all processes return, or all raise a `ProcessError` that names the missing process or the
+    different call. A process that arrives late raises the same error.
 
     Args:
         what: The operation, such as `"save /runs/7/step_100"`; the same on every process.
         payload: The message of this process.
-        combine: Makes the answer from all messages, in the order of the processes' indices. Every
-            process receives the answer, so it should not grow with their number.
-        phase: What the operation does now, such as `"read"`, if it is not its first meeting: so
-            that a process that left the operation, and began it again, does not meet with others
+        combine: A function that makes the answer from all messages, in the order of the processes'
+            indices. Every process receives the answer, so its size should not grow with their
+            number.
+        phase: The stage of the operation, such as `"read"`, for all but its first meeting. A
+            process that left the operation and began it again then does not meet with processes
             that are in the middle of it.
-        among: The indices of the participating processes; all by default. If it is empty, only
-            this one participates.
-        timeout: Seconds to wait for the other processes. `None` waits as long as by default, for
-            operations that have no argument of this name.
-        works: Whether processes come only after work of unknown length, during which they are
-            `showing_life`. Then `timeout` is how long they may be without a sign of life.
-        moves: Whether data travels after this meeting. Then all threads and all started steps
-            must be in one order. Other calls of threads in the background meet on their own.
-        channel: Names a sequence of meetings of its own.
+        among: The indices of the participating processes. The default is all. If it is empty, only
+            this process participates.
+        timeout: Seconds to wait for the other processes. `None` waits for the default time, and
+            stands for operations that have no argument `timeout`.
+        works: Whether processes arrive after work of unknown length, during which they are
+            `showing_life`. If so, `timeout` limits the time without a sign of life.
+        moves: Whether data moves after this meeting. If so, all threads and started steps must have
+            the same order on all processes. Other calls from background threads use their own
+            channel.
+        channel: The name of a separate sequence of meetings.
     """
     participants = indices(among)
     if participants == [_process.index]:
         return Answer(combine([payload]), [payload])
-    # Others wait for what goes on, and would never end.
+    # A call that `works` continues after a failure, because other processes wait for it.
     if not works:
         check_not_broken(what, participants)
     if not (moves or is_main_thread()):
@@ -131,7 +134,7 @@ def exchange(
 
 @contextmanager
 def exclusive(among: Sequence[int], channel: str = "") -> Iterator[None]:
-    """For the whole of a call that moves data: the calls of other threads wait until it ends."""
+    """Makes the calls of other threads wait until a call that moves data has ended."""
     if not among:
         yield
         return
@@ -147,23 +150,24 @@ def exclusive(among: Sequence[int], channel: str = "") -> Iterator[None]:
 
 
 def check_not_broken(what: str, among: Sequence[int]) -> None:
-    """Raises if a call of this process has failed, or was not the same as on other processes."""
+    """Raises if an earlier call of this process has failed."""
     if _process.broken and among:
         raise ProcessError(
-            f"{what}: nothing was done. The processes are out of step since {_process.broken};"
-            " start the run again, from its last checkpoint."
+            f"{what}: the call was cancelled. The processes are out of step since"
+            f" {_process.broken}. Start the run again from its last checkpoint."
         )
 
 
 def mark_broken(what: str, among: Sequence[int] | None) -> None:
-    """From now on every call of this process raises, and names the first that failed.
+    """Makes every later call of this process raise, and name the first call that failed.
 
-    `what` is the call of the last meeting of this thread.
+    `what` is the call of this thread's last meeting.
     """
     if _process.broken:
         return
     _process.broken = _thread.call._replace(what=what).with_line()
-    # The first process to say so decides what all of them name. Without the service: this one.
+    # The first process that sets the key decides which call all processes name. If the service
+    # cannot be reached, this process names its own call.
     key = f"{_process.names}{_BROKEN}{_hash_participants(indices(among))}"
     with suppress(jax.errors.JaxRuntimeError, ProcessError):
         _process.client().key_value_set(key, _process.broken)
@@ -172,9 +176,9 @@ def mark_broken(what: str, among: Sequence[int] | None) -> None:
 
 
 def check_ran(what: str, among: Sequence[int], error: Exception) -> None:
-    """Raises if an error is the end of a program in which processes wait for each other.
+    """Raises a `ProcessError` if an error comes from a collective that failed.
 
-    Its collectives fail if a process is killed, or ends. JAX raises the text of a status, as a
+    Collectives fail if a process is killed, or ends. JAX raises the text of a status, as a
     `JaxRuntimeError` or, on CPUs, as a `ValueError`, and cannot name the process.
     """
     if among and str(error).startswith(_OF_COLLECTIVES):
@@ -183,57 +187,57 @@ def check_ran(what: str, among: Sequence[int], error: Exception) -> None:
         raise ProcessError(_PROGRAM_FAILED.format(what=what, error=_reason(error))) from error
 
 
-# What the text of a status begins with that a collective may end with.
+# The beginnings of the statuses with which collectives fail.
 _OF_COLLECTIVES = ("ABORTED:", "CANCELLED:", "DEADLINE_EXCEEDED:", "UNAVAILABLE:", "UNKNOWN: Gloo")
 
 
 @contextmanager
 def breaking_if_left() -> Iterator[None]:
-    """For the whole of a call that has several meetings, or moves data after one.
+    """Protects a call that has several meetings, or moves data after a meeting.
 
-    After a meeting the others go on with the call, and may wait for this process in a collective.
-    So a Ctrl-C waits until the next block whose outcome is told, or for the end of the call.
-    Whatever else leaves the call and is not an `Exception` makes the break final, since the next
-    call of this process would meet with the middle of this one.
+    After a meeting, the other processes continue the call, and may wait for this process in a
+    collective. So a Ctrl-C waits for the next block that reports its outcome, or for the end of the
+    call. If another `BaseException` leaves the call and is not an `Exception`, every later call
+    raises, because the next call of this process would meet with the middle of this call.
     """
     met, outer = _thread.meetings, _thread.interrupts
     interrupts = _thread.interrupts = outer or HeldInterrupts()
     try:
         yield
     except BaseException as error:
-        # An `Exception` is raised by all processes, or was told to them at a meeting.
+        # All processes raise an `Exception`, or have received it at a meeting.
         is_told = isinstance(error, Exception) or error is _thread.told
         if _thread.meetings > met and not is_told:
             _thread.channel.leave(error)
         raise
-    finally:  # what has waited until here leaves a call that is over
+    finally:  # the call is over, so a waiting Ctrl-C can be raised
         _thread.interrupts = outer
         if outer is None:
             interrupts.close()
 
 
 def release_interrupts() -> None:
-    """Raises a Ctrl-C that has waited: from here on the others are told of it."""
+    """Raises a Ctrl-C that has waited, because from here on other processes receive it."""
     if _thread.interrupts is not None:
         _thread.interrupts.release()
 
 
 def set_told(error: BaseException | None) -> None:
-    """Notes the error of this process that the last meeting of this thread told the others."""
+    """Records the error that this process sent to the others at this thread's last meeting."""
     _thread.told = error
 
 
 # ------------------------------------------------------------------ the end of the process
 
-_SECONDS_TO_END = 5.0  # that process 0 gives the others, once more whenever one ends
+_SECONDS_TO_END = 5.0  # process 0 waits this long for the next of the others to end
 
 
 @atexit.register
 def _end_if_broken() -> None:
-    """Ends a process that is out of step, or hears that others are, with status 1.
+    """Ends this process with status 1 if it, or a process that it met, is out of step.
 
-    At exit JAX waits five minutes for the other processes, which may be in a step that waits for
-    this one.
+    Otherwise JAX waits at exit for five minutes for the other processes, which may be in a step
+    that waits for this process.
     """
     since = _process.broken or _broken_of_others()
     if since:
@@ -244,7 +248,7 @@ def _end_if_broken() -> None:
 
 
 def _broken_of_others() -> str:
-    """The call that failed on other processes with which this one had a meeting."""
+    """The call that failed on other processes that this process has met."""
     participants = {_hash_participants(channel.participants) for channel in _process.all_channels()}
     if not participants:
         return ""
@@ -256,8 +260,11 @@ def _broken_of_others() -> str:
 
 
 def _let_others_end() -> None:
-    """Waits on process 0, which has the service: without it JAX aborts the others, which could not
-    say why they end. Prints which of them do not end so."""
+    """Makes process 0 wait for the others, and print which of them are missing.
+
+    Process 0 runs the service. Without the service, JAX aborts the others before they can print why
+    they end.
+    """
     client, ends = _process.client(), f"{_process.names}ends/"
     client.key_value_set(f"{ends}{_process.index}", "")
     if _process.index != 0:
@@ -273,14 +280,14 @@ def _let_others_end() -> None:
             print(_NOT_ENDED.format(names=names), file=sys.stderr)
             return
         time.sleep(0.05)
-    time.sleep(0.3)  # between saying so and the end
+    time.sleep(0.3)  # the others end shortly after they have set their keys
 
 
 # ------------------------------------------------------------------ between meetings
 
 
 def count_step(among: Sequence[int]) -> str:
-    """Counts a program that these processes have started without a meeting, and names it."""
+    """Counts a program that these processes have started without a meeting; returns its name."""
     return f"step {_channel(among).count('step')}"
 
 
@@ -295,26 +302,28 @@ def count_batch(among: Sequence[int]) -> int:
 
 
 def record_step(among: Sequence[int], entry: str) -> None:
-    """Adds a step, and what it was given, to what processes compare at each later meeting.
+    """Adds a step and its arguments to the history that processes compare at each later meeting.
 
-    Whichever thread calls it: steps wait for each other in collectives, so their order must be one.
+    All threads share this history: steps wait for each other in collectives, so they must have the
+    same order on all processes.
     """
     _channel(among).steps.add(entry)
 
 
 def record_batch(among: Sequence[int], entry: str) -> None:
-    """Adds a batch to what processes compare at each later meeting of this thread.
+    """Adds a batch to the history that processes compare at each later meeting of this thread.
 
-    At those of other threads it may not have been made yet, if a thread makes batches in advance.
-    Whichever thread made it, it is compared when a step receives it.
+    Meetings of other threads leave it out, because a thread may make batches in advance. A step
+    that receives the batch compares it in any case.
     """
     _channel(among).batches.add(entry)
 
 
 def agreed_forms(among: Sequence[int]) -> dict[Any, str]:
-    """The forms of trees that these processes have compared, by a key of the caller's.
+    """The forms of trees that these processes have compared, by a key that the caller chooses.
 
-    They grow with the shapes of batches, and for each of these JAX keeps a compiled program.
+    The number of forms grows with the shapes of batches. For each shape, JAX keeps a compiled
+    program, which is larger.
     """
     return _channel(among).agreed_forms
 
@@ -324,16 +333,16 @@ def is_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-# Notes are attributes of the arrays, and go with them. Arrays have no hash, so that a weak
-# dictionary cannot have them as keys. JAX makes new arrays from them without these attributes.
-_ORIGIN = "_treeshard_made_in"  # the participants, the call that made an array, and as which leaf
-_CHECKSUM = "_treeshard_checksum"  # of a small array that every process has passed in full
+# These facts are attributes of arrays. They cannot be in a weak dictionary, because arrays have no
+# hash. Arrays that JAX makes from other arrays do not have the attributes.
+_ORIGIN = "_treeshard_made_in"  # the participants, the call that made the array, and its leaf
+_CHECKSUM = "_treeshard_checksum"  # the checksum of a small array that every process has in full
 
 
 def set_origin(
     arrays: Iterable[Any], among: Sequence[int], call: str, names: Iterable[str] | None = None
 ) -> None:
-    """Notes on arrays which call of these processes made them, and as which leaf."""
+    """Records on arrays which call of these processes made them, and as which leaf."""
     if among:
         participants = tuple(among)
         for x, name in zip(arrays, map(str, count()) if names is None else names, strict=False):
@@ -342,33 +351,34 @@ def set_origin(
 
 
 def origin(x: Any, among: Sequence[int]) -> str:
-    """The call of these processes that made an array; empty if it is not known."""
+    """The call of these processes that made an array, or `""` if it is unknown."""
     participants, call, name = getattr(x, _ORIGIN, ((), "", ""))
     if participants != tuple(among):
         return ""
-    return f"{call} as leaf {name}" if name else call  # of an array alone
+    return f"{call} as leaf {name}" if name else call  # without a name if it made one array
 
 
 def set_checksum(x: jax.Array, text: str) -> None:
-    """Notes on an array the checksum of its values, which steps then need not read again."""
+    """Records the checksum of an array's values on the array, so that steps read it only once."""
     setattr(x, _CHECKSUM, text)
 
 
 def known_checksum(x: Any) -> str:
-    """The checksum that was noted on an array; empty if there is none."""
+    """The checksum that was recorded on an array, or `""`."""
     return getattr(x, _CHECKSUM, "")
 
 
 def last_meeting() -> str:
-    """Names the last meeting of this thread."""
+    """The name of this thread's last meeting."""
     return _thread.last_meeting
 
 
 def check_lines(what: str, **options: Unpack[MeetingOptions]) -> None:
     """Compares the lines at which the processes made the call of this thread's last meeting.
 
-    Other lines alone are no mistake: `if process_index() == 0:` has one in each branch. So they are
-    a warning, and an error if all processes have made this call at each of these lines together.
+    Different lines may be correct: `if process_index() == 0:` has a line in each branch. So
+    different lines are a warning, and an error only if all processes have made this call together
+    at each of these lines before.
     """
     channel, line = _thread.channel, _thread.call.line
     if _thread.at_one_line:
@@ -394,24 +404,24 @@ def check_lines(what: str, **options: Unpack[MeetingOptions]) -> None:
 
 
 class _Call(NamedTuple):
-    """What a process does as it comes to a meeting. All but the line must be the same on all."""
+    """The call with which a process comes to a meeting. All fields but the line must be equal."""
 
     what: str  # the operation
-    phase: str = ""  # what it does now
+    phase: str = ""  # the stage of the operation
     thread: str = ""  # the name of the thread that makes the call
     history: str = ""  # a hash of the steps and batches so far
-    line: str = ""  # of the user's code: `train.py:41 (log) < train.py:60 (main)`
-    version: str = ""  # of treeshard
+    line: str = ""  # in the user's code: `train.py:41 (log) < train.py:60 (main)`
+    version: str = ""  # the version of treeshard
 
     def with_line(self) -> str:
-        """`save, train.py:41 (log)`"""
+        """A text such as `save, train.py:41 (log)`."""
         return ", ".join(filter(None, (self.what, self.line.partition(" < ")[0])))
 
     def hashes(self) -> bytes:
-        """What others compare: a hash of the call, of its history, and of its line."""
+        """The hashes to compare: of the call, of its history, and of its line."""
         call = self._replace(history="", line="")
         if self.phase == _COMPARING_CALLS:
-            call = _Call("", self.phase)  # the calls are not the same
+            call = _Call("", self.phase)  # the calls differ, which is why they are compared
         texts = json.dumps(call), self.history, self.line
         return b"".join(bytes.fromhex(_hash(text)) for text in texts)
 
@@ -421,7 +431,7 @@ _COMPARING_CALLS = "comparing calls"  # a phase
 
 
 class _History:
-    """What a process has done in order, without a meeting: a hash of it, and its end in words."""
+    """The steps or batches of a process, in order: a hash of all entries, and the last entries."""
 
     def __init__(self) -> None:
         self.hash = ""
@@ -434,47 +444,47 @@ class _History:
         self._latest.append(entry)
 
     def entries(self) -> dict[str, str]:
-        """The last entries, by their numbers; as texts, which are the keys of JSON."""
+        """The last entries, by number. Numbers are text, because keys of JSON are text."""
         first = self.count - len(self._latest)
         return {str(number): entry for number, entry in enumerate(self._latest, first)}
 
 
 class _HistoryOfThread(threading.local, _History):
-    """A history of each thread, which goes with the thread: some programs start one per batch."""
+    """A history for each thread. It ends with the thread: some programs start one per batch."""
 
 
-_BROKEN = "out-of-step/"  # in the keys of the service that say that a call has failed
+_BROKEN = "out-of-step/"  # the part of a key that records a failed call
 
 # The first byte of an answer says how a meeting ended.
-_AGREED = b"="  # the rest is what `combine` has returned
-_AGREED_AT_OTHER_LINES = b"~"  # as before, and the call is at different lines of the user's code
+_AGREED = b"="  # the rest is the result of `combine`
+_AGREED_AT_OTHER_LINES = b"~"  # as `_AGREED`, with calls at different lines of the user's code
 _OTHER_CALLS = b"?"
 _OTHER_HISTORIES = b"#"
-_ABSENT = b"-"  # the rest says who did not come in time, and to which call
-_SILENT = b"."  # the rest says who has shown no sign of life
-_LEFT = b"!"  # the rest is what a process has left, and why
+_ABSENT = b"-"  # the rest names the absent processes, and the call
+_SILENT = b"."  # the rest names the processes without a sign of life
+_LEFT = b"!"  # the rest names the call that a process left, and the reason
 
-# What those that have come give each other to answer.
+# The time that present processes give each other to set an answer.
 _SECONDS_TO_ANSWER = 5.0
 
 
 class _Channel:
-    """A sequence of meetings of some processes, and what this one has done between them."""
+    """A sequence of meetings of some processes, and this process's history between them."""
 
     def __init__(self, participants: tuple[int, ...], name: str) -> None:
         self.participants = participants
-        self.lock = threading.RLock()  # of the thread whose turn it is
+        self.lock = threading.RLock()  # held by the thread whose call runs
         self.steps, self.batches = _History(), _HistoryOfThread()
-        self.agreed_forms: dict[Any, str] = {}  # see the function of this name
-        self.common_lines = set[str]()  # where all have made a call together; see `check_lines`
-        self._counts = Counter[str]()  # of steps, batches and programs, in all threads
+        self.agreed_forms: dict[Any, str] = {}  # see the function `agreed_forms`
+        self.common_lines = set[str]()  # at which all processes made a call; see `check_lines`
+        self._counts = Counter[str]()  # counts steps, batches and programs of all threads
         self._name = name
         self._key = _process.names + _hash_participants(participants)
         if name:
             self._key += "." + _hash(name)
-        self._number = 0  # of the next meeting
-        self._is_over = False  # a meeting has failed, and so will all later ones
-        self._line = ""  # of the last call that the user's code made
+        self._number = 0  # the number of the next meeting
+        self._is_over = False  # whether a meeting has failed, so that all later ones fail
+        self._line = ""  # the line of the last call in the user's code
 
     def count(self, kind: str) -> int:
         self._counts[kind] += 1
@@ -492,7 +502,7 @@ class _Channel:
         moves: bool,
     ) -> Answer:
         thread = "" if self._name else threading.current_thread().name
-        # A thread in the background goes on with a call that the user's code has made.
+        # A background thread continues a call that the user's code has made.
         self._line = _user_lines() or self._line
         with self.lock:
             if self._is_over:
@@ -505,7 +515,7 @@ class _Channel:
                 release_interrupts()
                 with _typed_errors(what):
                     return self._attend(call, payload, combine, timeout, works=works)
-            except ProcessError:  # of all processes that come to this meeting
+            except ProcessError:  # raised by all processes of this meeting
                 self._is_over = True
                 mark_broken(what, self.participants)
                 raise
@@ -514,16 +524,16 @@ class _Channel:
                 raise
 
     def leave(self, error: BaseException) -> None:
-        """Tells the others that this process will come to no meeting any more, because of an error.
+        """Tells the others that this process will not come to another meeting, because of an error.
 
-        They may be at the last meeting of this process or on their way to the next one.
+        The others may still be at the last meeting, or on their way to the next meeting.
         """
         self._is_over = True
         call = _thread.call
         mark_broken(call.what, self.participants)
         left = [call.with_line(), type(error).__name__, _process.index]
         for number in (self._number - 1, self._number):
-            # The keys of the last meeting may be deleted meanwhile: all have read its answer.
+            # If all processes have read the answer of the last meeting, its keys are deleted.
             with suppress(jax.errors.JaxRuntimeError):
                 self._meeting(number, call, seconds=0.0).end(_LEFT + json.dumps(left).encode())
 
@@ -541,7 +551,7 @@ class _Channel:
         *,
         works: bool = False,
     ) -> Answer:
-        """Comes to the next meeting, and raises unless all have come to it with the same call."""
+        """Comes to the next meeting, and raises unless all processes come with the same call."""
         number, self._number = self._number, self._number + 1
         seconds = TIMEOUT if timeout is None else timeout
         meeting = self._meeting(number, call, seconds, works=works)
@@ -551,7 +561,7 @@ class _Channel:
         def wait() -> tuple[bytes, list[bytes]]:
             answer, messages = meeting.wait(combine)
             if interrupts is not None and answer[:1] in (_AGREED, _AGREED_AT_OTHER_LINES):
-                interrupts.hold()  # the others go on with the call
+                interrupts.hold()  # the others continue the call
             return answer, messages
 
         if interrupts is not None:
@@ -574,7 +584,7 @@ class _Channel:
         return Answer(rest, messages)
 
     def _compare_calls(self, call: _Call) -> str:
-        """Names the calls that processes make, in another meeting, to which all of them come."""
+        """Describes the processes' calls, which they exchange in another meeting."""
 
         def combine(messages: list[bytes]) -> bytes:
             rows = zip(self.participants, map(json.loads, messages), strict=True)
@@ -585,9 +595,9 @@ class _Channel:
         return self._attend(asking, own, combine, _SECONDS_TO_ANSWER).combined.decode()
 
     def _compare_histories(self, call: _Call) -> str:
-        """Names the first step, or the first batch, in which processes differ that make one call.
+        """Names the first step or batch that differs between processes that make the same call.
 
-        They exchange what they have done in another meeting, to which all of them come.
+        The processes exchange their histories in another meeting.
         """
 
         def combine(messages: list[bytes]) -> bytes:
@@ -602,22 +612,22 @@ class _Channel:
 
 
 class _Meeting(NamedTuple):
-    """One meeting: where its keys are in the service, and with which call this process comes.
+    """One meeting: its keys in the service, and the call with which this process comes.
 
-    The keys below `key`, in the order in which they are set:
+    The keys below `key`, in the order in which processes set them:
 
         said/3   the hashes and the message of process 3
-        came     how many have sent theirs
-        all      wakes the first participant, once all have
-        late     how many have given up
-        answer   how the meeting ended: the service keeps the first value
-        read     how many have read it
+        came     how many processes have sent their message
+        all      wakes the first participant, after all have sent their message
+        late     how many processes have given up
+        answer   how the meeting ended; the service keeps the first value
+        read     how many processes have read the answer
     """
 
     key: str
     participants: tuple[int, ...]
     call: _Call
-    seconds: float  # to wait for the others, or if they work for a sign of life
+    seconds: float  # the time to wait for the others, or, if they work, for a sign of life
     works: bool = False  # see `exchange`
 
     def send(self, payload: bytes) -> None:
@@ -625,13 +635,13 @@ class _Meeting(NamedTuple):
         _process.client().key_value_set_bytes(f"{self.key}/said/{_process.index}", message)
 
     def come(self) -> None:
-        """Counts this process, whose message is there."""
+        """Counts this process, after it has sent its message."""
         came = _process.client().key_value_increment(f"{self.key}/came", 1)
         if came == len(self.participants):
             self._wake_first()
 
     def wait(self, combine: Combine) -> tuple[bytes, list[bytes]]:
-        """The answer; and all messages, on the first participant, which gives it."""
+        """Returns the answer, and all messages on the first participant, which makes the answer."""
         self.come()
         first, *others = self.participants
         if self.works:
@@ -652,27 +662,27 @@ class _Meeting(NamedTuple):
         return self.end(_compare(messages, combine)), [_payload(x) for x in messages]
 
     def end(self, answer: bytes) -> bytes:
-        """Ends the meeting with an answer, unless it has one; returns the one that it has."""
+        """Ends the meeting with an answer, unless it already has one; returns its answer."""
         client = _process.client()
         try:
             client.key_value_set_bytes(f"{self.key}/answer", answer)
-        except jax.errors.JaxRuntimeError:  # there is one, or the service cannot be reached
+        except jax.errors.JaxRuntimeError:  # it has an answer, or the service cannot be reached
             answer = client.key_value_try_get_bytes(f"{self.key}/answer")
         if _process.index != self.participants[0] or answer[:1] == _LEFT:
-            self._wake_first()  # not before: it would say that others are absent
+            self._wake_first()  # after the answer, or it would report others as absent
         return answer
 
     def forget(self) -> None:
-        """Deletes the keys, which the service would keep, once all have read the answer."""
+        """Deletes the keys from the service, after all processes have read the answer."""
         client = _process.client()
         if client.key_value_increment(f"{self.key}/read", 1) == len(self.participants):
             client.key_value_delete(self.key)
 
     def _silent(self, name: str, whom: Sequence[int]) -> list[int]:
-        """Waits for a key as long as processes show that they are alive; returns who does not.
+        """Waits for a key while processes show signs of life; returns the processes without one.
 
-        Looks are counted, and no seconds: if all processes stop for a while, and then go on, this
-        one may be the first to look.
+        The method counts looks instead of seconds: if all processes are stopped and continued, this
+        process may be the first to look.
         """
         signs, looks = dict.fromkeys(whom, b""), Counter[int]()
         while True:
@@ -695,7 +705,7 @@ class _Meeting(NamedTuple):
         return _SILENT + f"{fact} {_SEE_ITS_LOG}".encode()
 
     def _give_up(self) -> bytes:
-        # All who wait give up at about the same time. One of them reads who has come.
+        # All waiting processes give up at about the same time. One of them reads which have come.
         if _process.client().key_value_increment(f"{self.key}/late", 1) == 1:
             said = self._said()
             if len(said) < len(self.participants):
@@ -705,8 +715,10 @@ class _Meeting(NamedTuple):
         return self.end(self._absence({}))
 
     def _absence(self, said: Mapping[int, bytes]) -> bytes:
-        """The answer of a meeting to which not all came in time, if `said` is what was said there.
-        If it was not read: of one that the first participant did not answer."""
+        """The answer of a meeting to which not all processes came, whose messages are `said`.
+
+        If `said` is empty, the first participant did not answer.
+        """
         absent = [i for i in self.participants if i not in said] if said else self.participants[:1]
         names = f"{named_processes(absent)} of {_process.count}"
         seconds = self.seconds if said else self.seconds + _SECONDS_TO_ANSWER
@@ -718,7 +730,7 @@ class _Meeting(NamedTuple):
         return _process.client().blocking_key_value_get_bytes(f"{self.key}/{name}", milliseconds)
 
     def _said(self) -> dict[int, bytes]:
-        """The messages that have come, by process."""
+        """The messages that were sent, by process."""
         rows = _process.client().key_value_dir_get_bytes(f"{self.key}/said/")
         return {int(name.rpartition("/")[2]): value for name, value in rows}
 
@@ -728,12 +740,12 @@ class _Meeting(NamedTuple):
 
 # ------------------------------------------------------------------ signs of life
 
-_ALIVE = "alive/"  # in the keys of the service by which processes show that they are
-_LOOKS = 3  # at the sign of a process, after which one that has not changed is the last
+_ALIVE = "alive/"  # the part of a key by which a process shows that it is alive
+_LOOKS = 3  # a process is silent if its sign stays the same for so many looks
 
 
 def _seconds_between_signs(timeout: float) -> float:
-    """So that `_LOOKS` end within the timeout; a loaded machine may take seconds for a sign."""
+    """The time between signs. `_LOOKS` fit into the timeout, and a busy machine may be slow."""
     return max(timeout / (_LOOKS + 1), 2.0)
 
 
@@ -741,8 +753,8 @@ def _seconds_between_signs(timeout: float) -> float:
 def showing_life(options: MeetingOptions) -> Iterator[None]:
     """Shows the others that this process is alive while the block runs, before a meeting.
 
-    The options are those of the meeting, and only if it `works`, anything is shown. A block that
-    takes less than some seconds sends nothing.
+    `options` are the options of the meeting, and only a meeting that `works` has signs of life. The
+    first sign is sent after a few seconds.
     """
     if not options.get("works") or indices(options.get("among")) == [_process.index]:
         yield
@@ -752,7 +764,7 @@ def showing_life(options: MeetingOptions) -> Iterator[None]:
     thread = threading.Thread(
         target=_show_life, args=(end, seconds), name="treeshard-alive", daemon=True
     )
-    with suppress(RuntimeError):  # at the end of the process there are no new threads
+    with suppress(RuntimeError):  # a process that is ending cannot start threads
         thread.start()
     try:
         yield
@@ -766,7 +778,7 @@ def _show_life(end: threading.Event, seconds: float) -> None:
     key, shows = f"{_process.names}{_ALIVE}{_process.index}", False
     while not end.wait(seconds):
         with suppress(jax.errors.JaxRuntimeError, ProcessError):
-            sign = str(time.monotonic_ns())  # any other than before
+            sign = str(time.monotonic_ns())  # any new value
             _process.client().key_value_set(key, sign, allow_overwrite=True)
             shows = True
     if shows:
@@ -779,7 +791,7 @@ def _show_life(end: threading.Event, seconds: float) -> None:
 
 @contextmanager
 def _suppress_timeout() -> Iterator[None]:
-    """Goes on after a wait for a key whose time is over."""
+    """Suppresses the error of a wait for a key that has timed out."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -798,7 +810,7 @@ def _compare(messages: Sequence[bytes], combine: Combine) -> bytes:
 
 
 def _differ(messages: Iterable[bytes], number: int) -> bool:
-    """Whether messages differ in one of their `_Call.hashes`."""
+    """Whether messages differ in the hash with this number: see `_Call.hashes`."""
     start = number * _HASH_BYTES
     return len({x[start : start + _HASH_BYTES] for x in messages}) > 1
 
@@ -811,10 +823,9 @@ def _payload(message: bytes) -> bytes:
 
 
 class _Process:
-    """This process among the others: what it asks JAX, and what it remembers from call to call.
+    """What this process asks JAX about the other processes, and remembers between calls.
 
-    It has to be a global: the calls of a program share nothing else, and a later one, of whichever
-    function, must know that an earlier one has failed.
+    The object must be global: a call of any function must know that an earlier call has failed.
     """
 
     def __init__(self, names: str = "treeshard/") -> None:
@@ -822,19 +833,19 @@ class _Process:
 
     def start_again(self, names: str = "treeshard/") -> None:
         """Forgets all meetings and failures."""
-        self.names = names  # what all keys in the service begin with
-        self.broken = ""  # the first call that failed, if there is one
+        self.names = names  # the beginning of all keys in the service
+        self.broken = ""  # the first call that failed, if any
         self._channels: dict[tuple[tuple[int, ...], str], _Channel] = {}
 
     def channel(self, among: Sequence[int], name: str) -> _Channel:
         key = tuple(among), name
-        known = self._channels.get(key)  # of two threads that come first, both get the same
+        known = self._channels.get(key)  # two threads that come first get the same channel
         return known or self._channels.setdefault(key, _Channel(*key))
 
     def all_channels(self) -> list[_Channel]:
         return list(self._channels.values())
 
-    # The three things that meetings ask JAX. No other function of this module does.
+    # Meetings ask JAX only these three things.
 
     @property
     def index(self) -> int:
@@ -849,8 +860,8 @@ class _Process:
         client = coordination_client()
         if client is None:
             raise ProcessError(
-                f"There are {self.count} processes, and this one is not connected to the others."
-                " Call `jax.distributed.initialize()` first, on each of them."
+                f"This process is not connected to the other {self.count - 1} processes. Call"
+                " `jax.distributed.initialize()` first, on each process."
             )
         return client
 
@@ -858,11 +869,11 @@ class _Process:
 class _Thread(threading.local):
     """The last meeting of this thread."""
 
-    meetings = 0  # how many this thread has come to
-    told: BaseException | None = None  # the error that this process told the others there
-    interrupts: HeldInterrupts | None = None  # of the call that this thread makes
-    channel: _Channel  # of the meeting
-    call = _Call("")  # what this process said there
+    meetings = 0  # the number of meetings to which this thread has come
+    told: BaseException | None = None  # the error that this process sent at the meeting
+    interrupts: HeldInterrupts | None = None  # interrupts that the current call holds back
+    channel: _Channel  # the channel of the meeting
+    call = _Call("")  # the call with which this process came
     at_one_line = False  # whether all processes made the call at one line of the user's code
     last_meeting: str  # its name, for the user
 
@@ -896,11 +907,11 @@ def _hash_participants(participants: Sequence[int]) -> str:
 def _user_lines() -> str:
     """The lines of the user's code that led here: `train.py:41 (log) < train.py:60 (main)`.
 
-    A function that makes the call may itself be called from several lines, so it is the innermost
-    three. Empty if there are none, as in a thread of treeshard.
+    The text has the innermost three lines, because several lines may call the function that makes
+    the call. It is empty in threads of treeshard.
     """
     functions = dict(walk_calls(sys._getframe()))
-    # A line of a package would not help: the user looks for what this process does and others not.
+    # Lines of packages are left out: the user looks for a difference in the user's own code.
     lines = select_own_lines(functions)[:3]
     return " < ".join(_describe_line(line, functions[line]) for line in lines)
 
@@ -918,11 +929,11 @@ def _describe_line(line: str, function: str) -> str:
 def _absent(call: _Call, timeout: float | None, fact: str, what: str, waiting: str) -> str:
     longer = "" if timeout is None else ", or wait longer with `timeout=`"
     here = f" This process called it at {call.line}." if call.line else ""
-    if what != call.what:  # it has come later
+    if what != call.what:  # this process came later, with another call
         here = f" It was at {waiting}: this process skipped that call, or made one more."
     return (
-        f"{call.what}: {fact}. Nothing was done. Every process must make this call, at about the"
-        f" same time. See the log of that process{longer}.{here}"
+        f"{call.what}: {fact}. The call was cancelled. Every process must make this call, at about"
+        f" the same time. See the log of that process{longer}.{here}"
     )
 
 
@@ -931,81 +942,81 @@ def _reason(error: Exception) -> str:
 
 
 _UNREACHABLE = (
-    "{what}: the coordination service of JAX, which is in process 0, cannot be reached ({error})."
-    " Nothing was done. See the log of process 0."
+    "{what}: the call was cancelled, because JAX's coordination service, which process 0 runs,"
+    " cannot be reached ({error}). See the log of process 0."
 )
 _SEE_ITS_LOG = (
-    "A process that is killed, stopped or cut off shows none: see its log. Start the run again,"
-    " from its last checkpoint."
+    "A process that is killed, stopped or disconnected shows no sign of life: see its log. Start"
+    " the run again from its last checkpoint."
 )
 _PROGRAM_FAILED = (
-    "{what}: a program failed in which the processes wait for each other: {error}. Look for a"
-    " process that was killed or has ended: process 0 prints, as it ends, which are missing. Start"
-    " the run again, from its last checkpoint."
+    "{what}: a collective failed: {error}. Look for a process that was killed or has ended: when"
+    " process 0 ends, it prints which processes are missing. Start the run again from its last"
+    " checkpoint."
 )
 _AT_EXIT = (
-    "treeshard: the processes are out of step since {since}. This one ends with status 1 now, and"
-    " does not wait for the others. Start the run again, from its last checkpoint."
+    "treeshard: the processes are out of step since {since}. This process ends now with status 1."
+    " Start the run again from its last checkpoint."
 )
 _NOT_ENDED = (
-    "treeshard: missing at the end: {names}. A process that was killed or stopped, or that still"
-    " waits for another one, does not say that it ends. See its log."
+    "treeshard: missing at the end: {names}. A missing process was killed or stopped, or still"
+    " waits for another process. See its log."
 )
-_THE_SAME_CALLS = "All of them must make the same calls in the same order."
+_THE_SAME_CALLS = "All processes must make the same calls in the same order."
 _AT_OTHER_LINES = (
-    "That is right for two branches of one `if`, and wrong if a process skipped a call or made one"
-    " more: then the values are of different arrays. A program of `jax.jit` made these, so they"
-    " cannot be compared."
+    "Two branches of one `if` are right. It is wrong if a process skipped a call or made one more,"
+    " because the processes then pass different arrays. A program of `jax.jit` made these arrays,"
+    " so their values cannot be compared."
 )
 _AT_COMMON_LINES = (
-    "Nothing was done. Before, all of them have made it at each of these lines together. A process"
-    " skipped a call, or made one more."
+    "The call was cancelled, because earlier all processes made it together at each of these lines."
+    " A process skipped a call, or made one more."
 )
 _OTHER_HISTORY = (
-    "before this call the processes have called different steps, or made batches of different"
-    " shapes or small values, and nothing was done."
+    "the call was cancelled, because before it the processes called different steps, or made"
+    " batches of different shapes or small values."
 )
 
 
 def _left(call: str, error: str, process: int) -> str:
     return (
-        f"the call could not be made together: {call} was left by a {error} on process {process}."
-        " The processes are out of step: start the run again, from its last checkpoint."
+        f"the call was cancelled, because process {process} left {call} with a {error}. The"
+        " processes are out of step. Start the run again from its last checkpoint."
     )
 
 
 def _different(calls: Mapping[int, _Call]) -> str:
-    """What processes say that make different calls."""
+    """Describes the different calls of processes."""
     versions = {i: call.version for i, call in calls.items()}
     if len(set(versions.values())) > 1:
         return (
             f"the processes have different versions of treeshard: {describe_groups(versions)}."
-            " Nothing was done. Install one version on all of them."
+            " The call was cancelled. Install the same version on all processes."
         )
     rows = {i: call.with_line() for i, call in calls.items()}
     why = "A process skipped a call, or made one more."
     if len({call.thread for call in calls.values()}) > 1:
         rows = {i: f"{rows[i]}, in the thread {call.thread!r}" for i, call in calls.items()}
         why = (
-            "Calls from several threads may come in another order on each process: make them from"
+            "Calls from several threads may have a different order on each process. Make them from"
             " one thread."
         )
     elif len({call.what for call in calls.values()}) == 1:
         rows = {i: f"{rows[i]} ({call.phase or 'begin'})" for i, call in calls.items()}
         why = "A process left this call before its end, and made it again."
     return (
-        f"the processes do not make the same call, and nothing was done: {describe_groups(rows)}."
-        f" {why} {_THE_SAME_CALLS}"
+        f"the processes make different calls, which were cancelled: {describe_groups(rows)}. {why}"
+        f" {_THE_SAME_CALLS}"
     )
 
 
 def _first_other(by_process: Mapping[int, list[dict[str, str]]]) -> str:
-    """The first entry in which histories of processes differ; empty if it was long ago.
+    """The first entry that differs between histories, or `""` if no process keeps it any more.
 
-    Each process has sent the entries of its steps, and of its batches, by number.
+    `by_process` has the entries of each process's steps and batches, by number.
     """
     for histories in zip(*by_process.values(), strict=True):
-        # What one of them no longer has is not known to differ.
+        # Entries that a process no longer has are not compared.
         oldest = max(min(map(int, entries), default=0) for entries in histories)
         numbers = sorted({int(number) for entries in histories for number in entries})
         for number in numbers:

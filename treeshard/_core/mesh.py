@@ -113,21 +113,27 @@ def get_incontext_mesh(raise_error: bool = True) -> AnyMesh | None:
         # Only the mesh of the trace says which axes are Manual here.
         mesh = jax.sharding.get_abstract_mesh()
     if mesh is None and raise_error:
-        raise NoMeshError(
-            "No mesh is in force. Pass one (`mesh=...`), run inside `with jax.set_mesh(mesh):`,"
-            " or give `NamedSharding`s, which carry their own mesh."
-            ' `treeshard.make_mesh("data=2,fsdp=-1")` makes one.'
-        )
+        raise NoMeshError(f"No {_NO_MESH}")
     return mesh
 
 
-def current_or_given(mesh: MeshLike | None) -> AnyMesh:
-    """Returns `mesh`, without devices if it is text, or by default the mesh in force. Raises
-    `NoMeshError` if no mesh is in force."""
+_NO_MESH = (
+    "mesh is in force. Pass one (`mesh=...`), run inside `with jax.set_mesh(mesh):`, or give"
+    ' `NamedSharding`s, which carry their own mesh. `treeshard.make_mesh("data=2,fsdp=-1")` makes'
+    " one."
+)
+
+
+def current_or_given(mesh: MeshLike | None, where: str = "") -> AnyMesh:
+    """Returns `mesh`, without devices if it is text, or by default the mesh in force.
+
+    Raises `NoMeshError`, in the name of `where`, if no mesh is in force.
+    """
     if mesh is not None:
         return as_mesh(mesh)
-    current = get_incontext_mesh()
-    assert current is not None  # for the type checker: `get_incontext_mesh` raises
+    current = get_incontext_mesh(raise_error=not where)
+    if current is None:
+        raise NoMeshError(f"{where}: no {_NO_MESH}")
     return current
 
 
@@ -168,7 +174,7 @@ def get_axes_size_in_mesh(axis_names: str | Sequence[str], mesh: MeshLike | None
         eformer's function of this name.
     """
     names = axis_tuple(axis_names, "get_axes_size_in_mesh")
-    sizes = axis_sizes(current_or_given(mesh))
+    sizes = axis_sizes(current_or_given(mesh, "get_axes_size_in_mesh"))
     check_axes(names, sizes, "get_axes_size_in_mesh")
     return math.prod(sizes[name] for name in names)
 
@@ -190,7 +196,7 @@ def get_mesh_axis_names(mesh: MeshLike | None = None) -> list[str]:
     Source:
         eformer's function of this name.
     """
-    return list(axis_sizes(current_or_given(mesh)))
+    return list(axis_sizes(current_or_given(mesh, "get_mesh_axis_names")))
 
 
 def names_in_current_mesh(*names: str) -> bool:
@@ -338,7 +344,8 @@ def get_submesh_device_index(axis_names: str | Sequence[str]) -> jax.Array | int
         eformer's function of this name.
     """
     names = axis_tuple(axis_names, "get_submesh_device_index")
-    check_bound(names, "get_submesh_device_index")
+    instead = "`jax.process_index()` gives the index of the process"
+    check_bound(names, "get_submesh_device_index", instead)
     # JAX counts several axes row-major, as it does the shards of `P(("a", "b"))`.
     return jax.lax.axis_index(tuple(names)) if names else 0
 

@@ -1,15 +1,15 @@
-"""What several processes do together: they fail together and agree.
+"""Makes the processes of a call agree, and fail together.
 
-JAX starts a program on each process and never asks whether it is the same one. A process that
-raises before it, or starts another, leaves the rest waiting in a collective without an end or a
-word. So calls that move data exchange a message first.
+JAX starts a program on each process and never checks that all start the same program. If a process
+raises before the program, or starts another program, the other processes wait in a collective
+forever, without an error. So calls that move data exchange a message first.
 
-Callers use `all_or_none` and `require_agreement`: if one process raises, all raise. Both are made
-of `exchange` and `exchange_outcomes`. Only the stages of a save call `exchange_outcomes`
-themselves, since they raise a `CheckpointError` that lists the errors of all processes.
+Callers use `all_or_none` and `require_agreement`: if one process raises, all raise. Both use
+`exchange` and `exchange_outcomes`. Only the stages of a save call `exchange_outcomes` directly,
+because they raise a `CheckpointError` that lists the errors of all processes.
 
-What one process receives must not grow with their number, so messages go to the first process, and
-an answer comes back: see `meetings`.
+The bytes that a process receives must not grow with the number of processes. So all processes send
+their messages to the first process, which returns one answer: see `meetings`.
 """
 
 import json
@@ -48,16 +48,16 @@ from treeshard.errors import ProcessError, listed
 
 
 class Messages:
-    """What the block of `all_or_none` says to the other processes, and after it, what was heard."""
+    """The message that a block of `all_or_none` sends, and afterwards the received messages."""
 
     def __init__(self) -> None:
         self.own = b""  # set by the block
-        self.answer = b""  # the same on all processes
-        self.received: list[bytes] = []  # from all processes, on the first of them alone
+        self.answer = b""  # equal on all processes
+        self.received: list[bytes] = []  # from all processes, but only on the first process
 
 
 def to_first(_messages: list[bytes]) -> bytes:
-    """The answer to messages that the first process alone needs."""
+    """An empty answer, for messages that only the first process needs."""
     return b""
 
 
@@ -67,14 +67,14 @@ def all_or_none(
 ) -> Iterator[Messages]:
     """Runs its block on every process; if it raises on one, all raise. Arguments as in `exchange`.
 
-    Yields `Messages`, in which the block may set the one of this process; after the block, they
-    have the answer. By default, it is all messages one after the other, for a message of one
-    process. The error of the block is raised here; on the others, a `ProcessError` quotes it. A
-    Ctrl-C in the block is raised here only after the others were told; another one, while this
-    process waits for them, is raised at once, and the break is final.
+    Yields `Messages`. The block may set this process's message, and after the block, `Messages`
+    holds the answer. By default, the answer concatenates all messages. If the block raises, this
+    process raises the same error, and the others raise a `ProcessError` that quotes it. A Ctrl-C in
+    the block is raised after the other processes have received it. If a second Ctrl-C interrupts
+    this exchange, it is raised at once, and every later call raises.
     """
     messages = Messages()
-    own_error: BaseException | None = None  # told to the others before it is raised here
+    own_error: BaseException | None = None  # sent to the others before this process raises it
     with showing_life(options):
         try:
             release_interrupts()
@@ -85,14 +85,14 @@ def all_or_none(
         try:
             told, failures = exchange_outcomes(what, own_error, messages.own, combine, **options)
         except ProcessError as absent:
-            # The user's own error says more than that the others did not hear of it.
+            # The user's own error explains more than the failure to report it to the others.
             raise (own_error or absent) from None
     if own_error is not None:
         raise own_error
     if len(failures) == 1:
-        raise ProcessError(f"{what}: nothing was done, since {failures[0]}")
+        raise ProcessError(f"{what}: the call was cancelled, because {failures[0]}")
     if failures:
-        headline = f"{what}: nothing was done, since other processes failed:"
+        headline = f"{what}: the call was cancelled, because other processes failed:"
         raise ProcessError(listed(headline, failures, headed=True))
     messages.answer, messages.received = told
 
@@ -104,11 +104,11 @@ def exchange_outcomes(
     combine: Combine = b"".join,
     **options: Unpack[MeetingOptions],
 ) -> tuple[Answer, list[str]]:
-    """Tells the other processes the message of this one, or its error. Arguments as in `exchange`.
+    """Sends this process's message, or its error, to the others. Arguments as in `exchange`.
 
-    Returns the answer, and in words which errors processes have raised.
+    Returns the answer, and a text for each error that processes have raised.
     """
-    # The first byte says which it is: an error of one process is a message to the others.
+    # The first byte distinguishes a message from an error.
     outcome = b"+" + message
     if error is not None:
         outcome = f"-{type(error).__name__}: {error}".removesuffix(": ").encode()
@@ -128,7 +128,7 @@ def exchange_outcomes(
 
 
 def name_failures(failures: Mapping[int, str]) -> list[str]:
-    """`process 1 raised OSError: disk full`, for each error; eight at most."""
+    """Returns texts such as `process 1 raised OSError: disk full`, at most eight."""
     return limit_to_eight(f"{on} raised {text}" for text, on in group_by_fact(failures).items())
 
 
@@ -139,8 +139,8 @@ def require_agreement(
     """Runs its block on every process; if the blocks record different facts, all raise.
 
     Yields `Facts` for the block to fill, in order. The processes exchange hashes of the facts, and
-    the facts themselves only if hashes differ. Otherwise as `all_or_none`. The caller compares the
-    values of `Facts.unread` itself unless this `reads` them.
+    exchange the facts only if hashes differ. Errors of the block are handled as in `all_or_none`.
+    If `reads` is false, the caller must compare the values of `Facts.unread`.
     """
     facts = Facts()
     with all_or_none(what, _differing_groups, **options) as hashes:
@@ -148,8 +148,8 @@ def require_agreement(
         hashes.own = json.dumps(facts.hashes()).encode()
     _raise_differences(what, facts, hashes, options)
     if facts.unread and reads:
-        # Not before: a process that waits for a program which others have not started would not
-        # come to the meeting in which that is noticed.
+        # Read values only now. A process that reads the result of a program waits for it, and if
+        # another process has not started the program, the first meeting must report that.
         options["phase"] = "values"
         values = Facts()
         with all_or_none(what, _differing_groups, **options) as hashes:
@@ -165,8 +165,8 @@ def _raise_differences(what: str, facts: Facts, hashes: Messages, options: Meeti
     lines = _differences(what, facts, hashes, options).lines()
     if lines:
         headline = (
-            f"{what}: the processes do not agree, and nothing was done. All of them must make the"
-            " same call. The differences:"
+            f"{what}: the call differs between processes and was cancelled. All processes must make"
+            " the same call. The differences:"
         )
         mark_broken(what, options.get("among"))
         raise ProcessError(listed(headline, lines, headed=True))
@@ -175,10 +175,10 @@ def _raise_differences(what: str, facts: Facts, hashes: Messages, options: Meeti
 def compare_copies(
     what: str, arrays: Mapping[str, Any], *, timeout: float = TIMEOUT
 ) -> dict[str, tuple[str, str]]:
-    """The arrays whose copies differ on the devices and processes that hold them, by path.
+    """The arrays whose copies differ between devices or processes, by path.
 
-    All processes must make this call, and all get the same answer: the first part that differs, and
-    its checksums. An array that is on no other process is one that each process has a copy of.
+    All processes must make this call, and receive the same answer: the first part that differs, and
+    its checksums. Each process must have its own copy of an array that is not spread over several.
     """
     options: MeetingOptions = {"phase": "replicas", "timeout": timeout}
     facts = Facts()
@@ -191,9 +191,9 @@ def compare_copies(
 
 
 def _differing_groups(hashes: list[bytes]) -> bytes:
-    """The groups of facts whose hashes differ between processes; empty if there are none.
+    """The groups of facts whose hashes differ between processes, or empty bytes.
 
-    A process has sent an empty hash of a part that is not the same on its own devices.
+    A process sends an empty hash for a part that differs between its own devices.
     """
     found = defaultdict[str, set[str]](set)
     for message in hashes:
@@ -204,7 +204,7 @@ def _differing_groups(hashes: list[bytes]) -> bytes:
 
 
 def _differences(what: str, facts: Facts, hashes: Messages, options: MeetingOptions) -> Differences:
-    """In what processes differ. They send their facts only if the hashes of these differ."""
+    """The differences between processes. They exchange facts only if hashes differ."""
     if not hashes.answer:
         return Differences({}, {})
 
@@ -229,7 +229,8 @@ def participating_processes(
 ) -> list[int]:
     """The processes that own devices of spread leaves or of meshes, and `more`; ascending.
 
-    Empty if this process is the only one, or is not among them: then there is no exchange.
+    The list is empty, so no messages are exchanged, if this process is the only one or is not in
+    the list.
     """
     if jax.process_count() == 1:
         return []
@@ -247,16 +248,16 @@ T = TypeVar("T")
 
 
 def wants_bar() -> bool:
-    """Whether to show a bar that was not asked for: on a terminal, if `tqdm` is installed."""
+    """Whether to show a bar by default: on a terminal, if `tqdm` is installed."""
     return sys.stderr.isatty() and find_spec("tqdm") is not None
 
 
 def show_progress(
     items: Sequence[T], what: str, *, unit: str = "leaf", show: bool = True, after: float = 0.0
 ) -> Iterator[T]:
-    """Iterates over `items`, and shows a progress bar on process 0 once `after` seconds are over.
+    """Iterates over `items`; process 0 shows a progress bar after `after` seconds.
 
-    Raises `ImportError` in the name of `what`, on every process, if `show` is true and `tqdm` is
+    Raises `ImportError` on every process, in the name of `what`, if `show` is true and `tqdm` is
     not installed.
     """
     if not show:
@@ -267,7 +268,7 @@ def show_progress(
         raise ImportError(
             f"{what}(progress=True) needs tqdm. Install it with `pip install 'treeshard[show]'`."
         ) from None
-    # tqdm shows a bar of no items as "0it".
+    # Without items, tqdm would show "0it".
     if not items or jax.process_index() != 0:
         return iter(items)
     return iter(tqdm(items, desc=what, unit=unit, delay=after))

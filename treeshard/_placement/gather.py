@@ -64,9 +64,9 @@ def gather(
     Each shard is copied once, directly into the result. Host memory peaks at the size of the
     result, and JAX caches no copy on the arrays. All errors are raised before the first copy.
 
-    If a tree is spread over several processes, all processes that hold a part must make the call,
-    and so must the receiver. For each part, one process sends it to the receivers, leaf by leaf.
-    Receivers need memory for the tree, and other processes for a few MiB. If a process dies during
+    If a tree is spread over several processes, the receiver and all processes that hold a part must
+    make the call. One process sends each part to the receivers, leaf by leaf. Receivers need memory
+    for the tree, and other processes need a few MiB. If a process dies during
     the call, the others raise a `ProcessError` on CPUs. On GPUs and TPUs, JAX aborts them after its
     heartbeat timeout. A tree on devices of this process is copied without communication or
     compilation.
@@ -122,9 +122,9 @@ def iter_gather(
 ) -> Iterator[tuple[str, Any]]:
     """Copies a tree to the host leaf by leaf, so that no process holds the full tree.
 
-    A `for` loop holds two leaves for a moment, because its variable keeps one until the next has
-    arrived. The call checks that the host has memory for two. To hold one leaf at a time, `del` it
-    at the end of the body.
+    A `for` loop holds two leaves for a moment, because its variable keeps one leaf until the next
+    has arrived. The call checks that the host has memory for two leaves. To hold one leaf at a
+    time, `del` it at the end of the body.
 
     Args:
         tree: Any pytree. Leaves that are not arrays are skipped.
@@ -173,13 +173,13 @@ class _Call(NamedTuple):
     tree: PyTree
     leaves: list[Any]  # of the tree
     to: To
-    # The processes that hold parts of the leaves, and the receiver. Empty if this process has all
-    # parts, or no part.
+    # The processes that hold parts of the leaves, and the receiver. Empty if this process holds
+    # all parts, or none.
     processes: list[int]
     timeout: float
     prefix: str = ""  # the path of the tree in a larger one
-    # Whether leaves are gathered one at a time. Then the processes wait for each other at each leaf
-    # that is sent.
+    # Whether leaves are gathered one at a time. If so, the processes wait for each other at each
+    # leaf that is sent.
     leaf_by_leaf: bool = False
 
 
@@ -189,8 +189,8 @@ def _processes(leaves: list[Any], to: To) -> list[int]:
 
 
 def _reader(call: _Call) -> Iterator[Any]:
-    """Checks all leaves at the call; returns an iterator over them, as this process receives
-    them."""
+    """Checks all leaves at the call; returns an iterator over the leaves that this process
+    receives."""
     paths = _agreed_paths(call)
     me = jax.process_index()
     spread = [leaf for leaf in call.leaves if is_spread(leaf)]
@@ -204,7 +204,7 @@ def _reader(call: _Call) -> Iterator[Any]:
 
 
 def _agreed_paths(call: _Call) -> list[str]:
-    """The paths of the leaves, once all processes can read theirs and have agreed on them."""
+    """The paths of the leaves, after all processes have checked their leaves and agreed on them."""
     paths = leaf_paths(call.tree) if call.processes else []
     paths = [path_under(call.prefix, path) for path in paths]
     with require_agreement(call.where, among=call.processes, timeout=call.timeout) as facts:
@@ -229,8 +229,8 @@ def _agreed_paths(call: _Call) -> list[str]:
 
 
 def _turns(call: _Call, paths: list[str]) -> Callable[[int], AbstractContextManager[Any]]:
-    """The context in which the data of a spread leaf travels, by its index among these."""
-    if not call.leaf_by_leaf:  # all leaves have one turn
+    """A function that returns the context in which a spread leaf travels, by its index."""
+    if not call.leaf_by_leaf:  # one context for all leaves
         return nullcontext
     named = [path for path, leaf in zip(paths, call.leaves, strict=True) if is_spread(leaf)]
     met = last_meeting()  # the same on all processes, which have agreed on the call
@@ -250,7 +250,7 @@ def _receive(
     leaves: list[Any], collected: Iterator[list[np.ndarray]], receives: bool
 ) -> Iterator[Any]:
     for leaf in leaves:
-        # Also on processes that receive no data: other processes wait for data from here.
+        # Processes that receive no data also take part, because others wait for their data.
         received = next(collected) if is_spread(leaf) else []
         if not receives:
             yield jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array(leaf) else leaf
@@ -285,7 +285,7 @@ def _check_memory(call: _Call) -> None:
         return
     if call.to not in ("all", jax.process_index()):
         needed = 0
-    # What this process sends, it reads first.
+    # This process reads a shard into host memory before it sends it.
     needed += max(map(bytes_to_read, arrays), default=0)
 
     def error(fact: str, free: int) -> DoesNotFitError:

@@ -1,19 +1,20 @@
 """Strategies for moving arrays to their target shardings.
 
 `jax.device_put` moves any array to any sharding, with four drawbacks. If the shards differ, it
-copies through the host and caches the copy on the source. It compiles a program for each shape that
-leaves a single device. On CPUs, its result may share memory with a numpy array. It does not move
-arrays between processes.
+copies through the host and caches the copy on the source. To move arrays off a single device, it
+compiles a program for each shape. On CPUs, its result may share memory with a numpy array. It does
+not move arrays between processes.
 
 `choose_move` compares the current and the target sharding:
 
 1. If each process has all values, on the host or on its own devices, it cuts out its shards.
-2. If the sharding is already right, the array stays. On an equal mesh, it gets the new mesh.
+2. If the array already has the target's shards, it stays, and a sharding on another mesh is only
+   relabelled.
 3. If the array is on one device, `shard` copies it through the host, and `reshard` copies it to all
    devices and splits it there.
 4. If the devices and their order are the same, one compiled program moves all such leaves.
-5. Between other devices of this process, arrays move shard by shard, without a full copy.
-6. Between other devices of several processes, they move in packets: see `transport`.
+5. Between different devices of this process, arrays move shard by shard, without a full copy.
+6. Between different devices of several processes, arrays move in packets: see `transport`.
 """
 
 import weakref
@@ -46,14 +47,14 @@ from treeshard._core.facts import SMALL_BYTES
 from treeshard._core.mesh import AnyMesh
 from treeshard.errors import MismatchError
 
-# Moves each array to the sharding at the same index.
+# A function that moves each array to the sharding at the same index.
 Move = Callable[[list[Any], list[NamedSharding]], list[jax.Array]]
-# Takes a leaf's path and the index of a shard; returns that shard.
+# A function that returns a shard, from a leaf's path and the shard's index.
 Read = Callable[[str, tuple[slice, ...]], Any]
 
 
 def choose_move(leaf: Any, target: NamedSharding, from_single_device: Move) -> Move | None:
-    """Returns how to move a leaf to its target; `None` if it is already there."""
+    """Returns the function that moves a leaf to its target, or `None` if the leaf can stay."""
     # 1
     if not isinstance(leaf, jax.Array):
         return through_host if target.is_fully_addressable else shard_from_full
@@ -62,13 +63,13 @@ def choose_move(leaf: Any, target: NamedSharding, from_single_device: Move) -> M
     # 2
     current = leaf.sharding
     if current.is_equivalent_to(target, leaf.ndim):
-        # A compiled step distinguishes meshes, so the same placement on another mesh is still
-        # relabelled, without a copy.
+        # A compiled step distinguishes meshes, so an array with the same shards on another mesh
+        # gets the new mesh, without a copy.
         if isinstance(current, NamedSharding) and current.mesh == target.mesh:
             return None
         return _put_by_jax if target.is_fully_addressable else _move_compiled
     if leaf.dtype.name in ("int2", "uint2"):
-        # Compiled programs that move these end the process or are wrong (JAX 0.10 to 0.12).
+        # Compiled programs that move these dtypes crash, or return wrong values (JAX 0.10 to 0.12).
         return through_host if leaf.is_fully_addressable else transfer_across_processes
     # 3
     if len(current.device_set) == 1 and leaf.is_fully_addressable:
@@ -88,15 +89,15 @@ def _devices(mesh: AnyMesh) -> list[Any]:
 
 
 def _put_by_jax(arrays: list[Any], targets: list[NamedSharding]) -> list[jax.Array]:
-    # Where shards differ, JAX copies through the host and caches that copy on its argument.
+    # If shards differ, JAX copies through the host and caches the copy on its argument.
     return jax.device_put([x if is_key(x) else alias_array(x) for x in arrays], targets)
 
 
 def _shard_by_shard(arrays: list[Any], targets: list[NamedSharding]) -> list[jax.Array]:
-    """Moves arrays to other devices of this process, without a full copy of any.
+    """Moves arrays to other devices of this process, without a full copy of any array.
 
-    A device keeps a shard that it has. A shard that another device has goes there directly; any
-    other one is assembled on the host, once for all devices that need it.
+    A device keeps the shards that it already has, and copies shards from other devices directly.
+    Other shards are assembled on the host, once for all devices that need them.
     """
     pairs = zip(arrays, targets, strict=True)
     return [as_keys(_reassemble(data_of(x), target), x) for x, target in pairs]
@@ -117,8 +118,8 @@ def _reassemble(x: jax.Array, target: NamedSharding) -> jax.Array:
             source = np.empty(region_shape(region), x.dtype)
             for other, device_with in device_of.items():
                 if (part := intersect(other, region)) is not None:
-                    there = np.asarray(before[device_with])[relative_slices(part, other)]
-                    source[relative_slices(part, region)] = there
+                    values = np.asarray(before[device_with])[relative_slices(part, other)]
+                    source[relative_slices(part, region)] = values
         place = SingleDeviceSharding(device, memory_kind=target.memory_kind)
         shards.append(jax.block_until_ready(jax.device_put(source, place)))
         held[region] = shards[-1]
@@ -131,16 +132,16 @@ def _move_compiled(arrays: list[Any], targets: list[NamedSharding]) -> list[jax.
 
 def replicate_then_split(arrays: list[Any], targets: list[NamedSharding]) -> list[jax.Array]:
     """Copies each array to all devices, and splits them there in one program."""
-    # Splitting them on their single device would take one program for each shape.
+    # On a single device, splitting would compile one program for each shape.
     replicated = [target.update(spec=PartitionSpec()) for target in targets]
     return _move_compiled(jax.device_put(arrays, replicated), targets)
 
 
 class _TrackedView(np.ndarray):
-    """A view that stays alive as long as `self[...]` and all views of that.
+    """A view that stays alive as long as `self[...]` and all views of it.
 
-    The base of such a view is this object. For plain arrays, numpy would set the base to the
-    owner of the memory instead.
+    This object is the base of such views. For plain arrays, numpy would set the base to the owner
+    of the memory.
     """
 
 
@@ -159,8 +160,8 @@ def through_host(arrays: list[Any], targets: list[NamedSharding]) -> list[jax.Ar
     if in_use:
         jax.block_until_ready([placed[i] for i in in_use])  # until then JAX reads the sources
     for i, source_in_use in in_use.items():
-        # The CPU platform adopts memory that happens to be aligned, whatever `may_alias` says,
-        # and keeps it alive. Detecting that afterwards is cheaper than copying in advance.
+        # The CPU platform adopts aligned memory, whatever `may_alias` says, and keeps it alive.
+        # Detecting an adopted source afterwards is cheaper than copying every source in advance.
         if source_in_use() is not None:
             placed[i] = jax.device_put(np.array(sources[i]), targets[i])
     return [as_keys(x, array) for x, array in zip(placed, arrays, strict=True)]
@@ -189,7 +190,7 @@ def return_unchanged(x: Any) -> Any:
 
 
 def shard_from_full(arrays: Sequence[Any], targets: Sequence[Sharding]) -> list[jax.Array]:
-    """Shards arrays of which every process has a full copy, on the host or on its own devices."""
+    """Shards arrays that every process has in full, on the host or on its own devices."""
     placed = []
     for x, target in zip(arrays, targets, strict=True):
         full = to_numpy(x)
@@ -200,8 +201,8 @@ def shard_from_full(arrays: Sequence[Any], targets: Sequence[Sharding]) -> list[
 def transfer_across_processes(
     arrays: Sequence[jax.Array], targets: Sequence[NamedSharding]
 ) -> list[jax.Array]:
-    """Moves arrays to other processes, through the host: to each, one copy of each shard it
-    needs."""
+    """Moves arrays to other processes, through the host. Each process receives the shards that it
+    needs once."""
     from treeshard._placement.transport import deliver
 
     data = list(map(data_of, arrays))
@@ -218,10 +219,10 @@ def transfer_across_processes(
     participates = jax.process_index() in among
     received = deliver(data, wanted, among) if participates else repeat(dict[Region, Any]())
     placed = []
-    # A process that takes no part still gets an array, which has no shards here.
+    # A process outside of `among` also gets an array, without local shards.
     for x, keyless, target, parts in zip(arrays, data, targets, received, strict=participates):
         placed.append(as_keys(jax.block_until_ready(_assemble_parts(keyless, target, parts)), x))
-        parts.clear()  # before the next ones arrive
+        parts.clear()  # before the next parts arrive
     return placed
 
 
@@ -234,7 +235,7 @@ def _assemble_parts(
 def read_shards(
     read: Read, path: str, struct: jax.ShapeDtypeStruct, target: NamedSharding
 ) -> jax.Array:
-    """Assembles an array from what `read` returns for each local shard, calling it once each."""
+    """Assembles an array from its local shards, and calls `read` once for each of them."""
     full = jax.eval_shape(jax.random.key_data, struct) if is_key(struct) else struct
     cache: dict[Region, np.ndarray] = {}
 
@@ -245,7 +246,7 @@ def read_shards(
         return cache[region]
 
     array = assemble(full.shape, full.dtype, target, read_once)
-    return as_keys(jax.block_until_ready(array), struct)  # then the host memory can be freed
+    return as_keys(jax.block_until_ready(array), struct)  # so that the host memory can be freed
 
 
 def _call_read(
@@ -278,10 +279,9 @@ def assemble(
     Each shard is copied into fresh memory, which JAX may adopt. 64-bit values become 32-bit
     ones unless JAX's x64 mode is on.
     """
-    dtype = device_dtype(
-        np.dtype(dtype)
-    )  # as the shards are, which JAX would narrow with a warning
-    # Without local devices, JAX would still ask for the value of a replicated array.
+    # JAX would narrow the shards to this dtype, with a warning.
+    dtype = device_dtype(np.dtype(dtype))
+    # Even without local devices, JAX would ask for the values of a replicated array.
     if not target.addressable_devices:
         return jax.make_array_from_single_device_arrays(shape, target, [], dtype=dtype)
 
@@ -293,7 +293,7 @@ def assemble(
 
 
 def as_keys(data: jax.Array, like: Any) -> jax.Array:
-    """Wraps key data as typed keys if `like` has typed keys; else returns the array itself."""
+    """Wraps key data as typed keys if `like` has typed keys; otherwise returns the array."""
     if not is_key(like):
         return data
     impls: list[Any] = []

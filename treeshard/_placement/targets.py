@@ -1,6 +1,6 @@
 """Resolves the target sharding of each leaf, and checks that every leaf can be placed there.
 
-JAX checks leaf by leaf while it places them, and its errors name neither the leaf nor the fix.
+JAX checks each leaf while it places it, and its errors name neither the leaf nor the fix.
 
 Specs come from four sources: a plan, shardings with their own mesh, plain specs for the mesh of the
 call or the current mesh, and logical names, which the current rules resolve.
@@ -45,10 +45,10 @@ def targets(
     *,
     accept_structs: bool = False,
 ) -> dict[int, NamedSharding]:
-    """Returns the target sharding of each leaf to place, by index. Raises as `shard`.
+    """Returns the target sharding of each leaf to place, by index. Raises the errors of `shard`.
 
     With `accept_structs`, leaves may be `ShapeDtypeStruct`s, whose values are read later, and the
-    devices may be absent.
+    mesh may have devices that are not attached.
     """
     check_no_refs(tree, where, prefix)
     leaves = tree_leaves(tree)
@@ -56,7 +56,7 @@ def targets(
     misfits: dict[int, TreeShardError | None] = {}
     for i, spec in resolved.items():
         is_read_later = accept_structs and isinstance(leaves[i], jax.ShapeDtypeStruct)
-        # A missing value explains more than a spec that does not fit.
+        # Report missing values first: they explain more than a spec that does not fit.
         missing = None if is_read_later else unmovable(leaves[i])
         misfits[i] = missing or spec.misfit(UNPLACEABLE)
     raise_unmovable(tree, misfits, where, prefix)
@@ -71,21 +71,21 @@ def resolve_on_devices(
     *,
     compile_only: bool = False,
 ) -> dict[int, ResolvedSpec]:
-    """The spec of each leaf that is to be placed, by index, resolved on a mesh with devices.
+    """The spec of each leaf to place, by index, resolved on a mesh with devices.
 
-    They may be absent if `compile_only`.
+    If `compile_only`, the devices may be absent.
     """
     if isinstance(specs, SpecCarrier):
         specs.check_before_use()
         mesh = mesh or specs.mesh
-        # The placements name memories, too.
+        # Placements also name the memory.
         each = specs.specs_by_leaf(tree, placements=True)
         if each is None:
             specs = specs.placements
         else:
             tree, specs = tree_leaves(tree), each
     else:
-        # Such a sharding has no spec and no mesh, which all that follows works with.
+        # A `SingleDeviceSharding` lacks the spec and the mesh that the following code needs.
         specs = _name_single_devices(specs, mesh, where)
 
     def choose_mesh(mesh: AnyMesh | None, leaf: Any) -> Mesh:
@@ -96,9 +96,9 @@ def resolve_on_devices(
 
 
 def _name_single_devices(specs: SpecTree, mesh: AnyMesh | None, where: str) -> SpecTree:
-    """The specs, with a sharding on a mesh of its device for each `SingleDeviceSharding`.
+    """Replaces each `SingleDeviceSharding` by a `NamedSharding` on a mesh of its device.
 
-    Raises `SpecError` if there is one, and a mesh for all leaves too.
+    Raises `SpecError` if `mesh` is given for all leaves, too.
     """
 
     def name(spec: Any) -> Any:
@@ -119,12 +119,12 @@ def _mesh_of(spec: SingleDeviceSharding) -> Mesh:
 
 
 def meshes_of(specs: SpecTree, mesh: AnyMesh | None) -> list[AnyMesh]:
-    """Every mesh on which `targets` may place leaves by these specs."""
+    """The meshes on which `targets` may place leaves by these specs."""
     if mesh is not None:
         return [mesh]
     if isinstance(specs, SpecCarrier):
         return [specs.mesh]
-    meshes: dict[AnyMesh, None] = {}  # a set that keeps its order: it is the same on all processes
+    meshes: dict[AnyMesh, None] = {}  # an ordered set, equal on all processes
     current = get_incontext_mesh(raise_error=False)
     for spec in tree_leaves(specs, is_leaf=is_spec_entry):
         if isinstance(spec, NamedSharding):
@@ -145,22 +145,22 @@ def raise_unmovable(
 
 def resolver(mesh: AnyMesh | None) -> Callable[[Any], PartitionSpec]:
     """Returns a function that resolves logical names to a spec on `mesh`, or the current mesh."""
-    # Looked up now: functions per leaf are called later, outside of the mesh.
+    # Look up the mesh now, because functions of a leaf are called later, outside of its context.
     resolving_mesh = get_incontext_mesh(raise_error=False) if mesh is None else mesh
     return lambda names: resolve_names(names, resolving_mesh)
 
 
 def replace_names(specs: SpecTree, mesh: AnyMesh | None) -> Any:
-    """Replaces the tuples of logical names in a tree of specs by the specs they resolve to."""
+    """Replaces each tuple of logical names in a tree of specs by the spec that it resolves to."""
     resolve = resolver(mesh)
     return tree_map(lambda x: resolve(x) if is_logical(x) else x, specs, is_leaf=is_logical)
 
 
 def unmovable(leaf: Any) -> TreeShardError | None:
-    """Returns why the values of a leaf cannot be moved at all; `None` if they can."""
-    if type(leaf) is np.ndarray and _is_jax_dtype(leaf.dtype):  # most leaves, and fast
+    """Returns an error that says why a leaf cannot be moved, or `None` if it can."""
+    if type(leaf) is np.ndarray and _is_jax_dtype(leaf.dtype):  # a fast path for most leaves
         return None
-    if isinstance(leaf, Tracer):  # which is a `jax.Array` too
+    if isinstance(leaf, Tracer):  # tested first, because tracers are `jax.Array`s, too
         return LeafError(
             "a tracer has no values. Inside `jit`, call `treeshard.with_sharding_constraint`, or"
             " shard the arguments and results of the jitted function."
@@ -174,10 +174,10 @@ def unmovable(leaf: Any) -> TreeShardError | None:
             return None
         return DeletedLeafError(
             "the array was deleted, or donated to a compiled function. A step that donates its"
-            " state also deletes the arrays from which `shard` made it without a copy. Use the"
-            " result of that function, or do not donate the array."
+            " state also deletes the arrays that `shard` reused without a copy. Use the result of"
+            " that function, or do not donate the array."
         )
-    # `np.asarray`, which reads the sources of shards, silently drops the mask.
+    # Shards are read with `np.asarray`, which silently drops the mask.
     if np.ma.isMaskedArray(leaf):
         return LeafError("JAX does not support masked arrays. Call `.filled()` first.")
     if not _is_jax_dtype(leaf.dtype):
@@ -186,13 +186,13 @@ def unmovable(leaf: Any) -> TreeShardError | None:
 
 
 def unreadable(leaf: Any) -> TreeShardError | None:
-    """As `unmovable`, for calls that copy shards to the host: a waiting sum has summands, not
-    shards."""
+    """As `unmovable`, for calls that copy shards to the host. They cannot copy unreduced arrays,
+    whose devices hold summands."""
     misfit = unmovable(leaf)
     if misfit is not None or not isinstance(leaf, jax.Array):
         return misfit
     sharding = leaf.sharding
-    # The shards of such an array can be read one by one, but are summands.
+    # JAX would let us read the summands as if they were shards.
     if not isinstance(sharding, NamedSharding) or not sharding.spec.unreduced:
         return None
     axes = ", ".join(map(repr, sorted(sharding.spec.unreduced)))
@@ -205,7 +205,7 @@ def unreadable(leaf: Any) -> TreeShardError | None:
 
 @cache
 def _is_jax_dtype(dtype: np.dtype) -> bool:
-    # JAX has no list of its dtypes: they are numpy's and some of `ml_dtypes`, by version.
+    # JAX has no list of its dtypes. It supports numpy's, and some of `ml_dtypes` in each version.
     try:
         jax.typeof(np.empty((), dtype.newbyteorder("=")))
     except TypeError:

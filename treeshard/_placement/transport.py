@@ -1,20 +1,19 @@
-"""Sends arrays, or parts of them, from the processes that hold them to those that need them.
+"""Sends arrays, or parts of arrays, between processes.
 
-The bytes that a process sends form streams, which travel over the devices' network, between one
-device of each process, in packets of one size. So a few programs are compiled, whatever the arrays
-are, and a transfer needs memory for a few packets besides the result.
+Each process sends its bytes as streams of packets of equal size, over the devices' network, between
+one device per process. The packets have only a few sizes, so only a few programs are compiled,
+whatever the shapes of the arrays. Besides the result, a transfer needs memory for a few packets.
 
-1. `deliver` brings to each process its parts, so there is a stream for each pair of processes.
-   Pairs of one distance travel in one `ppermute`, which is a program for each distance. Beyond a
-   few distances, one `all_to_all` takes a packet of every pair.
-2. `collect` brings full arrays to one process, or to all. Among a few processes it does so by
-   `deliver`. Among more, each process has one stream, and one program brings a packet of each to
-   all of them, as an all-gather. Where a single process needs them, no link of a ring carries more
-   than what comes to that process.
+1. `deliver` brings each process its parts, in one stream per pair of processes. Pairs with the same
+   distance between sender and receiver share one `ppermute`, so each distance compiles one program.
+   If there are more than a few distances, one `all_to_all` sends a packet for every pair.
+2. `collect` brings full arrays to one process or to all. Few processes use `deliver`. Among many
+   processes, each has one stream, and one program all-gathers a packet of each stream. Even if a
+   single process needs the arrays, no link of a ring carries more bytes than that process receives.
 
-A jitted identity with `out_shardings` needs meshes of the same devices, one program for each set of
-shapes, and memory for a full copy where it replicates. The coordination service that carries our
-messages is one process on one host: it is for kilobytes.
+A jitted identity with `out_shardings` would need meshes with the same devices, one program for each
+set of shapes, and memory for a full copy of replicated arrays. The coordination service that
+carries our messages is a single process on one host, and is meant for kilobytes.
 """
 
 import math
@@ -42,8 +41,8 @@ from treeshard._core.arrays import (
     to_read,
 )
 
-CHUNK_BYTES = 2**21  # of what one process receives at a time; several of these are in flight
-MAX_DISTANCES = 4  # between senders and receivers; each distance has a program
+CHUNK_BYTES = 2**21  # the most that one process receives at a time; several are in flight
+MAX_DISTANCES = 4  # between senders and receivers; each distance compiles a program
 Pair = tuple[int, int]  # (sender, receiver), by process index
 Range = tuple[int, int]  # (start, stop), in a dim
 
@@ -54,12 +53,13 @@ def collect(
     among: Sequence[int],
     turn: Callable[[int], AbstractContextManager[Any]] = nullcontext,
 ) -> Iterator[list[np.ndarray]]:
-    """Brings full arrays to the receivers; yields each there in a list, elsewhere an empty list.
+    """Brings full arrays to the receivers.
 
-    Whoever takes the array out of its list has the only reference to it.
+    Yields each array in a list on receivers, and an empty list on other processes. The list has the
+    only reference to the array.
 
-    All processes in `among`, ascending, must make the same call, and exhaust the iterator. Of typed
-    keys, send the data. `turn` is the context in which the data of an array travels, by its index.
+    All processes in `among`, ascending, must make the same call, and exhaust the iterator. For
+    typed keys, pass the key data. `turn(i)` is the context in which array `i` travels.
     """
     if len(among) > MAX_DISTANCES + 1:
         yield from _gather_all(arrays, receivers, among, turn)
@@ -77,9 +77,9 @@ def _gather_all(
     among: Sequence[int],
     turn: Callable[[int], AbstractContextManager[Any]],
 ) -> Iterator[list[np.ndarray]]:
-    """As `collect`, where each process publishes the shards that are its own to send."""
+    """As `collect`, by an all-gather: each process publishes the shards that it must send."""
     me, position = jax.process_index(), {process: i for i, process in enumerate(among)}
-    # Every process computes what all publish: nobody has to be told what comes, or when.
+    # Every process computes what all processes publish, so they exchange no schedule.
     published = [_find_publishers(x.sharding, x.shape, tuple(receivers)) for x in arrays]
     total = Counter[int]()
     for x, regions in zip(arrays, published, strict=True):
@@ -88,7 +88,8 @@ def _gather_all(
     devices = _device_of_each(arrays, among) if total else ()
     outgoing = _packets(_bytes_to_publish(arrays, published, size), size)
     padding = _allocate_aligned(size)  # sent by processes without data
-    needed, sent = Counter[int](), Counter[int]()  # bytes of each stream so far; in full packets
+    # Bytes of each stream that the arrays so far need, and that were sent in full packets.
+    needed, sent = Counter[int](), Counter[int]()
     incoming = dict.fromkeys(total, np.empty(0, np.uint8))
     for i, (x, regions) in enumerate(zip(arrays, published, strict=True)):
         needed.update(_bytes_by_sender(x, regions))
@@ -120,12 +121,14 @@ def deliver(
     among: Sequence[int],
     turn: Callable[[int], AbstractContextManager[Any]] = nullcontext,
 ) -> Iterator[dict[Region, np.ndarray]]:
-    """Delivers parts of arrays to the processes that need them; yields this one's, array by array.
+    """Delivers parts of arrays to the processes that need them.
 
-    All processes in `among`, ascending, must make the same call, and exhaust the iterator. Of typed
-    keys, send the data. `turn` is the context in which the data of an array travels, by its index.
+    Yields, for each array, the parts that this process receives.
+
+    All processes in `among`, ascending, must make the same call, and exhaust the iterator. For
+    typed keys, pass the key data. `turn(i)` is the context in which array `i` travels.
     """
-    # Every process computes the routes of all: nobody has to be told what comes, or when.
+    # Every process computes the routes of all processes, so they exchange no schedule.
     limit = _packet_limit(CHUNK_BYTES, among) if len(among) > MAX_DISTANCES + 1 else CHUNK_BYTES
     routes = [
         _chunks_of(x.sharding, x.shape, np.dtype(x.dtype).itemsize, tuple(regions), limit)
@@ -151,12 +154,12 @@ def deliver(
 def _find_publishers(
     sharding: Sharding, shape: tuple[int, ...], receivers: tuple[int, ...]
 ) -> dict[int, list[Region]]:
-    """The shards that a receiver lacks, by the process that publishes them."""
+    """The shards that some receiver lacks, by the process that publishes them."""
     published = defaultdict[int, list[Region]](list)
     for turn, (region, holders) in enumerate(processes_by_shard(sharding, shape).items()):
         has_all = len(holders) >= len(receivers) and all(i in holders for i in receivers)
         if not has_all and math.prod(region_shape(region)):
-            # Those that hold a shard take turns, so that no process sends all of it.
+            # The holders of a shard take turns, so that no process sends every shard.
             published[[*holders][turn % len(holders)]].append(region)
     return dict(published)
 
@@ -178,7 +181,7 @@ def _bytes_by_sender(x: jax.Array, regions: Mapping[int, Iterable[Region]]) -> d
 
 
 def _behind(needed: Counter[int], sent: Counter[int]) -> list[int]:
-    """The senders that have sent less than the arrays so far need."""
+    """The senders whose sent bytes do not yet cover the arrays so far."""
     return [sender for sender in needed if needed[sender] > sent[sender]]
 
 
@@ -196,7 +199,7 @@ def _bytes_to_publish(
 
 
 class _Pieces:
-    """The pieces of an array that come from one sender, in the order of its stream."""
+    """The pieces of an array that one sender sends, in the order of its stream."""
 
     def __init__(self, x: jax.Array, regions: Iterable[Region], size: int) -> None:
         self._dtype = np.dtype(x.dtype)
@@ -206,7 +209,7 @@ class _Pieces:
         self._next = next(self._rest, None)
 
     def write(self, data: np.ndarray, full: np.ndarray) -> np.ndarray:
-        """Writes the pieces that are complete; returns the bytes that are left."""
+        """Writes the complete pieces to `full`; returns the remaining bytes."""
         while self._next is not None:
             shape = region_shape(self._next)
             nbytes = self._dtype.itemsize * math.prod(shape)
@@ -221,12 +224,12 @@ class _Pieces:
 
 
 class Chunk(NamedTuple):
-    """A region of an array that goes to another process, of a limited size, or stays here."""
+    """A region of an array. It stays on its process, or goes to another and has a limited size."""
 
     pair: Pair
-    held: Region  # of the shard that contains it on the sender
-    wanted: Region  # of the receiver that contains it
-    part: Region  # of the chunk itself
+    held: Region  # the sender's shard that contains the chunk
+    wanted: Region  # the receiver's region that contains the chunk
+    part: Region  # the chunk itself
     nbytes: int
 
 
@@ -241,8 +244,8 @@ def _chunks_of(
     """The chunks that bring each process in `wanted` its region; the same on every process."""
     shards = processes_by_shard(sharding, shape)
     turns = {held: turn for turn, held in enumerate(shards)}
-    # Shards are a grid: its ranges in each dim find those that a region needs, without looking at
-    # all others for each process.
+    # Shards form a grid. Its ranges in each dim find the shards that overlap a region, without a
+    # search through all shards for each process.
     ranges = [sorted({held[dim] for held in shards}) for dim in range(len(shape))]
     chunks = []
     for receiver, region in wanted:
@@ -252,7 +255,7 @@ def _chunks_of(
             assert part is not None
             sender, pieces = receiver, [part]
             if receiver not in among:
-                # Those that hold a shard take turns, so that no process sends all of it.
+                # The holders of a shard take turns, so that no process sends every shard.
                 sender = [*among][(receiver + turn) % len(among)]
                 pieces = [*_pieces(part, itemsize, limit)]
             for piece in pieces:
@@ -262,13 +265,13 @@ def _chunks_of(
 
 
 def _overlapping(ranges: Sequence[Range], wanted: Range) -> Sequence[Range]:
-    """The ranges that have a part of the wanted one; they are sorted, and do not overlap."""
+    """The ranges that overlap the wanted one; `ranges` are sorted and disjoint."""
     first = bisect_right(ranges, wanted[0], key=itemgetter(1))
     return ranges[first : bisect_left(ranges, wanted[1], lo=first, key=itemgetter(0))]
 
 
 def _pieces(part: Region, itemsize: int, limit: int) -> Iterator[Region]:
-    """Cuts a region into regions of a limited size: as many rows as fit, or parts of one."""
+    """Cuts a region into regions of at most `limit` bytes: several rows, or parts of a row."""
     if not part:
         yield part
         return
@@ -298,8 +301,8 @@ class _Streams:
         total = Counter[Pair]()
         for chunks in routes:
             _add_bytes(chunks, total)
-        # A `ppermute` takes each process once as a sender and once as a receiver. So pairs of one
-        # distance send in one round.
+        # In a `ppermute`, each process sends once and receives once. So the pairs of one distance
+        # send in one round.
         self.rounds: dict[int, list[Pair]] = defaultdict(list)
         position = {process: i for i, process in enumerate(among)}
         for sender, receiver in total:
@@ -315,16 +318,18 @@ class _Streams:
         self.outgoing = {r: _packets(self._bytes_for(r), self.packet_size) for r in among}
         self.incoming = {s: np.empty(0, np.uint8) for s in among}
         self.padding = _allocate_aligned(self.packet_size)  # sent by processes without data
-        self.needed = Counter[Pair]()  # bytes of each stream that the arrays so far need
-        self.sent = Counter[Pair]()  # bytes of each stream that were sent, in full packets
+        # Bytes of each stream that the arrays so far need, and that were sent in full packets.
+        self.needed = Counter[Pair]()
+        self.sent = Counter[Pair]()
 
     def begin(self, i: int) -> bool:
-        """Starts the next array, and returns whether any of its data still has to travel."""
+        """Starts the next array; returns whether any process still has to send data for it."""
         _add_bytes(self.routes[i], self.needed)
         return any(self.needed[pair] > self.sent[pair] for pair in self.needed)
 
     def receive(self, i: int) -> Iterator[tuple[Chunk, np.ndarray]]:
-        """Yields what this process needs of an array: local parts, then the rest as it arrives."""
+        """Yields the chunks of an array for this process: local chunks first, others as they
+        arrive."""
         expected = defaultdict(deque[Chunk])
         for chunk in self.routes[i]:
             if chunk.pair == (self.process, self.process):
@@ -340,7 +345,7 @@ class _Streams:
     def _send(self, pairs: Sequence[Pair], behind: Sequence[Pair]) -> None:
         """Sends one packet for each pair that is behind."""
         own = {r: next(self.outgoing[r]) for s, r in behind if s == self.process}
-        # All processes run the program, whether they have data or not: they would wait in it.
+        # All processes run the program, even without data, since each waits in it for the others.
         if self.sends_to_all:
             packets = _exchange_packets(
                 [own.get(r, self.padding) for r in self.position], self.devices
@@ -353,7 +358,7 @@ class _Streams:
         for sender, receiver in behind:
             self.sent[sender, receiver] += self.packet_size
             if receiver == self.process:
-                # What is left of the packets before is less than a chunk.
+                # The rest of the packets before is smaller than a chunk.
                 data = [self.incoming[sender], received[sender]]
                 self.incoming[sender] = np.concatenate(data)
 
@@ -378,9 +383,9 @@ class _Streams:
 
 
 def _packets(pieces: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
-    """Yields the bytes of all pieces in packets of one size, each in the memory of the last.
+    """Yields the bytes of all pieces in packets of equal size, which share one buffer.
 
-    Fresh memory for each packet would be allocated and freed by many threads, and pile up.
+    Fresh buffers would be allocated and freed by many threads, and pile up.
     """
     packet, filled = _allocate_aligned(size), 0
     for piece in pieces:
@@ -396,16 +401,16 @@ def _packets(pieces: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
 
 
 def _allocate_aligned(size: int) -> np.ndarray:
-    """Zeros, aligned so that the CPU platform uses the memory in place instead of copying it."""
+    """Zeros, aligned so that the CPU platform uses the memory in place and does not copy it."""
     memory = np.zeros(size + 64, np.uint8)
     start = -memory.ctypes.data % 64
     return memory[start : start + size]
 
 
 def _packet_size(longest_stream: int, among: Sequence[int] = ()) -> int:
-    """One of a few sizes, since each size is a program of its own.
+    """The size of a packet, chosen from a few, because each size compiles a program.
 
-    Where a process receives a packet from each of those `among`, they are smaller.
+    If a process receives a packet from each process in `among`, packets are smaller.
     """
     sizes = [_packet_limit(size, among) for size in (2**16, 2**19, CHUNK_BYTES)]
     return next((size for size in sizes if size >= longest_stream), sizes[-1])
@@ -422,7 +427,7 @@ def _add_bytes(chunks: Iterable[Chunk], total: Counter[Pair]) -> None:
 
 
 def _local_shards(x: jax.Array) -> dict[Region, jax.Array]:
-    """The local shards of an array, one copy of each."""
+    """The distinct local shards of an array, by region."""
     return {region_of(piece.index, x.shape): piece.data for piece in to_read(x).addressable_shards}
 
 
@@ -439,9 +444,9 @@ def _device_of_each(arrays: Sequence[jax.Array], among: Sequence[int]) -> tuple[
 
 
 def _permute(packet: np.ndarray, devices: Sequence[Any], pairs: tuple[Pair, ...]) -> np.ndarray:
-    """Sends a packet along the pairs, and returns the one received here (zeros if none).
+    """Sends a packet along the pairs; returns the packet that this process receives, or zeros.
 
-    On return the packet was sent, so its memory may be reused.
+    The packet is sent when the call returns, so its memory may be reused.
     """
     return _run(_permute_program(_process_mesh(tuple(devices)), pairs), packet, devices)
 
@@ -453,7 +458,7 @@ def _gather_packets(packet: np.ndarray, devices: Sequence[Any]) -> np.ndarray:
 
 
 def _exchange_packets(packets: Sequence[np.ndarray], devices: Sequence[Any]) -> np.ndarray:
-    """Sends a packet to each process; returns those from each process, one in each row."""
+    """Sends a packet to each process; returns the received packets, one in each row."""
     program = _exchange_program(_process_mesh(tuple(devices)))
     return _run(program, np.concatenate(packets), devices).reshape(len(devices), -1)
 
@@ -461,7 +466,10 @@ def _exchange_packets(packets: Sequence[np.ndarray], devices: Sequence[Any]) -> 
 def _run(
     program: Callable[[jax.Array], jax.Array], data: np.ndarray, devices: Sequence[Any]
 ) -> np.ndarray:
-    """What a program on one device of each process returns here, from what each gives to it."""
+    """Runs a program with the data of each process, on one device per process.
+
+    Returns the result of this process.
+    """
     mesh = _process_mesh(tuple(devices))
     local_device = next(d for d in devices if d.process_index == jax.process_index())
     sharding = NamedSharding(mesh, PartitionSpec("process"))

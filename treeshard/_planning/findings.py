@@ -211,8 +211,10 @@ def _similar_path(pattern: str, leaves: Iterable[PlannedLeaf]) -> str:
     word = pattern.strip("^$/")
     count = word.count("/") + 1
     parts: dict[str, None] = {}
-    # Layers differ only in numbers.
-    for path in {re.sub("[0-9]+", "0", leaf.path): None for leaf in leaves}:
+    first: dict[str, str] = {}  # layers differ only in numbers
+    for leaf in leaves:
+        first.setdefault(re.sub("[0-9]+", "0", leaf.path), leaf.path)
+    for path in first.values():
         keys = path.split("/")
         for start in range(len(keys) - count + 1):
             parts["/".join(keys[start : start + count])] = None

@@ -16,6 +16,7 @@ from jax.tree_util import tree_leaves
 from treeshard._core.arrays import data_of, has_shape, is_array
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.specs import is_spec
+from treeshard._core.text import fold_paths
 from treeshard._placement.shard import shard
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
@@ -83,13 +84,15 @@ def check_not_deleted(arrays: Sequence[Any], leaves: Sequence[PlannedLeaf]) -> N
     """Raises `DeletedLeafError` if arrays of a state are deleted."""
     if not has_deleted(arrays):
         return
-    facts = [
-        f"{leaf.path}: deleted, or donated to an earlier step. Continue with the state that"
-        " the step returned, or make the step with `donate=False`."
-        for x, leaf in zip(arrays, leaves, strict=True)
-        if _is_live(x) and x.is_deleted()
+    paths = [
+        leaf.path for x, leaf in zip(arrays, leaves, strict=True) if _is_live(x) and x.is_deleted()
     ]
-    raise DeletedLeafError(listed(f"{len(facts)} leaves of the state are deleted:", facts))
+    headline = (
+        "The step got a state with leaves that were deleted, or donated to an earlier step."
+        " Continue with the state that the step returned, `state, aux = step(state, batch)`, or"
+        " make the step with `donate=False`. The leaves:"
+    )
+    raise DeletedLeafError(listed(headline, fold_paths(paths), headed=True))
 
 
 def check_sharded(
