@@ -223,7 +223,7 @@ def _chunk_keys(group: Sequence[tuple[Any, ...]]) -> list[str]:
 
 
 def _array_in_memory(row: SavedLeaf, count: int) -> tuple[Any, Any, list[str]]:
-    """A store in memory, and an array in it of `count` chunks like that of `row`, with their keys."""
+    """A store in memory, an array in it of `count` chunks like that of `row`, and their keys."""
     context, shape = tensorstore.Context(), row.stored_shape
     store = tensorstore.KvStore.open("memory://", context=context).result()
     spec = _specification((count, *shape), row.stored, (1, *shape))
