@@ -76,7 +76,6 @@ def check_what_was_written_must_be_there(context: Context) -> None:
     """Process 1 loses what it has written, or the size of a file; process 0 finds another table of
     leaves than it wrote."""
     run = context.directory / "lost"
-    real = _save.flush_tree
 
     def all_of_it(folder: Path) -> None:
         shutil.rmtree(folder)
@@ -86,27 +85,27 @@ def check_what_was_written_must_be_there(context: Context) -> None:
         file.write_bytes(file.read_bytes() + b"x")
 
     def the_table(folder: Path) -> None:
-        if folder.name == "leaves":
-            (folder / "table.json").write_bytes(b"\0" * 100)
+        (folder / "leaves" / "table.json").write_bytes(b"\0" * 100)
 
     with Checkpoints(run, keep=1) as checkpoints:
         checkpoints.save(1, state_at(1))
         checkpoints.wait()
         cases = {
-            all_of_it: (1, "CheckpointError: what process 1 has written is not in "),
-            its_size: (1, "bytes, and process 0 sees "),
-            the_table: (0, "the table of leaves that was written"),
+            all_of_it: (1, "facts_of_files", "what process 1 has written is not in "),
+            its_size: (1, "facts_of_files", "bytes, and process 0 sees "),
+            the_table: (0, "flush_tree", "the table of leaves that was written"),
         }
-        for step, (lose, (who, says)) in enumerate(cases.items(), 2):
+        for step, (lose, (who, after, says)) in enumerate(cases.items(), 2):
+            real = getattr(_save, after)
 
-            def then_lost(folder: Any, lose: Any = lose) -> dict[str, int]:
-                sizes = real(folder)
+            def then_lost(folder: Any, lose: Any = lose, real: Any = real) -> Any:
+                found = real(folder)
                 lose(Path(folder))
-                return sizes
+                return found
 
             with pytest.MonkeyPatch.context() as patch:
                 if context.index == who:
-                    patch.setattr(_save, "flush_tree", then_lost)
+                    patch.setattr(_save, after, then_lost)
                 checkpoints.save(step, state_at(step))
                 with pytest.raises(ts.CheckpointError, match=f"/{step} was not saved; ") as told:
                     checkpoints.wait()

@@ -44,6 +44,7 @@ from treeshard._core.arrays import (
     to_read,
 )
 from treeshard._core.text import parse_dtype
+from treeshard._disk.files import FLUSHES, start_flushes
 from treeshard._disk.leaves import SavedLeaf, Shape
 from treeshard.checkpoint._paths import ARRAYS, MANIFEST, is_local
 from treeshard.errors import CheckpointError, DeletedLeafError, short
@@ -63,10 +64,10 @@ _NEW_DATABASE = {
     "compression": None,
 }
 
-# The threads of TensorStore's two pools, and the threads that compare replicas or write in the
-# background.
+# The threads of TensorStore's two pools, those that compare replicas or flush, and those that write
+# in the background.
 _CORES = os.cpu_count() or 1
-THREADS = max(4, _CORES) + _CORES + min(8, _CORES) + 2
+THREADS = max(4, _CORES) + _CORES + max(FLUSHES, min(8, _CORES)) + 2
 
 
 def _context() -> Any:
@@ -339,10 +340,13 @@ def write_arrays(
             for row in rows
         ]
         _commit(transaction, described)
+    started = set[str]()
     # Each transaction rewrites the index, and holds its writes in memory.
     for batch in split_batches(_take_parts(rows, parts), lambda part: part[2].nbytes):
         _write_batch(values, batch, copied=copied)
         batch.clear()
+        if is_local(path):  # the disk writes while the next batch is encoded
+            start_flushes(written_by(path, jax.process_index()) / "d", started)
     return True
 
 

@@ -39,6 +39,7 @@ from treeshard._disk.files import (
     Lock,
     bytes_in,
     check_mark,
+    facts_of_files,
     file_facts,
     flush,
     flush_tree,
@@ -247,7 +248,8 @@ def _finish(
             if me != 0 and has_written and is_local(path):
                 # On a network file system, `fsync` covers only the writes of its own machine.
                 folder = written_by(partial, me)
-                facts = flush_tree(folder)
+                flush_tree(folder)
+                facts = facts_of_files(folder)
                 files = {f"{folder.name}/{name}": x for name, x in facts.items()}
             reports.own = json.dumps([has_written, files]).encode()
         with _stage(path, "committed", timeout, works=True) as unflushed:
@@ -272,9 +274,7 @@ def _commit(path: epath.Path, table: LeafTable, written: Sequence[FileFacts], re
     partial = partial_path(path)
     (partial / MARK).unlink()
     if is_local(path):
-        # Without a flush, the rename may reach the disk before the files. The rename itself is
-        # durable once the parent directory is flushed.
-        table = table._replace(files=flush_tree(partial / ARRAYS))
+        table = table._replace(files=facts_of_files(partial / ARRAYS))
         _check_seen(partial, table.files, written)
     else:
         # The manifest makes the tables of two steps differ, so that neither fits the other.
@@ -285,10 +285,9 @@ def _commit(path: epath.Path, table: LeafTable, written: Sequence[FileFacts], re
     (partial / TABLE / TABLE_FILE).write_text(text)
     (partial / ARRAYS / SEAL).write_text(str(crc32(text.encode())))
     if is_local(path):
-        flush_tree(partial / TABLE)
-        flush(partial / ARRAYS / SEAL)
-        flush(partial / ARRAYS)
-        flush(partial)
+        # Without a flush, the rename may reach the disk before the files. The rename itself is
+        # durable once the parent directory is flushed.
+        flush_tree(partial)
     # The table locates everything else, so it is read back before it may replace a checkpoint.
     if (partial / TABLE / TABLE_FILE).read_text() != text:
         raise CheckpointError("the table of leaves that was written reads otherwise.")
