@@ -224,7 +224,7 @@ def _chunk_keys(group: Sequence[tuple[Any, ...]]) -> list[str]:
 
 
 def _array_in_memory(row: SavedLeaf, count: int) -> tuple[Any, Any, list[str]]:
-    """A store in memory, and an array in it of `count` chunks like that of `row`, with their keys."""
+    """A store in memory, an array in it of `count` chunks like that of `row`, and their keys."""
     context, shape = tensorstore.Context(), row.stored_shape
     store = tensorstore.KvStore.open("memory://", context=context).result()
     spec = _specification((count, *shape), row.stored, (1, *shape))
@@ -276,8 +276,9 @@ def memory_to_save(parts: Mapping[str, Parts], *, copied: bool) -> int:
             total, largest = total + size, max(largest, size)
     held = total if copied else min(total, max(IN_FLIGHT, largest))
     # TensorStore copies what is small, too, and refers to the rest. To compare replicas on
-    # accelerators, each thread copies a shard.
-    return held + min(small, IN_FLIGHT + 2**24) + min(8, _CORES) * read
+    # accelerators, each thread copies a shard. Tiny arrays are encoded from a copy and to a copy.
+    encoded = 3 * min(small, _TOGETHER * _TINY)
+    return held + min(small, IN_FLIGHT + 2**24) + encoded + min(8, _CORES) * read
 
 
 def _is_view(part: Any) -> bool:
