@@ -235,7 +235,8 @@ def _array_in_memory(row: SavedLeaf, count: int) -> tuple[Any, Any, list[str]]:
 def _encode(row: SavedLeaf, values: Sequence[np.ndarray]) -> list[bytes]:
     """The chunks of tiny arrays of one type, with their checksums."""
     store, array, keys = _array_in_memory(row, len(values))
-    array.write(np.stack(values).view(parse_dtype(row.stored or ""))).result()
+    stored = parse_dtype(row.stored or "")  # several dtypes are stored as one
+    array.write(np.stack([x.view(stored) for x in values])).result()
     return [store[key] for key in keys]
 
 
