@@ -383,9 +383,10 @@ def _read_shardings(tree: PyTree, where: str) -> list[Sharding | None]:
     leaves = tree_leaves(tree)
     shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
     typed = [x if _has_reduced_type(x) else None for x in shardings]
-    resolved = resolve_specs(leaves, typed)
-    misfits = {i: spec and spec.misfit({"reduced-type"}) for i, spec in enumerate(resolved)}
-    raise_misfits(tree, misfits, where)
+    if any(typed):
+        resolved = resolve_specs(leaves, typed)
+        misfits = {i: spec and spec.misfit({"reduced-type"}) for i, spec in enumerate(resolved)}
+        raise_misfits(tree, misfits, where)
     return [_own_sharding(leaf, where) for leaf in tree_leaves(tree, is_leaf=is_none)]
 
 
