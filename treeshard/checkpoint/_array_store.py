@@ -235,7 +235,10 @@ def _array_in_memory(row: SavedLeaf, count: int) -> tuple[Any, Any, list[str]]:
 def _encode(row: SavedLeaf, values: Sequence[np.ndarray]) -> list[bytes]:
     """The chunks of tiny arrays of one type, with their checksums."""
     store, array, keys = _array_in_memory(row, len(values))
-    array.write(np.stack(values).view(parse_dtype(row.stored or ""))).result()
+    # Arrays of several dtypes are stored as `uint8`. Unless they are viewed so before they are
+    # joined, numpy converts them to a common dtype.
+    dtype = parse_dtype(row.stored or "")
+    array.write(np.stack([x.view(dtype) for x in values])).result()
     return [store[key] for key in keys]
 
 
