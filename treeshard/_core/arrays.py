@@ -27,9 +27,9 @@ def _type_text(dtype: Any, shape: tuple[int, ...]) -> str:
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
-# `is_array` runs for each leaf: `|` would make a new type in each call, and checking numpy's
+# For checks that run for each leaf: `|` would make a new type in each call, and checking numpy's
 # classes first is faster, because `jax.Array` is abstract.
-_OF_NUMPY = (np.ndarray, np.generic)
+OF_NUMPY = (np.ndarray, np.generic)
 
 
 def is_array(x: Any) -> bool:
@@ -37,14 +37,14 @@ def is_array(x: Any) -> bool:
 
     Functions, strings, Python scalars and numpy's object arrays are not arrays, and stay unchanged.
     """
-    if isinstance(x, _OF_NUMPY):
+    if isinstance(x, OF_NUMPY):
         return x.dtype.kind in "biufcV"
     return isinstance(x, jax.Array)
 
 
 def has_shape(x: Any) -> bool:
     """Whether `x` is an array or a `ShapeDtypeStruct`."""
-    return isinstance(x, jax.ShapeDtypeStruct) or is_array(x)
+    return is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
 
 
 def device_dtype(dtype: Any) -> Any:

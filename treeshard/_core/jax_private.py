@@ -8,7 +8,7 @@ are 0.10.2 to 0.12.0, where the tests ran.
 import importlib
 import inspect
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import jax
@@ -18,12 +18,18 @@ from jax.sharding import AbstractMesh, Mesh
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+@cache  # `import_module` takes longer than most functions that are called here
+def _module(name: str) -> Any:
+    """`jax._src.<name>`; `None` if this version of JAX does not have it."""
+    try:
+        return importlib.import_module(f"jax._src.{name}")
+    except ImportError:
+        return None
+
+
 def _private(module: str, name: str) -> Any:
     """`jax._src.<module>.<name>`; `None` if this version of JAX does not have it."""
-    try:
-        return getattr(importlib.import_module(f"jax._src.{module}"), name)
-    except (ImportError, AttributeError):
-        return None
+    return getattr(_module(module), name, None)
 
 
 def _result(module: str, name: str) -> Any:

@@ -8,6 +8,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Literal
 
 import jax
@@ -239,12 +240,13 @@ def with_devices(mesh: MeshLike | None, where: str, *, compile_only: bool = Fals
     Raises an error in the name of `where` if the mesh is abstract, or its devices are not attached
     and it is not to `compile_only`.
     """
-    mesh = make_mesh(mesh) if isinstance(mesh, str) else current_or_given(mesh, where)
+    if not isinstance(mesh, Mesh):
+        mesh = make_mesh(mesh) if isinstance(mesh, str) else current_or_given(mesh, where)
     # A mesh has attached devices, devices only for compiling, or no devices.
     if not isinstance(mesh, Mesh):
         what = "an AbstractMesh: it has sizes, but no devices to hold arrays"
         use = "a mesh with devices, as `treeshard.make_mesh` returns"
-    elif compile_only or is_attached(mesh.devices.flat[0]):
+    elif compile_only or _is_attached(mesh):
         return mesh
     else:
         kind = mesh.devices.flat[0].device_kind
@@ -254,6 +256,11 @@ def with_devices(mesh: MeshLike | None, where: str, *, compile_only: bool = Fals
         f"{where}: the mesh ({describe_mesh(mesh)}) is {what}. Pass {use}; `plan.on(mesh)` makes a"
         " plan again for it."
     )
+
+
+@lru_cache(1024)  # asking a device takes as long as all else that placing a leaf takes
+def _is_attached(mesh: Mesh) -> bool:
+    return is_attached(mesh.devices.flat[0])
 
 
 def is_attached(device: Any) -> bool:

@@ -10,6 +10,7 @@ Only this module knows where the current mesh comes from. JAX has three sources:
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import jax
@@ -45,6 +46,12 @@ def same_axes(a: AnyMesh, b: AnyMesh) -> bool:
 def axes_of_type(mesh: AnyMesh, kind: AxisType) -> tuple[str, ...]:
     """The axes of one type, in the mesh's order."""
     return tuple(a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == kind)
+
+
+@lru_cache(1024)  # every constraint asks
+def auto_and_explicit(mesh: AnyMesh) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The Auto axes and the Explicit axes, in the mesh's order."""
+    return axes_of_type(mesh, AxisType.Auto), axes_of_type(mesh, AxisType.Explicit)
 
 
 def is_all_explicit(mesh: AnyMesh | None) -> bool:
@@ -261,10 +268,10 @@ def as_mesh(mesh: M | str, make: Callable[[str], AnyMesh] = abstract_mesh) -> M 
 
     Raises `MeshError` for other types.
     """
+    if mesh is None or isinstance(mesh, (Mesh, AbstractMesh)):
+        return mesh
     if isinstance(mesh, str):
         return make(mesh)
-    if mesh is None or isinstance(mesh, Mesh | AbstractMesh):
-        return mesh
     # Users of other libraries pass a number of devices.
     axes = f"fsdp={mesh}" if isinstance(mesh, int) else "data=2,fsdp=4"
     raise MeshError(

@@ -4,9 +4,10 @@
 specs but containers to JAX, and its errors name neither the path nor both sides of a difference.
 """
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import repeat
 from typing import Any, cast
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -144,10 +145,9 @@ def specs_of_leaves(
     path that differs, or all entries that are not specs.
     """
     matched = _match_leaves(specs, tree, name, resolve)
-    if not cut:
-        return [spec for spec, _ in matched]
-    pairs = zip(tree_leaves(tree), matched, strict=True)
-    return [_cut_to_leaf(spec, x) if for_any_rank else spec for x, (spec, for_any_rank) in pairs]
+    return [
+        _cut_to_leaf(spec, x) if cut and for_any_rank else spec for x, spec, for_any_rank in matched
+    ]
 
 
 def _cut_to_leaf(spec: Any, leaf: Any) -> Any:
@@ -160,19 +160,23 @@ def _cut_to_leaf(spec: Any, leaf: Any) -> Any:
 
 def _match_leaves(
     specs: SpecTree, tree: PyTree, name: str, resolve: Callable[[Any], Any] | None
-) -> list[tuple[Any, bool]]:
-    """The given spec of every leaf, and whether it serves arrays of any rank, as the spec of a
+) -> Iterable[tuple[Any, Any, bool]]:
+    """Every leaf, its given spec, and whether that serves arrays of any rank, as the spec of a
     container does. Raises as `specs_of_leaves`."""
+    leaves, structure = tree_flatten(tree)
     if isinstance(specs, SpecCarrier):
         # A class may not accept specs instead of its leaves, so it is not rebuilt from specs.
         each = specs.specs_by_leaf(tree)
         if each is not None:
-            return [(spec, False) for spec in each]
+            return zip(leaves, each, repeat(False))
         specs = specs.specs
-    if is_spec(specs):
-        structure = tree_structure(tree)
-        return [(specs, structure != _LEAF)] * structure.num_leaves
-    # JAX matches the structures, which is fast. Both are walked only for an error message.
+    if type(specs) in _SPEC_TYPES:
+        return zip(leaves, repeat(specs), repeat(structure != _LEAF))
+    # JAX matches the structures, which is fast. Both are walked only for an error message. Most
+    # trees of specs have the structure of their tree, and no entry that needs `is_leaf`.
+    flat, treedef = tree_flatten(specs)
+    if {*map(type, flat)} <= _SPEC_TYPES and treedef == structure:
+        return zip(leaves, flat, repeat(False))
     try:
         prefixes, treedef = flatten_specs(specs, name, resolve)
     except SpecError:
@@ -181,12 +185,13 @@ def _match_leaves(
     subtrees = _subtrees(specs, treedef, tree, name)
     per_leaf: list[tuple[Any, bool]] = []
     for spec, subtree in zip(prefixes, subtrees, strict=True):
-        structure = tree_structure(subtree)
-        per_leaf += [(spec, structure != _LEAF)] * structure.num_leaves
-    return per_leaf
+        below = tree_structure(subtree)
+        per_leaf += [(spec, below != _LEAF)] * below.num_leaves
+    return [(leaf, *given) for leaf, given in zip(leaves, per_leaf, strict=True)]
 
 
 _LEAF = tree_structure(0)
+_SPEC_TYPES = {PartitionSpec, NamedSharding}
 
 
 def _subtrees(specs: SpecTree, treedef: Any, tree: PyTree, name: str) -> list[PyTree]:
@@ -202,7 +207,10 @@ def call_functions(specs: SpecTree, tree: PyTree, name: str = "specs") -> SpecTr
 
     A function of a subtree returns a spec for it, or a tree of specs, as strategies of kauldron do.
     """
-    if isinstance(specs, SpecCarrier) or not any(map(is_spec_function, tree_leaves(specs))):
+    if type(specs) in _SPEC_TYPES or isinstance(specs, SpecCarrier):
+        return specs
+    flat = tree_leaves(specs)
+    if {*map(type, flat)} <= _SPEC_TYPES or not any(map(is_spec_function, flat)):
         return specs
     flat, treedef = tree_flatten(specs, is_leaf=is_spec_entry)
     called = [
@@ -386,6 +394,11 @@ class ResolvedSpec:
         return [x for x in self.adjustments if x.kind in MISFITS or x.kind == "unmatched"]
 
     @cached_property
+    def is_exact(self) -> bool:
+        """Whether the leaf gets what was requested, for each dim."""
+        return not self.adjustments and UNCONSTRAINED not in entries(self.requested)
+
+    @cached_property
     def sharding(self) -> NamedSharding:
         """`spec` on `mesh`, which must not be `None`."""
         return NamedSharding(cast(AnyMesh, self.mesh), self.spec, memory_kind=self.memory_kind)
@@ -397,6 +410,8 @@ class ResolvedSpec:
 
         Adjustments of these kinds count; `"unconstrained"` is a dim that is `UNCONSTRAINED`.
         """
+        if self.is_exact:  # most leaves, and fast
+            return None
         notes = [note for note in self.adjustments if note.kind in kinds]
         reasons = [note.why for note in notes]
         requested = entries(self.requested)
@@ -451,8 +466,7 @@ def resolve_specs(
         mesh = specs.mesh
     mesh = as_mesh(mesh)
     laid: list[ResolvedSpec | None] = []
-    per_leaf = _match_leaves(specs, tree, name, resolve)
-    for leaf, (spec, for_any_rank) in zip(tree_leaves(tree), per_leaf, strict=True):
+    for leaf, spec, for_any_rank in _match_leaves(specs, tree, name, resolve):
         if spec is None or not has_shape(leaf):
             laid.append(None)
             continue

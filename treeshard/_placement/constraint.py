@@ -23,6 +23,7 @@ from treeshard._core.mesh import (
     AnyMesh,
     MeshLike,
     as_mesh,
+    auto_and_explicit,
     axes_of_type,
     axis_sizes,
     axis_tuple,
@@ -57,7 +58,7 @@ from treeshard._core.specs import (
     trim_spec,
 )
 from treeshard._placement.moves import through_host
-from treeshard._placement.shard import Call, place
+from treeshard._placement.shard import Call, place_by
 from treeshard._placement.targets import meshes_of, resolver
 from treeshard._planning.axis_names import name_on_mesh, splits_rows
 from treeshard._planning.logical import NamedAxes, current_logical_rules, resolve_names
@@ -142,7 +143,6 @@ def with_sharding_constraint(
     if uneven not in _UNEVEN:
         known, hint = _UNEVEN, did_you_mean(str(uneven), _UNEVEN)
         raise SpecError(f"uneven={uneven!r} is not one of {', '.join(map(repr, known))}.{hint}")
-    check_no_refs(arr, "with_sharding_constraint")
     check_specs(sharding, "with_sharding_constraint(arr, {})", arr)
     mesh = as_mesh(mesh, make_mesh)
     sharding = call_functions(sharding, arr, "sharding")
@@ -421,10 +421,15 @@ def _misses_a_mesh(tree: PyTree) -> bool:
 
 
 def _targets(
-    tree: PyTree, shardings: SpecTree, mesh: AnyMesh | None, keep_uneven: bool
+    tree: PyTree,
+    leaves: Sequence[Any],
+    shardings: SpecTree,
+    mesh: AnyMesh | None,
+    *,
+    tracing: bool,
+    keep_uneven: bool,
 ) -> list[ResolvedSpec | None]:
     """Returns the spec that each leaf gets; `None` for leaves that are returned unchanged."""
-    tracing = is_tracing()
 
     def choose_mesh(mesh: AnyMesh | None, leaf: Any) -> AnyMesh | None:
         is_struct = isinstance(leaf, jax.ShapeDtypeStruct)
@@ -449,13 +454,12 @@ def _targets(
         keep_uneven=keep_uneven and tracing,
         typed=tracing,
     )
-    leaves = tree_leaves(tree)
-    for i, target in enumerate(targets):
+    for i, (leaf, target) in enumerate(zip(leaves, targets, strict=True)):
         if target is None or target.mesh is None:
             targets[i] = None
         # Outside of a trace nobody fills in the dims that are `UNCONSTRAINED`.
-        elif not tracing or isinstance(leaves[i], jax.ShapeDtypeStruct):
-            spec = fill_unconstrained(target.spec, _current_spec(target.mesh, leaves[i]))
+        elif not tracing or isinstance(leaf, jax.ShapeDtypeStruct):
+            spec = fill_unconstrained(target.spec, _current_spec(target.mesh, leaf))
             targets[i] = replace(target, spec=spec)
     return targets
 
@@ -498,7 +502,7 @@ def _on_auto_axes(mesh: AnyMesh) -> AnyMesh:
 def _mesh_of_type(value: Any) -> AnyMesh | None:
     """The mesh in the type of a traced value, if it has Explicit axes."""
     mesh = None if value is None else jax.typeof(value).sharding.mesh
-    return mesh if mesh is not None and axes_of_type(mesh, AxisType.Explicit) else None
+    return mesh if mesh is not None and auto_and_explicit(mesh)[1] else None
 
 
 def _current_spec(mesh: AnyMesh, leaf: Any) -> PartitionSpec:
@@ -578,7 +582,11 @@ def _explain_absent(note: Adjustment, target: ResolvedSpec) -> str:
 def _constrain_tree(
     where: str, tree: PyTree, shardings: SpecTree, mesh: AnyMesh | None, uneven: Uneven = "warn"
 ) -> Any:
-    targets = _targets(tree, shardings, mesh, uneven == "keep")
+    leaves, treedef = tree_flatten(tree)
+    tracing, keep_uneven = is_tracing(), uneven == "keep"
+    targets = _targets(tree, leaves, shardings, mesh, tracing=tracing, keep_uneven=keep_uneven)
+    if not all(targets):  # references are not arrays, and have no target
+        check_no_refs(tree, where)
     # Where neither the call nor the context has a mesh, JAX would raise; a model should run there,
     # but not in silence if its arrays are on several devices.
     is_missing = not any(targets) and _misses_a_mesh(tree) and not meshes_of(shardings, mesh)
@@ -588,14 +596,13 @@ def _constrain_tree(
             f" {where} inside `with jax.set_mesh(mesh):`."
         )
     _report(tree, targets, uneven, where)
-    leaves, treedef = tree_flatten(tree)
     to_place: dict[int, NamedSharding] = {}
     for i, (leaf, target) in enumerate(zip(leaves, targets, strict=True)):
         if target is None:
             continue
         if isinstance(leaf, jax.ShapeDtypeStruct):
             leaves[i] = leaf.update(sharding=target.sharding)
-        elif is_tracing():
+        elif tracing:
             leaves[i] = _constrain(leaf, target)
         else:
             to_place[i] = target.sharding
@@ -603,7 +610,7 @@ def _constrain_tree(
         return treedef.unflatten(leaves)
     # In one call, which checks every leaf before it moves one.
     call = Call(where, through_host, timeout=None)
-    placed = place([leaves[i] for i in to_place], [*to_place.values()], None, call)
+    placed = place_by([leaves[i] for i in to_place], [*to_place.values()], None, call)
     for i, array in zip(to_place, placed, strict=True):
         leaves[i] = array
     return treedef.unflatten(leaves)
@@ -611,9 +618,8 @@ def _constrain_tree(
 
 def _constrain(x: Any, target: ResolvedSpec) -> Any:
     """Reshards on the Explicit axes and constrains the Auto ones; Manual ones were dropped."""
-    mesh = cast(AnyMesh, target.mesh)
-    auto = axes_of_type(mesh, AxisType.Auto)
-    explicit = axes_of_type(mesh, AxisType.Explicit)
+    mesh: Any = target.mesh
+    auto, explicit = auto_and_explicit(mesh)
     if explicit:
         x = _reshard(x, mesh.abstract_mesh, drop_axes(target.spec, auto))
         if _is_left_to_types(x, drop_axes(target.spec, explicit)):

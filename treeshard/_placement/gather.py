@@ -42,7 +42,7 @@ from treeshard._core.processes import (
 )
 from treeshard._core.spec_trees import SpecCarrier, SpecTree, flatten_specs, is_spec_entry
 from treeshard._placement.moves import return_unchanged, through_host
-from treeshard._placement.shard import Call, place
+from treeshard._placement.shard import Call, place_by
 from treeshard._placement.targets import raise_unmovable, resolver, unreadable
 from treeshard._placement.transport import collect
 from treeshard._planning.wrong_arguments import check_specs
@@ -350,6 +350,6 @@ def make_shard_and_gather_fns(
             own = spec.mesh if isinstance(spec, NamedSharding) else None
             spec_mesh = with_devices(own if mesh is None else mesh, "make_shard_and_gather_fns")
             call = Call("shard", through_host, prefix=path)
-            shard_fns.append(partial(place, specs=spec, mesh=spec_mesh, call=call))
+            shard_fns.append(partial(place_by, specs=spec, mesh=spec_mesh, call=call))
             gather_fns.append(partial(gather_at, path))
     return treedef.unflatten(shard_fns), treedef.unflatten(gather_fns)

@@ -27,6 +27,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from treeshard._core.arrays import (
+    OF_NUMPY,
     Region,
     alias_array,
     array_text,
@@ -56,7 +57,7 @@ Read = Callable[[str, tuple[slice, ...]], Any]
 def choose_move(leaf: Any, target: NamedSharding, from_single_device: Move) -> Move | None:
     """Returns the function that moves a leaf to its target, or `None` if the leaf can stay."""
     # 1
-    if not isinstance(leaf, jax.Array):
+    if isinstance(leaf, OF_NUMPY) or not isinstance(leaf, jax.Array):
         return through_host if target.is_fully_addressable else shard_from_full
     if leaf.is_fully_addressable and not target.is_fully_addressable:
         return shard_from_full
@@ -148,15 +149,21 @@ class _TrackedView(np.ndarray):
 def through_host(arrays: list[Any], targets: list[NamedSharding]) -> list[jax.Array]:
     """Copies arrays from host memory in one batch, without compiling; never aliases them."""
     sources = [_source(x) for x in arrays]
-    # Copying a small array in advance takes less time than waiting until JAX has read it.
-    small = [x.nbytes <= SMALL_BYTES for x in sources]
-    tracked = {i: x.view(_TrackedView) for i, x in enumerate(sources) if not small[i]}
-    in_use = {i: weakref.ref(x) for i, x in tracked.items()}
-    given = [
-        np.array(x) if small[i] else np.asarray(tracked[i][...]) for i, x in enumerate(sources)
-    ]
-    placed = jax.device_put(given, targets)
-    del tracked, given
+    given: list[np.ndarray] = []
+    in_use: dict[int, weakref.ref[np.ndarray]] = {}
+    for i, source in enumerate(sources):
+        # Copying a small array in advance takes less time than waiting until JAX has read it.
+        if source.nbytes <= SMALL_BYTES:
+            given.append(np.array(source))
+            continue
+        tracked = source.view(_TrackedView)
+        in_use[i] = weakref.ref(tracked)
+        given.append(np.asarray(tracked[...]))
+        del tracked
+    # JAX matches every list that it gets with the arrays, and the default of `may_alias` too.
+    into: Any = targets[0] if len({*targets}) == 1 else targets
+    placed = jax.device_put(given, into, may_alias=True)
+    del given
     if in_use:
         jax.block_until_ready([placed[i] for i in in_use])  # until then JAX reads the sources
     for i, source_in_use in in_use.items():
@@ -164,12 +171,13 @@ def through_host(arrays: list[Any], targets: list[NamedSharding]) -> list[jax.Ar
         # Detecting an adopted source afterwards is cheaper than copying every source in advance.
         if source_in_use() is not None:
             placed[i] = jax.device_put(np.array(sources[i]), targets[i])
-    return [as_keys(x, array) for x, array in zip(placed, arrays, strict=True)]
+    pairs = zip(placed, arrays, strict=True)
+    return [x if isinstance(array, OF_NUMPY) else as_keys(x, array) for x, array in pairs]
 
 
 def _source(x: Any) -> np.ndarray:
     """The values of an array on the host or on one device, in a dtype that JAX supports."""
-    if isinstance(x, jax.Array):
+    if not isinstance(x, OF_NUMPY):
         return to_numpy(x)
     if (dtype := device_dtype(x.dtype)) == x.dtype:
         return np.asarray(x)

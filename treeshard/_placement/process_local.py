@@ -36,7 +36,7 @@ from treeshard._core.replicas import checksum_text, shared_parts
 from treeshard._core.spec_trees import ResolvedSpec, SpecTree, call_functions
 from treeshard._core.specs import project
 from treeshard._placement.moves import as_keys, host_copy, through_host
-from treeshard._placement.shard import Call, place
+from treeshard._placement.shard import Call, place_by
 from treeshard._placement.targets import (
     UNPLACEABLE,
     meshes_of,
@@ -117,7 +117,7 @@ def from_process_local(
             leaves[i] = joint
         return treedef.unflatten(leaves)
     if jax.process_count() == 1:
-        return place(tree, specs, mesh, Call(WHERE, through_host))
+        return place_by(tree, specs, mesh, Call(WHERE, through_host))
     processes = tuple(participating_processes((), meshes_of(specs, mesh)))
     check_not_broken(WHERE, processes)
     batch = count_batch(processes) if processes else 0  # before anything can fail on one process

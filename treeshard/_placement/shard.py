@@ -240,6 +240,11 @@ def place(tree: PyTree, specs: SpecTree, mesh: MeshLike | None, call: Call) -> P
     if call.check not in _COMPARED_BYTES:
         words = ", ".join(map(repr, _COMPARED_BYTES))
         raise ValueError(f"{call.name}(check={call.check!r}): one of {words}.")
+    return place_by(tree, specs, mesh, call)
+
+
+def place_by(tree: PyTree, specs: SpecTree, mesh: AnyMesh | None, call: Call) -> PyTree:
+    """The same for specs and a mesh that were checked before."""
     leaves, treedef = tree_flatten(tree)
     group = _ALONE
     if jax.process_count() > 1:
@@ -378,17 +383,17 @@ def move_leaves(
     """
     # Leaves that move in one way on one mesh do so in one call, and where that compiles a program,
     # in one program. A progress bar needs a call for each leaf.
-    groups: dict[tuple[Any, ...], list[tuple[int, NamedSharding]]] = {}
+    groups: dict[tuple[Any, ...], list[int]] = {}
     for i, target in targets.items():
         move = transfer_across_processes
         if i not in sent:
             move = choose_move(leaves[i], target, from_single_device)
         if move is not None:
             key = (move, target.mesh, i if progress else None)
-            groups.setdefault(key, []).append((i, target))
+            groups.setdefault(key, []).append(i)
     for (move, *_), group in show_progress([*groups.items()], where, show=progress):
-        moved = move([leaves[i] for i, _ in group], [target for _, target in group])
-        for (i, _), array in zip(group, moved, strict=True):
+        moved = move([leaves[i] for i in group], [targets[i] for i in group])
+        for i, array in zip(group, moved, strict=True):
             leaves[i] = array
 
 

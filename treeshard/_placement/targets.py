@@ -7,7 +7,7 @@ call or the current mesh, and logical names, which the current rules resolve.
 """
 
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jax.tree_util import tree_leaves, tree_map
 
 from treeshard._core.arguments import check_no_refs
 from treeshard._core.make_mesh import with_devices
-from treeshard._core.mesh import AnyMesh, get_incontext_mesh
+from treeshard._core.mesh import AnyMesh, current_or_given, get_incontext_mesh
 from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import (
     ResolvedSpec,
@@ -28,7 +28,7 @@ from treeshard._core.spec_trees import (
     raise_misfits,
     resolve_specs,
 )
-from treeshard._core.specs import MISFITS, is_logical, with_types
+from treeshard._core.specs import MISFITS, is_logical, is_spec, with_types
 from treeshard._planning.logical import resolve_names
 from treeshard.errors import DeletedLeafError, LeafError, SpecError, TreeShardError
 
@@ -50,17 +50,37 @@ def targets(
     With `accept_structs`, leaves may be `ShapeDtypeStruct`s, whose values are read later, and the
     mesh may have devices that are not attached.
     """
-    check_no_refs(tree, where, prefix)
+    # Functions for single leaves are called once for each leaf of a tree.
+    if type(tree) is np.ndarray and is_spec(specs) and mesh is not None:
+        target = _target_of_numpy(tree.shape, tree.dtype, specs, mesh)
+        if target is not None:
+            return {0: target}
     leaves = tree_leaves(tree)
     resolved = resolve_on_devices(tree, specs, mesh, where, compile_only=accept_structs)
-    misfits: dict[int, TreeShardError | None] = {}
+    if len(resolved) < len(leaves):  # references are not arrays, and not resolved
+        check_no_refs(tree, where, prefix)
+    misfits: dict[int, TreeShardError] = {}
     for i, spec in resolved.items():
         is_read_later = accept_structs and isinstance(leaves[i], jax.ShapeDtypeStruct)
         # Report missing values first: they explain more than a spec that does not fit.
         missing = None if is_read_later else unmovable(leaves[i])
-        misfits[i] = missing or spec.misfit(UNPLACEABLE)
-    raise_unmovable(tree, misfits, where, prefix)
+        if misfit := missing or spec.misfit(UNPLACEABLE):
+            misfits[i] = misfit
+    if misfits:
+        raise_unmovable(tree, misfits, where, prefix)
     return {i: spec.sharding for i, spec in resolved.items()}
+
+
+@lru_cache(4096)
+def _target_of_numpy(
+    shape: tuple[int, ...], dtype: np.dtype, spec: PartitionSpec | NamedSharding, mesh: AnyMesh
+) -> NamedSharding | None:
+    """The target of a numpy array of this form; `None` if it cannot be placed."""
+    like = np.broadcast_to(np.empty((), dtype), shape)
+    try:
+        return targets([like], [spec], mesh, "")[0]
+    except TreeShardError:
+        return None
 
 
 def resolve_on_devices(
@@ -88,11 +108,14 @@ def resolve_on_devices(
         # A `SingleDeviceSharding` lacks the spec and the mesh that the following code needs.
         specs = _name_single_devices(specs, mesh, where)
 
-    def choose_mesh(mesh: AnyMesh | None, leaf: Any) -> Mesh:
-        return with_devices(mesh, where, compile_only=compile_only)
+    def choose_mesh(mesh: AnyMesh | None, leaf: Any) -> AnyMesh:
+        return current_or_given(None, where) if mesh is None else mesh
 
     resolved = resolve_specs(tree, specs, mesh, choose_mesh=choose_mesh, resolve=resolver(mesh))
-    return {i: spec for i, spec in enumerate(resolved) if spec is not None}
+    placed = {i: spec for i, spec in enumerate(resolved) if spec is not None}
+    for each_mesh in {spec.mesh for spec in placed.values()}:
+        with_devices(each_mesh, where, compile_only=compile_only)  # raises
+    return placed
 
 
 def _name_single_devices(specs: SpecTree, mesh: AnyMesh | None, where: str) -> SpecTree:
@@ -100,6 +123,9 @@ def _name_single_devices(specs: SpecTree, mesh: AnyMesh | None, where: str) -> S
 
     Raises `SpecError` if `mesh` is given for all leaves, too.
     """
+
+    if SingleDeviceSharding not in map(type, tree_leaves(specs)):  # nearly always, and fast
+        return specs
 
     def name(spec: Any) -> Any:
         if not isinstance(spec, SingleDeviceSharding):
