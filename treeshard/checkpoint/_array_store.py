@@ -22,9 +22,9 @@ import math
 import os
 import re
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from functools import cached_property, lru_cache, partial
 from itertools import chain, product
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -235,10 +235,8 @@ def _array_in_memory(row: SavedLeaf, count: int) -> tuple[Any, Any, list[str]]:
 def _encode(row: SavedLeaf, values: Sequence[np.ndarray]) -> list[bytes]:
     """The chunks of tiny arrays of one type, with their checksums."""
     store, array, keys = _array_in_memory(row, len(values))
-    # Arrays of several dtypes are stored as `uint8`. Unless they are viewed so before they are
-    # joined, numpy converts them to a common dtype.
-    dtype = parse_dtype(row.stored or "")
-    array.write(np.stack([x.view(dtype) for x in values])).result()
+    stored = parse_dtype(row.stored or "")  # several dtypes are stored as one
+    array.write(np.stack([x.view(stored) for x in values])).result()
     return [store[key] for key in keys]
 
 
@@ -342,18 +340,30 @@ def write_arrays(
             )
             for row in rows
         ]
-        _commit(transaction, described)
+        _wait(_start_commit(transaction, described))
+    batches = split_batches(_take_parts(rows, parts), lambda part: part[2].nbytes, IN_FLIGHT // 2)
+    start = partial(_start_batch, values, copied=copied)
     started = set[str]()
-    # Each transaction rewrites the index, and holds its writes in memory.
-    for batch in split_batches(_take_parts(rows, parts), lambda part: part[2].nbytes):
-        _write_batch(values, batch, copied=copied)
-        batch.clear()
-        if is_local(path):  # the disk writes while the next batch is encoded
-            start_flushes(written_by(path, jax.process_index()) / "d", started)
+    # One batch is encoded while another is written to files, and the disk writes those before it.
+    with closing(keep_in_flight(batches, _bytes_of_parts, start)) as in_flight:
+        for _, writes in in_flight:
+            _wait(writes)
+            if is_local(path):
+                start_flushes(written_by(path, jax.process_index()) / "d", started)
     return True
 
 
-def _write_batch(values: Any, batch: list[tuple[SavedLeaf, Region, Any]], *, copied: bool) -> None:
+def _bytes_of_parts(batch: list[tuple[SavedLeaf, Region, Any]]) -> int:
+    return sum(part.nbytes for _, _, part in batch)
+
+
+def _start_batch(
+    values: Any, batch: list[tuple[SavedLeaf, Region, Any]], *, copied: bool
+) -> list[Any]:
+    """Starts to write parts, and frees those that TensorStore copies. Returns futures.
+
+    Each transaction rewrites the index, and holds its writes in memory.
+    """
     for row, _, part in batch:
         if isinstance(part, jax.Array) and part.is_deleted():
             raise DeletedLeafError(
@@ -380,10 +390,10 @@ def _write_batch(values: Any, batch: list[tuple[SavedLeaf, Region, Any]], *, cop
             can_reference_source_data_indefinitely=copied or not isinstance(part, np.ndarray),
         )
         copying.append(write.copy)
-        writes.append(write)
-    for copy in copying:
-        copy.result()
-    _commit(transaction, writes)
+        writes.append(write.commit)
+    batch.clear()
+    _wait(copying)
+    return _start_commit(transaction, writes)
 
 
 def _take_parts(
@@ -394,10 +404,14 @@ def _take_parts(
             yield row, *parts[row.path].pop()
 
 
-def _commit(transaction: Any, writes: Iterable[Any]) -> None:
-    transaction.commit_async().result()
-    for write in writes:
-        write.result()  # a commit does not fail for a key that cannot be written
+def _start_commit(transaction: Any, writes: Iterable[Any]) -> list[Any]:
+    # A commit does not fail for a key that cannot be written.
+    return [transaction.commit_async(), *writes]
+
+
+def _wait(futures: Iterable[Any]) -> None:
+    for future in futures:
+        future.result()
 
 
 def merge(path: epath.Path, writers: Iterable[int], leaves: Iterable[str]) -> None:
@@ -473,30 +487,6 @@ def chunks_of(row: SavedLeaf) -> Iterator[Region]:
     return product(*spans)
 
 
-def read_ahead(
-    reads: Iterable[Read], start: Callable[[list[Read]], list[T]]
-) -> Iterator[tuple[list[Read], list[T]]]:
-    """Starts reads of about `IN_FLIGHT` bytes at a time; yields their groups, with their futures.
-
-    None outlives the iterator.
-    """
-    started: deque[tuple[list[Read], list[Any]]] = deque()
-    in_flight = 0
-    try:
-        for group in group_tiny(reads):
-            nbytes = bytes_to_read(group)
-            while started and in_flight + nbytes > IN_FLIGHT:
-                in_flight -= bytes_to_read(started[0][0])
-                yield started.popleft()  # no variable keeps the array in memory
-            started.append((group, start(group)))
-            in_flight += nbytes
-        while started:
-            yield started.popleft()
-    finally:
-        for future in chain.from_iterable(futures for _, futures in started):
-            future.exception()  # waits
-
-
 class ArrayStore:
     """Reads the arrays of a checkpoint, by the rows of its table."""
 
@@ -512,7 +502,7 @@ class ArrayStore:
         Errors of arrays that cannot be read go to `errors`, by leaf path. Raises `CheckpointError`
         if this process lacks the permission to read a file.
         """
-        for group, futures in read_ahead(reads, self._start):
+        for group, futures in keep_in_flight(group_tiny(reads), bytes_to_read, self._start):
             if is_tiny(group[0][0]):
                 decoded = None
                 with suppress(Exception):  # the reads below find out which arrays are damaged
@@ -614,13 +604,15 @@ def _file_of(location: str) -> str:
     return f"{folder}{name}"
 
 
-def split_batches(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """Splits items into lists of at most `IN_FLIGHT` bytes, or of a single larger item."""
+def split_batches(
+    items: Iterable[T], size_of: Callable[[T], int], most: int = IN_FLIGHT
+) -> Iterator[list[T]]:
+    """Splits items into lists of at most `most` bytes, or of a single larger item."""
     batch: list[T] = []
     held = 0
     for item in items:
         size = size_of(item)
-        if batch and held + size > IN_FLIGHT:
+        if batch and held + size > most:
             yield batch
             batch, held = [], 0
         batch.append(item)
@@ -628,3 +620,29 @@ def split_batches(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[l
         del item  # or it would stay in memory while the next one is made
     if batch:
         yield batch
+
+
+def keep_in_flight(
+    groups: Iterable[list[Item]],
+    size_of: Callable[[list[Item]], int],
+    start: Callable[[list[Item]], list[T]],
+) -> Generator[tuple[list[Item], list[T]]]:
+    """Starts reads or writes of about `IN_FLIGHT` bytes at a time. Yields groups and their futures.
+
+    No read or write outlives the iterator.
+    """
+    started: deque[tuple[int, list[Item], list[Any]]] = deque()
+    in_flight = 0
+    try:
+        for group in groups:
+            size = size_of(group)
+            while started and in_flight + size > IN_FLIGHT:
+                in_flight -= started[0][0]
+                yield started.popleft()[1:]  # no variable keeps the array in memory
+            started.append((size, group, start(group)))
+            in_flight += size
+        while started:
+            yield started.popleft()[1:]
+    finally:
+        for future in chain.from_iterable(futures for _, _, futures in started):
+            future.exception()  # waits

@@ -52,7 +52,8 @@ from treeshard.checkpoint._array_store import (
     chunk_bytes,
     chunks_of,
     full_region,
-    read_ahead,
+    group_tiny,
+    keep_in_flight,
     region_bytes,
     split_batches,
     store_key,
@@ -331,7 +332,7 @@ def _memory_to_read(reads: Iterable[Read], targets: Mapping[str, RequestedLeaf])
         meter.add(bytes_to_read(group))
         return [bytes_to_read(group)]
 
-    for group, [taken] in read_ahead(reads, start):
+    for group, [taken] in keep_in_flight(group_tiny(reads), bytes_to_read, start):
         stored = len(group) * region_bytes(*group[0])
         buffers += (stored, stored), (chunk_bytes(group[0][0]), taken - stored)
         meter.add(stored - taken)
