@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from saved_tensors import blocks, entry, flat, package_bytes, random_array, write_raw
 
 import treeshard as ts
-from treeshard.interchange import _byte_ranges, load_safetensors, save_safetensors
+from treeshard.interchange import _byte_ranges, _tensors, load_safetensors, save_safetensors
 from treeshard.interchange._format import DTYPES, PACKED
 
 pytestmark = pytest.mark.usefixtures("all_sizes")
@@ -120,8 +120,17 @@ def test_short_reads_and_writes_are_continued(file, monkeypatch) -> None:
     monkeypatch.setattr(os, "pwrite", lambda f, data, at: pwrite(f, data[:7], at))
     monkeypatch.setattr(os, "preadv", lambda f, into, at: preadv(f, [into[0][:7]], at))
     save_safetensors(file, blocks())
-    assert_same(load_safetensors(file), blocks())
+    assert_same(load_safetensors(file, blocks()), blocks())
     monkeypatch.setattr(os, "preadv", lambda f, into, at: 0)
+    with pytest.raises(ts.DamagedError, match="was cut short while it was read"):
+        load_safetensors(file, blocks())
+
+
+@pytest.mark.parametrize("rows", [2**9, 2**15])  # read together with others, and alone
+def test_a_file_that_is_cut_short_while_it_is_read_is_damaged(file, monkeypatch, rows) -> None:
+    save_safetensors(file, {"w": np.zeros((rows, 3)), "x": np.zeros((rows, 3))})
+    cut = os.path.getsize(file) - 1
+    monkeypatch.setattr(_tensors, "check_memory", lambda *_: os.truncate(file, cut))
     with pytest.raises(ts.DamagedError, match="was cut short while it was read"):
         load_safetensors(file)
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 
 from treeshard._cli.stored_trees import StoredTree, use_stored
 from treeshard._core.processes import TIMEOUT, show_progress, wants_bar
@@ -27,7 +28,6 @@ from treeshard.errors import (
     listed,
     short,
 )
-from treeshard.interchange._byte_ranges import Piece, full_region
 from treeshard.interchange._files import destination, lay_out_files, write_files
 from treeshard.interchange._format import Tensor, code_of
 from treeshard.interchange._tensors import tensor_names
@@ -106,7 +106,7 @@ def _export(options: argparse.Namespace, tree: StoredTree) -> str:
     metadata = dict(_split("--metadata", x, "=", "'format=pt'") for x in options.metadata)
     arrays, others = _choose(tree.contents, options.only, options.skip)
     leaves = _rename(arrays, options.rename)
-    rows = [Tensor(name, _code(leaf) or "", leaf.shape) for name, leaf in leaves.items()]
+    rows = [Tensor(name, _code(x) or "", x.shape, x.bytes) for name, x in leaves.items()]
     out, metadata = destination(file_path(options.out), metadata or None)
     files = lay_out_files(out, rows, most, metadata)
     write_files(out, files, _read_values(tree, leaves), "export", TIMEOUT)
@@ -162,7 +162,7 @@ def _rename(arrays: Sequence[SavedLeaf], rules: Sequence[str]) -> dict[str, Save
 
 def _read_values(
     tree: StoredTree, leaves: dict[str, SavedLeaf]
-) -> Iterator[tuple[str, list[Piece]]]:
+) -> Iterator[tuple[str, np.ndarray]]:
     """Reads leaves one by one, as `write_files` takes them."""
     damages: dict[str, str] = {}
     read = tree.read(show_progress(list(leaves.values()), "export", show=wants_bar()))
@@ -170,7 +170,7 @@ def _read_values(
         if leaf.array is None:
             damages[leaf.row.path] = leaf.damage
         else:
-            yield name, [Piece(full_region(leaf.array.shape), leaf.array)]
+            yield name, leaf.array
     tree.check()
     raise_damages(tree.contents.path, damages)
 

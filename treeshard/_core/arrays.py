@@ -312,7 +312,7 @@ def _primary_regions(sharding: Sharding, shape: tuple[int, ...]) -> list[tuple[i
 
 def bytes_to_read(x: Any) -> int:
     """The host memory for reading the primary shards of an array: a copy on accelerators."""
-    if not isinstance(x, jax.Array) or is_on_host(x):
+    if isinstance(x, np.ndarray) or not isinstance(x, jax.Array) or is_on_host(x):
         return 0
     return sum(shard.data.nbytes for shard in x.addressable_shards if shard.replica_id == 0)
 

@@ -207,9 +207,10 @@ def shared_names(
         {'a/b': ["['a']['b']", "['a/b']"]}
     """
     names = list(names)
-    counts = Counter(name for name in names if name is not None)
-    if len(counts) == counts.total():
+    named = [name for name in names if name is not None]
+    if len({*named}) == len(named):
         return {}
+    counts = Counter(named)
     # `keystr` with quotes tells `['a']['b']` and `['a/b']` apart. It is slow, and rarely needed.
     shared: dict[str, list[str]] = defaultdict(list)
     keyed = tree_flatten_with_path(tree, is_leaf=is_leaf)[0]

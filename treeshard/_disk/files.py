@@ -67,6 +67,19 @@ def flush(path: PathLike) -> None:
         os.close(handle)
 
 
+def start_flush(handle: int) -> None:
+    """Has the disk start to write what a file has so far, if the system is Linux. Does not wait.
+
+    A later `fsync` waits for less, and still raises the errors of these writes.
+    """
+    start = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if start is not None:  # from byte 0 to the end
+        start(handle, ctypes.c_int64(0), ctypes.c_int64(0), _SYNC_FILE_RANGE_WRITE)
+
+
+_SYNC_FILE_RANGE_WRITE = 2  # of Linux
+
+
 def close(handle: int) -> None:
     """Closes a file that was only read, or that is already flushed.
 
@@ -99,20 +112,12 @@ def _flush_each(paths: Iterable[str]) -> None:
         flush(path)
 
 
-_START_WRITING = 2  # of Linux's `sync_file_range`
-
-
 def start_flushes(directory: PathLike, started: set[str]) -> None:
-    """Starts to write the files of a directory to the disk, and adds them to `started`.
-
-    Later flushes then wait only for the rest. Systems other than Linux cannot start early.
-    """
-    start: Any = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    all_of_it = ctypes.c_int64(0), ctypes.c_int64(0)
+    """Starts to write the files of a directory to the disk, and adds them to `started`."""
     with suppress(OSError):  # flushes raise errors
-        for name in {*os.listdir(directory)} - started if start else ():
+        for name in {*os.listdir(directory)} - started:
             with open(os.path.join(directory, name), "rb") as file:
-                start(file.fileno(), *all_of_it, _START_WRITING)
+                start_flush(file.fileno())
             started.add(name)
 
 

@@ -141,14 +141,14 @@ def _is_named(member: Enum) -> bool:
 # from its source. Leaves of all other classes are rejected: their values would silently be lost.
 _SAVED = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 _SAVED += (bool, int, float, complex, str, bytes)
-_CODE = (type, ModuleType, np.dtype)
+_KNOWN = (*_SAVED, type, ModuleType, np.dtype)
 
 
 def is_opaque(x: Any) -> bool:
     """Whether a leaf may hold values that are neither saved nor code."""
     if isinstance(x, Enum):  # first, since it may also be an `int` or a `str`
         return not _is_named(x)
-    if x is None or isinstance(x, (*_SAVED, *_CODE)):
+    if x is None or isinstance(x, _KNOWN):
         return False
     # Callables have many classes, such as functions, ufuncs and results of `jit`. They are code
     # unless they hold arrays, as a `partial` or an object with `__call__` may.
@@ -176,14 +176,20 @@ def _holds_arrays(x: Any) -> bool:
 def check_known(tree: PyTree, where: str, error: type[TreeShardError] = LeafError) -> None:
     """Raises if leaves may hold values that are neither saved nor code."""
     check_no_refs(tree, where)
+    leaves = tree_leaves(tree)
+    # A tree has few types, and nearly always all are known.
+    if all(
+        issubclass(kind, _KNOWN) and not issubclass(kind, Enum) for kind in {*map(type, leaves)}
+    ):
+        return
     # `...` in a like-tree stands for a leaf that is left out.
     is_read = error is MismatchError
-    unknown = [is_opaque(x) and not (is_read and x is ...) for x in tree_leaves(tree)]
+    unknown = [is_opaque(x) and not (is_read and x is ...) for x in leaves]
     if not any(unknown):
         return
     facts = [
         f"{path or 'the tree'}: {describe_argument(x)}."
-        for path, x, is_unknown in zip(leaf_paths(tree), tree_leaves(tree), unknown, strict=True)
+        for path, x, is_unknown in zip(leaf_paths(tree), leaves, unknown, strict=True)
         if is_unknown
     ]
     leaves = counted(len(facts), "leaf")

@@ -201,6 +201,11 @@ def cast_dtype(cast: Any) -> str | None:
     return name
 
 
+def after_cast(dtype: str, cast: str | None) -> str:
+    """The dtype of a stored array after a cast. Only floating-point arrays are converted."""
+    return cast if cast is not None and _is_floating(dtype) else dtype
+
+
 # ------------------------------------------------------------------ requests
 
 
@@ -351,9 +356,8 @@ def _check_like(like: Any, where: str) -> None:
 def _like_leaf(x: SavedLeaf, cast: str | None) -> Any:
     """A leaf that requests a stored one in host memory, after a cast of floating-point arrays."""
     if x.kind == "array":
-        dtype = cast if cast is not None and _is_floating(x.dtype) else x.dtype
         # A view of a single number, which takes no memory.
-        return np.broadcast_to(np.zeros((), parse_dtype(dtype)), x.shape)
+        return np.broadcast_to(np.zeros((), parse_dtype(after_cast(x.dtype, cast))), x.shape)
     if x.kind == "key":
         return jax.ShapeDtypeStruct(x.shape, parse_dtype(x.dtype))
     return empty_value(x.kind)

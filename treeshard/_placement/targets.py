@@ -215,7 +215,7 @@ def unreadable(leaf: Any) -> TreeShardError | None:
     """As `unmovable`, for calls that copy shards to the host. They cannot copy unreduced arrays,
     whose devices hold summands."""
     misfit = unmovable(leaf)
-    if misfit is not None or not isinstance(leaf, jax.Array):
+    if misfit is not None or isinstance(leaf, np.ndarray) or not isinstance(leaf, jax.Array):
         return misfit
     sharding = leaf.sharding
     # JAX would let us read the summands as if they were shards.

@@ -24,7 +24,7 @@ from treeshard._core.processes import (
 from treeshard._core.text import parse_bytes
 from treeshard._disk.files import PathLike, file_path
 from treeshard._disk.requests import Placing, Request
-from treeshard._disk.untrusted import check_memory, no_memory_to_read
+from treeshard._disk.untrusted import no_memory_to_read
 from treeshard._planning.rules import Rules
 from treeshard.errors import CheckpointError
 from treeshard.interchange._files import (
@@ -39,14 +39,15 @@ from treeshard.interchange._names import map_tensors
 from treeshard.interchange._tensors import (
     Names,
     check_memory_to_write,
+    load_on_host,
     memory_to_load,
     names_to_write,
-    pieces_of,
     plan_readings,
     read_tensors,
     tensor_facts,
     tensor_request,
     tensors_of,
+    values_of,
 )
 
 __all__ = ["load_safetensors", "map_tensors", "save_safetensors", "tensor_shapes"]
@@ -126,20 +127,24 @@ def save_safetensors(
     with require_agreement(where, timeout=timeout) as facts:
         most = parse_bytes(max_file_size) if isinstance(max_file_size, str) else max_file_size
         tensors = tensors_of(tree, rename, where)
-        check_memory_to_write(to, tensors.values())
-        rows = [Tensor(name, code_of(x.dtype) or "", x.shape) for name, x in tensors.items()]
+        rows = [
+            Tensor(name, code_of(x.dtype) or "", x.shape, x.nbytes) for name, x in tensors.items()
+        ]
+        check_memory_to_write(to, tensors, rows)
         files = lay_out_files(to, rows, most, metadata)
-        facts["the path"] = str(to)
-        facts |= {file.path.name: f"{len(file.head)} bytes of header" for file in files}
-        facts |= {x.name: f"{x.code}{list(x.shape)}" for x in rows}
-        # If several processes hold the same array, one of them writes it, so all must have made it
-        # in the same call.
-        for name, x in tensors.items():
-            facts.add_origin(name, x, range(jax.process_count()))
+        everyone = range(jax.process_count())
+        if len(everyone) > 1:
+            facts["the path"] = str(to)
+            facts |= {file.path.name: f"{len(file.head)} bytes of header" for file in files}
+            facts |= {x.name: f"{x.code}{list(x.shape)}" for x in rows}
+            # If several processes hold the same array, one of them writes it, so all must have made
+            # it in the same call.
+            for name, x in tensors.items():
+                facts.add_origin(name, x, everyone)
     names = names_to_write(tensors, where, timeout)
     names_with_bar = show_progress(names, where, unit="tensor", show=progress)
     # A generator, so that host memory holds the shards of a single tensor.
-    values = ((name, pieces_of(tensors[name])) for name in names_with_bar)
+    values = ((name, values_of(tensors[name])) for name in names_with_bar)
     write_files(to, files, values, where, timeout)
 
 
@@ -239,10 +244,9 @@ def load_safetensors(
         with breaking_if_left(), ExitStack() as open_files:
             # A load into host memory needs no other process.
             if like is None and rules is None:
-                request, stored = open_request(open_files)
-                readings = plan_readings(request, stored)
-                check_memory(source, memory_to_load(readings))
-                return read_tensors(request, readings, progress=progress)
+                placing.check(where)
+                stored = open_files.enter_context(open_tensors(source))
+                return load_on_host(source, stored, cast, progress=progress)
             with require_agreement(where, timeout=timeout) as facts:
                 request, stored = open_request(open_files)
                 facts |= {"the path": str(source), "the files": tensor_facts(stored)}

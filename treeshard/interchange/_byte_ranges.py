@@ -17,9 +17,11 @@ from typing import NamedTuple
 import numpy as np
 
 from treeshard._core.arrays import Region, intersect, region_shape, relative_slices, runs
+from treeshard._disk.files import start_flush
 
 # Bytes that are joined, or split, at a time.
 BLOCK = 2**23
+_SMALL = 2**16  # bytes; smaller arrays are copied
 
 
 class Piece(NamedTuple):
@@ -48,11 +50,26 @@ def write(file: int, at: int, shape: Sequence[int], pieces: Iterable[Piece]) -> 
                 data[relative_slices(region, block)] = items
         # This copies only if the order of bytes or dims differs.
         little = np.ascontiguousarray(data, data.dtype.newbyteorder("<"))
-        _transfer(os.pwrite, file, at, shape, block, little)
+        _transfer(_write_from, file, at, shape, block, little)
+
+
+def write_full(file: int, at: int, x: np.ndarray) -> None:
+    """Writes a full array to its position in an open file, as `write`."""
+    if x.nbytes > _SMALL:
+        write(file, at, x.shape, [Piece(full_region(x.shape), x)])
+    else:  # splitting it into blocks would take longer than a copy
+        write_bytes(file, at, x.astype(x.dtype.newbyteorder("<"), copy=False).tobytes())
 
 
 def write_bytes(file: int, at: int, data: bytes) -> None:
-    _move_all(os.pwrite, file, memoryview(data), at)
+    _move_all(_write_from, file, memoryview(data), at)
+
+
+def _write_from(file: int, data: memoryview, at: int) -> int:
+    end = at + (moved := os.pwrite(file, data, at))
+    if at // BLOCK < end // BLOCK:  # the disk can work while the next block is made
+        start_flush(file)
+    return moved
 
 
 def read(file: int, at: int, shape: Sequence[int], pieces: Iterable[Piece]) -> None:
@@ -82,6 +99,9 @@ def _transfer(
 ) -> None:
     """Moves the bytes of a block, one contiguous run at a time."""
     rest = data.reshape(-1).view(np.uint8).data  # the same memory, which `move` may fill
+    if data.size == math.prod(shape):
+        _move_all(move, file, rest, at)
+        return
     starts, length = runs(block, shape)
     for start in (at + starts.reshape(-1) * data.itemsize).tolist():
         run, rest = rest[: length * data.itemsize], rest[length * data.itemsize :]
@@ -111,6 +131,9 @@ def _blocks(pieces: Iterable[Piece]) -> Iterator[tuple[Region, list[Piece]]]:
     """
     pieces = [piece for piece in pieces if piece.items.size]
     if not pieces:
+        return
+    if len(pieces) == 1 and pieces[0].items.nbytes <= BLOCK:
+        yield pieces[0].region, pieces
         return
     dims = zip(*(piece.region for piece in pieces), strict=True)
     around = tuple((min(start for start, _ in dim), max(stop for _, stop in dim)) for dim in dims)

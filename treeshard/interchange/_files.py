@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import jax
+import numpy as np
 
 from treeshard._core.processes import all_or_none
 from treeshard._disk.files import (
@@ -40,7 +41,7 @@ from treeshard._disk.files import (
 )
 from treeshard._disk.untrusted import check_size, open_file, parse, read_file
 from treeshard.errors import CheckpointError, FormatError, listed
-from treeshard.interchange._byte_ranges import Piece, write, write_bytes
+from treeshard.interchange._byte_ranges import Piece, write, write_bytes, write_full
 from treeshard.interchange._format import Tensor, lay_out, read_header
 
 SUFFIX = ".safetensors"
@@ -129,14 +130,14 @@ def _index_text(files: Iterable[NewFile]) -> bytes:
 def write_files(
     path: Path,
     files: Sequence[NewFile],
-    values: Iterable[tuple[str, Iterable[Piece]]],
+    values: Iterable[tuple[str, np.ndarray | Iterable[Piece]]],
     where: str,
     timeout: float,
 ) -> None:
     """Writes the files of one save at `path`, which become visible together.
 
-    `values` has names of tensors, each with the pieces that this process writes. Only one run can
-    write at `path`. The writes of other processes may take longer than `timeout`.
+    `values` has names of tensors, each with the full array or the pieces that this process writes.
+    Only one run can write at `path`. The writes of other processes may take longer than `timeout`.
     """
     try:
         with ExitStack() as held:
@@ -150,7 +151,7 @@ def write_files(
 def _write_files(
     path: Path,
     files: Sequence[NewFile],
-    values: Iterable[tuple[str, Iterable[Piece]]],
+    values: Iterable[tuple[str, np.ndarray | Iterable[Piece]]],
     where: str,
     timeout: float,
     held: ExitStack,
@@ -167,7 +168,7 @@ def _write_files(
             warn_of_removed(where, path.parent, remove_left(hidden))
             hidden.mkdir()
             held.callback(remove_left, hidden)  # before the lock is released
-            marks.own = new_mark(mark)
+            marks.own = new_mark(mark) if jax.process_count() > 1 else b""
     with all_or_none(where, phase="open", timeout=timeout):
         if not first:
             check_mark(mark, marks.answer, timeout)
@@ -178,7 +179,10 @@ def _write_files(
         }
         for name, pieces in values:
             to, tensor = places[name]
-            write(to, tensor.start, tensor.shape, pieces)
+            if isinstance(pieces, np.ndarray):
+                write_full(to, tensor.start, pieces)
+            else:
+                write(to, tensor.start, tensor.shape, pieces)
             del pieces  # frees them before the next ones are made
         for file, to in zip(files, opened, strict=True):
             if first:
@@ -248,10 +252,16 @@ def _remove_earlier(where: str, path: Path, kept: set[Path]) -> None:
     numbered = rf"{re.escape(path.stem)}-\d{{5}}-of-\d{{5}}(-\d+)?{re.escape(path.suffix)}"
     try:
         flush(path.parent)  # the new names are on the disk before the earlier files go
-        for file in sorted(set(path.parent.iterdir()) - kept):
-            if file in (path, _index_of(path)) or re.fullmatch(numbered, file.name):
-                file.unlink()
-        flush(path.parent)
+        names = {path.name, _index_of(path).name}
+        earlier = [
+            name
+            for name in {*os.listdir(path.parent)} - {file.name for file in kept}
+            if name in names or re.fullmatch(numbered, name)
+        ]
+        for name in sorted(earlier):
+            (path.parent / name).unlink()
+        if earlier:
+            flush(path.parent)
     except OSError as error:
         raise CheckpointError(
             f"{where}: {path} is saved, but power loss may undo that, or files of an earlier save"

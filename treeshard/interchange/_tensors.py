@@ -8,12 +8,12 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 from zlib import crc32
 
 import jax
 import numpy as np
-from jax.tree_util import tree_leaves
+from jax.tree_util import tree_flatten, tree_leaves
 
 from treeshard._core.arrays import (
     Region,
@@ -26,17 +26,26 @@ from treeshard._core.arrays import (
     regions_here,
 )
 from treeshard._core.memory import Meter, kept_by_allocator, lacking_memory
-from treeshard._core.paths import PyTree, leaf_paths, shared_names
+from treeshard._core.paths import PyTree, name_leaves, shared_names
 from treeshard._core.processes import all_or_none, show_progress
 from treeshard._core.text import parse_dtype
 from treeshard._disk.leaves import SavedLeaf, check_known, is_none
-from treeshard._disk.requests import Placing, Request, RequestedLeaf, read_request
+from treeshard._disk.requests import (
+    Differences,
+    Placing,
+    Request,
+    RequestedLeaf,
+    after_cast,
+    cast_dtype,
+    read_request,
+)
 from treeshard._disk.to_devices import (
     Part,
     add_part,
     default_sharding,
     to_devices,
 )
+from treeshard._disk.untrusted import check_memory
 from treeshard._placement.targets import raise_unmovable, unreadable
 from treeshard.errors import (
     CheckpointError,
@@ -48,7 +57,7 @@ from treeshard.errors import (
 )
 from treeshard.interchange._byte_ranges import BLOCK, Piece, full_region, read
 from treeshard.interchange._files import Stored
-from treeshard.interchange._format import DTYPES, METADATA, PACKED, code_of
+from treeshard.interchange._format import DTYPES, METADATA, PACKED, Tensor, code_of
 
 Names = Callable[[str], str] | Mapping[str, str]
 
@@ -62,21 +71,19 @@ def tensor_names(tree: PyTree, rename: Names | None, where: str) -> dict[int, st
     Raises `CheckpointError` if leaves would share a name, if the format does not allow a name, or
     if a mapping has a path that the tree lacks.
     """
-    leaves = tree_leaves(tree, is_leaf=is_none)
-    paths = leaf_paths(tree, is_leaf=is_none)
+    leaves, treedef = tree_flatten(tree, is_leaf=is_none)
+    paths = name_leaves(tree, treedef)
     path_of = {i: path for i, path in enumerate(paths) if has_shape(leaves[i])}
     facts: list[str] = []
     if isinstance(rename, Mapping):
         for path in rename.keys() - set(path_of.values()):  # such as a typing error
             hint = did_you_mean(str(path), path_of.values())
             facts.append(f"{path}: `rename` has it, but the tree has no such array.{hint}")
-    names: dict[int, str] = {}
-    for i, path in path_of.items():
-        name = _rename(path, rename)
-        if why := _explain_invalid(name):
-            facts.append(f"{path}: its name would be {name!a}, {why}")
-        else:
-            names[i] = name
+    names = {**path_of}
+    if rename is not None:
+        names = {i: _rename(path, rename) for i, path in path_of.items()}
+    for i, why in _invalid_names(names).items():
+        facts.append(f"{path_of[i]}: its name would be {names.pop(i)!a}, {why}")
     shared = shared_names(map(names.get, range(len(leaves))), tree, is_leaf=is_none)
     for name, keys in shared.items():
         told = f"{name}: the name of {' and '.join(keys)}."
@@ -86,10 +93,19 @@ def tensor_names(tree: PyTree, rename: Names | None, where: str) -> dict[int, st
     return names
 
 
-def _rename(path: str, rename: Names | None) -> Any:
-    if rename is None:
-        return path
+def _rename(path: str, rename: Names) -> Any:
     return rename.get(path, path) if isinstance(rename, Mapping) else rename(path)
+
+
+def _invalid_names(names: Mapping[int, Any]) -> dict[int, str]:
+    """Why the format does not allow some names, by leaf index."""
+    try:  # all at once, as nearly always all are valid
+        "".join(names.values()).encode()
+        if METADATA not in names.values():
+            return {}
+    except (TypeError, UnicodeEncodeError):
+        pass
+    return {i: why for i, name in names.items() if (why := _explain_invalid(name))}
 
 
 def _explain_invalid(name: Any) -> str:
@@ -110,11 +126,10 @@ def _explain_invalid(name: Any) -> str:
 def tensors_of(tree: Any, rename: Names | None, where: str) -> dict[str, Any]:
     """The arrays of a tree, by the names of their tensors. Raises if one cannot be written."""
     check_known(tree, where)
-    arrays = ((i, leaf) for i, leaf in enumerate(tree_leaves(tree)) if has_shape(leaf))
-    misfits = {i: _unwritable(leaf) for i, leaf in arrays}
-    raise_unmovable(tree, misfits, where)
-    leaves = tree_leaves(tree, is_leaf=is_none)
-    return {name: leaves[i] for i, name in tensor_names(tree, rename, where).items()}
+    arrays = {i: leaf for i, leaf in enumerate(tree_leaves(tree)) if has_shape(leaf)}
+    raise_unmovable(tree, {i: _unwritable(leaf) for i, leaf in arrays.items()}, where)
+    names = tensor_names(tree, rename, where).values()
+    return dict(zip(names, arrays.values(), strict=True))
 
 
 _NO_KEYS = (
@@ -137,6 +152,8 @@ def _unwritable(leaf: Any) -> TreeShardError | None:
 
 def names_to_write(tensors: Mapping[str, Any], what: str, timeout: float) -> list[str]:
     """The tensors that this process writes. The first process with a full array writes it."""
+    if jax.process_count() == 1:
+        return [*tensors]
 
     def combine(messages: list[bytes]) -> bytes:
         has_it_all = zip(*messages, strict=True)  # for each tensor, a 1 or 0 from each process
@@ -148,18 +165,18 @@ def names_to_write(tensors: Mapping[str, Any], what: str, timeout: float) -> lis
     return [name for name, i in zip(tensors, owners, strict=True) if i is None or i == me]
 
 
-def pieces_of(leaf: Any) -> list[Piece]:
-    """The shards of a leaf that this process writes: the shards with replica index 0."""
+def values_of(leaf: Any) -> np.ndarray | list[Piece]:
+    """A numpy leaf, or the shards that this process writes: the shards with replica index 0."""
     if not isinstance(leaf, jax.Array):
-        x = np.asarray(leaf)
-        return [Piece(full_region(x.shape), x)]
+        return np.asarray(leaf)
     return [Piece(region, np.asarray(shard)) for region, shard in primary_shards(leaf)]
 
 
-def check_memory_to_write(path: Path, tensors: Iterable[Any]) -> None:
+def check_memory_to_write(path: Path, tensors: Mapping[str, Any], rows: Iterable[Tensor]) -> None:
     """Raises `CheckpointError` unless there is memory for the shards of one tensor."""
     # `write` makes two copies of a block: the joined shards, and their bytes as in the file.
-    needed = max(map(bytes_to_read, tensors), default=0) + 2 * BLOCK
+    block = min(BLOCK, max([row.nbytes for row in rows], default=0))
+    needed = max([bytes_to_read(x) for x in tensors.values()], default=0) + 2 * block
     if lacking := lacking_memory(needed):
         raise CheckpointError(f"save_safetensors: {path} was not written: it needs {lacking[0]}")
 
@@ -192,12 +209,15 @@ def tensor_request(
         where=where,
         of_subtrees=rename is None,  # `rename` has the paths in `like`
     )
-    for leaf in request.to_read().values():
-        code = stored[leaf.name].tensor.code
-        if code in PACKED:
-            why = f"{code} packs several numbers into a byte; no array can do that."
-            request.differences.misfits[leaf.name] = why
+    wanted = (stored[leaf.name].tensor for leaf in request.to_read().values())
+    request.differences.misfits.update(_packed(wanted))
     return request
+
+
+def _packed(tensors: Iterable[Tensor]) -> dict[str, str]:
+    """Why tensors cannot be read, by name."""
+    why = "{} packs several numbers into a byte; no array can do that."
+    return {x.name: why.format(x.code) for x in tensors if x.code in PACKED}
 
 
 def tensor_facts(stored: Mapping[str, Stored]) -> str:
@@ -271,14 +291,14 @@ def read_tensors(request: Request, readings: Sequence[Reading], *, progress: boo
 def _take(parts: dict[Region, np.ndarray], dtype: str) -> tuple[Region, np.ndarray]:
     """Takes a region out of `parts`, in the requested dtype."""
     region, x = parts.popitem()
+    return region, _converted(x, parse_dtype(dtype))
+
+
+def _converted(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    if x.dtype == dtype:
+        return x
     with np.errstate(all="ignore"):  # out of range becomes inf, as in `jnp.asarray`
-        return region, x.astype(parse_dtype(dtype), copy=False)
-
-
-def read_full(stored: Stored) -> np.ndarray:
-    """Reads a tensor in full. Raises `DamagedError` if its file is cut short during the call."""
-    full = full_region(stored.tensor.shape)
-    return _read_regions(stored, [full])[full]
+        return x.astype(dtype)
 
 
 def _read_regions(stored: Stored, regions: Iterable[Region]) -> dict[Region, np.ndarray]:
@@ -287,5 +307,58 @@ def _read_regions(stored: Stored, regions: Iterable[Region]) -> dict[Region, np.
     try:
         read(file.fileno(), tensor.start, tensor.shape, pieces)
     except EOFError:
-        raise DamagedError(f"{file.name} was cut short while it was read.") from None
+        raise _cut_short(file) from None
     return dict(pieces)
+
+
+def _cut_short(file: BinaryIO) -> DamagedError:
+    return DamagedError(f"{file.name} was cut short while it was read.")
+
+
+# ------------------------------------------------------------------ loading into host memory
+
+
+def load_on_host(
+    source: Path, stored: Mapping[str, Stored], cast: Any, *, progress: bool
+) -> dict[str, np.ndarray]:
+    """Reads all tensors in full, by name. Raises as `load_safetensors`."""
+    to = cast_dtype(cast)
+    Differences((), (), _packed(x for x, _ in stored.values())).check(str(source))
+    dtypes = {code: parse_dtype(after_cast(name, to)) for code, name in DTYPES.items()}
+    needed = sum(math.prod(x.shape) * dtypes[x.code].itemsize for x, _ in stored.values())
+    if to is not None:  # a conversion holds a tensor before and after it
+        needed += max((x.nbytes for x, _ in stored.values()), default=0)
+    check_memory(source, needed)
+    arrays: dict[str, np.ndarray] = {}
+    tensors = [*stored.values()]  # ordered by file and offset
+    shown = show_progress(tensors, "load_safetensors", unit="tensor", show=progress)
+    for tensor, x in _read_all(shown):
+        arrays[tensor.name] = _converted(x, dtypes[tensor.code])
+        del x  # frees it before the next one is read
+    return dict(sorted(arrays.items()))  # as JAX orders a dict
+
+
+def read_full(stored: Stored) -> np.ndarray:
+    """Reads a tensor in full. Raises `DamagedError` if its file is cut short during the call."""
+    full = full_region(stored.tensor.shape)
+    return _read_regions(stored, [full])[full]
+
+
+_AHEAD = 2**16  # bytes that are read at once for small tensors
+
+
+def _read_all(tensors: Iterable[Stored]) -> Iterator[tuple[Tensor, np.ndarray]]:
+    """Reads tensors in full, which come ordered by file and offset."""
+    ahead, begin, of_file = b"", 0, None
+    for x in tensors:
+        tensor, file = x
+        if tensor.nbytes > _AHEAD:
+            yield tensor, read_full(x)
+            continue
+        if file is not of_file or tensor.start + tensor.nbytes > begin + len(ahead):
+            file.seek(tensor.start)
+            ahead, begin, of_file = file.read(_AHEAD), tensor.start, file
+            if tensor.nbytes > len(ahead):
+                raise _cut_short(file)
+        at = tensor.start - begin
+        yield tensor, np.ndarray(tensor.shape, tensor.dtype, ahead, at).copy()
