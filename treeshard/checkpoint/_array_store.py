@@ -328,8 +328,12 @@ def write_arrays(
     describes = jax.process_index() == 0
     if not any(parts.values()) and not (describes and rows):
         return False
-    own = _database(path, f"{_folder_of(jax.process_index())}/")
-    values = _open_database(own | {"config": _NEW_DATABASE}, _context())
+    size = sum(part.nbytes for _, part in chain.from_iterable(parts.values()))
+    own = _database(path, f"{_folder_of(jax.process_index())}/") | {"config": _NEW_DATABASE}
+    # A file is written as soon as it is full, while the chunks of the next one are encoded. Process
+    # 0 opens the files of all processes, so they are larger if there are many processes.
+    own |= {"target_data_file_size": max(2**24, size * jax.process_count() // 256)}
+    values = _open_database(own, _context())
     if describes:
         transaction = tensorstore.Transaction()
         in_transaction = values.with_transaction(transaction)
@@ -348,7 +352,8 @@ def write_arrays(
     with closing(keep_in_flight(batches, _bytes_of_parts, start)) as in_flight:
         for _, writes in in_flight:
             _wait(writes)
-            if is_local(path):
+            # Listing many files takes long, and the system starts by itself if much is written.
+            if is_local(path) and len(started) < 2**12:
                 start_flushes(written_by(path, jax.process_index()) / "d", started)
     return True
 
