@@ -99,15 +99,15 @@ def test_one_array_at_two_paths_is_two_in_a_checkpoint(mesh, tmp_path: Path) -> 
 def test_a_numpy_leaf_that_changes_during_a_save_is_restored(tmp_path: Path, monkeypatch) -> None:
     """As the workers of a data loader change it: what is written fits its checksum."""
     values = np.arange(2**19, dtype=np.int32)
-    tree, commit, commits = {"w": values.copy()}, _array_store._commit, []
+    tree, commit, commits = {"w": values.copy()}, _array_store._start_commit, []
 
-    def change_and_commit(transaction: Any, writes: Any) -> None:
+    def change_and_commit(transaction: Any, writes: Any) -> list[Any]:
         commits.append(transaction)
         if len(commits) == 2:  # the first one has the descriptions
             tree["w"][...] = -1
-        commit(transaction, writes)
+        return commit(transaction, writes)
 
-    monkeypatch.setattr(_array_store, "_commit", change_and_commit)
+    monkeypatch.setattr(_array_store, "_start_commit", change_and_commit)
     save(tmp_path / "x", tree)
     assert tree["w"][0] == -1
     np.testing.assert_array_equal(restore(tmp_path / "x", tree)["w"], values)

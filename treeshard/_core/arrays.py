@@ -19,7 +19,12 @@ from jax.sharding import Sharding
 
 def array_text(x: Any) -> str:
     """`float32[8,4]`"""
-    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+    return _type_text(x.dtype, tuple(x.shape))
+
+
+@lru_cache(4096)
+def _type_text(dtype: Any, shape: tuple[int, ...]) -> str:
+    return f"{dtype}[{','.join(map(str, shape))}]"
 
 
 # For checks that run for each leaf: `|` would make a new type in each call, and checking numpy's
@@ -210,6 +215,7 @@ def relative_slices(part: Region, region: Region) -> tuple[slice, ...]:
     return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(part, region, strict=True))
 
 
+@lru_cache(4096)
 def slices_of(region: Region) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in region)
 
@@ -249,8 +255,8 @@ def to_host(leaf: Any) -> Any:
         return keys_on_host(leaf, to_host(jax.random.key_data(leaf)))
     full = np.empty(leaf.shape, leaf.dtype)
     if full.size:  # shards of empty arrays may not have the shapes of their sharding
-        for shard in primary_shards(leaf):
-            full[shard.index] = np.asarray(shard.data)
+        for region, shard in primary_shards(leaf):
+            full[slices_of(region)] = np.asarray(shard)
     return full
 
 
@@ -262,7 +268,12 @@ def keys_on_host(keys: jax.Array, data: np.ndarray) -> jax.Array:
 
 def is_on_host(x: jax.Array) -> bool:
     """Whether the devices of an array use host memory."""
-    return next(iter(x.devices())).platform == "cpu"
+    return _is_on_host(x.sharding)
+
+
+@lru_cache(4096)
+def _is_on_host(sharding: Sharding) -> bool:
+    return next(iter(sharding.device_set)).platform == "cpu"
 
 
 def to_numpy(x: Any) -> np.ndarray:
@@ -285,9 +296,22 @@ def alias_array(x: jax.Array) -> jax.Array:
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
 
 
-def primary_shards(x: jax.Array) -> Iterator[Any]:
+def primary_shards(x: jax.Array) -> Iterator[tuple[Region, jax.Array]]:
     """The addressable shards that are first replicas, through handles for reading."""
-    return (shard for shard in to_read(x).addressable_shards if shard.replica_id == 0)
+    # `addressable_shards` takes twice as long, and keeps an object for each shard on the array.
+    shards = to_read(x)
+    for position, region in _primary_regions(x.sharding, x.shape):
+        yield region, shards.addressable_data(position)
+
+
+@lru_cache(4096)
+def _primary_regions(sharding: Sharding, shape: tuple[int, ...]) -> list[tuple[int, Region]]:
+    """The regions of the addressable shards that are first replicas, with their positions."""
+    first: dict[Region, Any] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        first.setdefault(region_of(index or (), shape), device)
+    here = enumerate(regions_here(sharding, shape).items())
+    return [(position, region) for position, (device, region) in here if first[region] == device]
 
 
 def bytes_to_read(x: Any) -> int:

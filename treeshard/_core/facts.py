@@ -56,6 +56,7 @@ class Facts(dict[str, str]):
         # Facts about forms come before facts about values: a message lists the first few facts, and
         # should show that shapes differ, not the consequences.
         meshes: dict[Any, str] = {}
+        places: dict[Sharding, str] = {}
         leaves: dict[str, Any] = {}
         placements: dict[str, str] = {}
         for path, x, shardings in rows:
@@ -63,7 +64,10 @@ class Facts(dict[str, str]):
             while name in leaves:  # leaves may share a path
                 name += " (again)"
             leaves[name] = x
-            placements[name] = " from ".join(_placement(where, meshes) for where in shardings)
+            for where in shardings:
+                if where not in places:
+                    places[where] = _placement(where, meshes)
+            placements[name] = " from ".join(map(places.__getitem__, shardings))
         for mesh, name in meshes.items():
             self[name or "the mesh"] = f"{describe_mesh(mesh)} on the devices {_ids(mesh)}"
         for name, x in leaves.items():

@@ -183,8 +183,9 @@ def compare_copies(
     options: MeetingOptions = {"phase": "replicas", "timeout": timeout}
     facts = Facts()
     with all_or_none(what, _differing_groups, **options) as hashes:
+        among = indices(None)
         for path, x in arrays.items():
-            facts.share(path, shared_parts(x, indices(None)))
+            facts.share(path, shared_parts(x, among))
         hashes.own = json.dumps(facts.hashes()).encode()
     return _differences(what, facts, hashes, options).values
 

@@ -5,9 +5,10 @@ them share. Bits are compared: a NaN equals itself, and 0.0 differs from -0.0.
 """
 
 import os
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -53,23 +54,30 @@ def shared_parts(x: Any, among: Sequence[int]) -> Iterator[Part]:
     if not isinstance(x, jax.Array):
         yield Part("", tuple(among), [x])
         return
-    # For an array on devices of this process, each other process has one of the same shape.
-    owners = dict.fromkeys(regions_here(x.sharding, x.shape).values(), tuple(among))
-    if not x.is_fully_addressable:
-        owners = shared_regions(x.sharding, x.shape)
+    compared = _regions_to_compare(x.sharding, x.shape, tuple(among))
     copies = defaultdict[Region, list[Any]](list)
-    for shard in to_read(x).addressable_shards if x.size else ():
+    for shard in to_read(x).addressable_shards if x.size and compared else ():
         copies[regions_here(x.sharding, x.shape)[shard.device]].append(shard.data)
-    for region, found in copies.items():
-        if len(found) > 1 or len(owners[region]) > 1:
-            yield Part(region_name(region, x.shape), owners[region], found)
+    for region, owners in compared.items():
+        if copies[region]:
+            yield Part(region_name(region, x.shape), owners, copies[region])
 
 
-def shared_regions(sharding: Sharding, shape: tuple[int, ...]) -> dict[Region, tuple[int, ...]]:
-    """The regions of an array that this process holds, each with all processes that hold it."""
-    owners = processes_by_shard(sharding, shape)
-    here = dict.fromkeys(regions_here(sharding, shape).values())
-    return {region: tuple(sorted(owners[region])) for region in here}
+@lru_cache(4096)
+def _regions_to_compare(
+    sharding: Sharding, shape: tuple[int, ...], among: tuple[int, ...]
+) -> dict[Region, tuple[int, ...]]:
+    """The regions here that several devices or processes hold, each with these processes."""
+    here = Counter(regions_here(sharding, shape).values())
+    # For an array on devices of this process, each other process has one of the same shape.
+    owners: Mapping[Region, Collection[int]] = dict.fromkeys(here, among)
+    if not sharding.is_fully_addressable:
+        owners = processes_by_shard(sharding, shape)
+    return {
+        region: tuple(sorted(owners[region]))
+        for region, copies in here.items()
+        if copies > 1 or len(owners[region]) > 1
+    }
 
 
 def is_shared(x: jax.Array) -> bool:

@@ -112,20 +112,12 @@ def _flush_each(paths: Iterable[str]) -> None:
         flush(path)
 
 
-_START_WRITING = 2  # of Linux's `sync_file_range`
-
-
 def start_flushes(directory: PathLike, started: set[str]) -> None:
-    """Starts to write the files of a directory to the disk, and adds them to `started`.
-
-    Later flushes then wait only for the rest. Systems other than Linux cannot start early.
-    """
-    start: Any = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    all_of_it = ctypes.c_int64(0), ctypes.c_int64(0)
+    """Starts to write the files of a directory to the disk, and adds them to `started`."""
     with suppress(OSError):  # flushes raise errors
-        for name in {*os.listdir(directory)} - started if start else ():
+        for name in {*os.listdir(directory)} - started:
             with open(os.path.join(directory, name), "rb") as file:
-                start(file.fileno(), *all_of_it, _START_WRITING)
+                start_flush(file.fileno())
             started.add(name)
 
 

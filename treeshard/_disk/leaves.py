@@ -21,7 +21,7 @@ import numpy as np
 from jax.tree_util import tree_leaves
 
 from treeshard._core.arguments import check_no_refs, describe_argument
-from treeshard._core.arrays import array_text, has_shape, is_array
+from treeshard._core.arrays import array_text, has_shape, is_array, is_key
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.text import columns, fold, human_bytes, parse_dtype
 from treeshard.errors import (
@@ -84,7 +84,7 @@ class SavedLeaf(NamedTuple):
 def kind_of(x: Any) -> str | None:
     """The kind of a leaf or its `ShapeDtypeStruct`. `None` if it is static."""
     if has_shape(x):
-        return "key" if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key) else "array"
+        return "key" if is_key(x) else "array"
     return "none" if x is None else _SCALAR_KINDS.get(type(_plain(x)))
 
 

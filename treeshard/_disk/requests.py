@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 from jax.tree_util import tree_flatten, tree_leaves, tree_map
 
-from treeshard._core.arrays import array_text, has_shape
+from treeshard._core.arrays import array_text, device_dtype, has_shape
 from treeshard._core.facts import Facts
 from treeshard._core.make_mesh import with_devices
 from treeshard._core.mesh import MeshLike
@@ -160,14 +160,14 @@ def compare(
 
 def _misfit(stored: SavedLeaf, requested: RequestedLeaf, cast: str | None) -> str:
     """Why a leaf cannot be read as requested. Empty if it can."""
-    fact = f"saved as {_type_text(stored)}, requested as {_type_text(requested)}."
-    if "none" in (stored.kind, requested.kind) and stored.kind != requested.kind:
-        return f"{fact} `partial=True` leaves it out."
-    if (stored.kind, stored.shape) != (requested.kind, requested.shape):
-        is_reversed = stored.kind == requested.kind and stored.shape == requested.shape[::-1]
-        fix = f" Request {_type_text(stored)}, and transpose it by `.T`." if is_reversed else ""
-        return f"{fact}{fix}"
-    if stored.dtype != requested.dtype:
+    if stored[1:4] != requested[1:4]:  # the kind, the shape and the dtype
+        fact = f"saved as {_type_text(stored)}, requested as {_type_text(requested)}."
+        if "none" in (stored.kind, requested.kind) and stored.kind != requested.kind:
+            return f"{fact} `partial=True` leaves it out."
+        if (stored.kind, stored.shape) != (requested.kind, requested.shape):
+            is_reversed = stored.kind == requested.kind and stored.shape == requested.shape[::-1]
+            fix = f" Request {_type_text(stored)}, and transpose it by `.T`." if is_reversed else ""
+            return f"{fact}{fix}"
         if not (_is_floating(stored.dtype) and _is_floating(requested.dtype)):
             return f"{fact} Only floating-point dtypes are converted; request {stored.dtype}."
         if requested.dtype != cast:
@@ -175,7 +175,7 @@ def _misfit(stored: SavedLeaf, requested: RequestedLeaf, cast: str | None) -> st
     if requested.kind != "array" or not requested.on_devices:
         return ""
     # JAX would silently turn 64-bit numbers into 32-bit numbers.
-    dtype = str(jax.dtypes.canonicalize_dtype(parse_dtype(requested.dtype)))
+    dtype = dtype_name(device_dtype(parse_dtype(requested.dtype)))
     if dtype == requested.dtype:
         return ""
     ways = "Turn on 64-bit numbers (`jax.config.update('jax_enable_x64', True)`)"
@@ -389,9 +389,10 @@ def _read_shardings(tree: PyTree, where: str) -> list[Sharding | None]:
     leaves = tree_leaves(tree)
     shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
     typed = [x if _has_reduced_type(x) else None for x in shardings]
-    resolved = resolve_specs(leaves, typed, where=where)
-    misfits = {i: spec and spec.misfit({"reduced-type"}) for i, spec in enumerate(resolved)}
-    raise_misfits(tree, misfits, where)
+    if any(typed):
+        resolved = resolve_specs(leaves, typed, where=where)
+        misfits = {i: spec and spec.misfit({"reduced-type"}) for i, spec in enumerate(resolved)}
+        raise_misfits(tree, misfits, where)
     return [_own_sharding(leaf, where) for leaf in tree_leaves(tree, is_leaf=is_none)]
 
 

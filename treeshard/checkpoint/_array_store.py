@@ -21,10 +21,10 @@ import json
 import math
 import os
 import re
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
-from functools import cached_property, lru_cache
+from collections import defaultdict, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from functools import cached_property, lru_cache, partial
 from itertools import chain, product
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -39,7 +39,7 @@ from treeshard._core.arrays import (
     is_on_host,
     primary_shards,
     region_shape,
-    regions_here,
+    slices_of,
     to_host,
     to_read,
 )
@@ -107,10 +107,11 @@ _STORED = {"bfloat16", "int4", "float8_e4m3fn", "float8_e5m2"}
 _STORED |= {"float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e5m2fnuz"}
 
 
-def stored_dtype(dtype: np.dtype) -> np.dtype:
-    """The dtype in which values are stored."""
+@lru_cache
+def stored_dtype(dtype: np.dtype) -> str:
+    """The name of the dtype in which values are stored."""
     is_of_numpy = dtype.kind != "V"
-    return dtype if is_of_numpy or dtype.name in _STORED else np.dtype("uint8")
+    return str(dtype) if is_of_numpy or dtype.name in _STORED else "uint8"
 
 
 _QUOTED_AS_IT_IS = re.compile("[A-Za-z0-9_~-][A-Za-z0-9_~/-]*")
@@ -137,6 +138,7 @@ def _is_one_part(x: Any) -> bool:
     return not isinstance(x, jax.Array) or (x.is_fully_addressable and x.nbytes < SMALL)
 
 
+@lru_cache(4096)
 def full_region(shape: Shape) -> Region:
     """All of an array of this shape."""
     return tuple((0, length) for length in shape)
@@ -182,8 +184,68 @@ def _open(values: Any, row: SavedLeaf) -> Any:
     return tensorstore.open(spec, kvstore=where, open=True, assume_metadata=True).result()
 
 
-def _index(region: Region) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in region)
+# ------------------------------------------------------------------ tiny arrays
+
+# To open an array takes longer than to read a tiny one. So TensorStore encodes and decodes the
+# chunks of many tiny arrays as chunks of one array in memory, and the database has the same bytes.
+
+_TINY = 2**14  # bytes
+_TOGETHER = 256  # tiny arrays that are encoded or decoded at a time
+
+T = TypeVar("T")
+Item = TypeVar("Item", bound=tuple[Any, ...])  # which begins with the row of its array
+
+
+def is_tiny(row: SavedLeaf) -> bool:
+    """Whether an array is stored as one tiny chunk."""
+    return row.chunk == row.stored_shape and chunk_bytes(row) <= _TINY
+
+
+def group_tiny(items: Iterable[Item]) -> Iterator[list[Item]]:
+    """Groups the items of tiny arrays of one type. All other items are alone."""
+    groups = defaultdict[Any, list[Item]](list)
+    for item in items:
+        row: SavedLeaf = item[0]
+        if not is_tiny(row):
+            yield [item]
+            del item  # or it would stay in memory
+            continue
+        group = groups[row.stored, row.chunk]
+        group.append(item)
+        if len(group) == _TOGETHER:
+            yield groups.pop((row.stored, row.chunk))
+    yield from groups.values()
+
+
+def _chunk_keys(group: Sequence[tuple[Any, ...]]) -> list[str]:
+    """The keys of the only chunks of tiny arrays of one type."""
+    zeros = "/0" * len(group[0][0].stored_shape)
+    return [f"{store_key(row.path)}/c{zeros}" for row, *_ in group]
+
+
+def _array_in_memory(row: SavedLeaf, count: int) -> tuple[Any, Any, list[str]]:
+    """A store in memory, an array in it of `count` chunks like that of `row`, and their keys."""
+    context, shape = tensorstore.Context(), row.stored_shape
+    store = tensorstore.KvStore.open("memory://", context=context).result()
+    spec = _specification((count, *shape), row.stored, (1, *shape))
+    array = tensorstore.open(spec, kvstore=store, open=True, assume_metadata=True).result()
+    return store, array, [f"c/{i}{'/0' * len(shape)}" for i in range(count)]
+
+
+def _encode(row: SavedLeaf, values: Sequence[np.ndarray]) -> list[bytes]:
+    """The chunks of tiny arrays of one type, with their checksums."""
+    store, array, keys = _array_in_memory(row, len(values))
+    stored = parse_dtype(row.stored or "")  # several dtypes are stored as one
+    array.write(np.stack([x.view(stored) for x in values])).result()
+    return [store[key] for key in keys]
+
+
+def _decode(row: SavedLeaf, chunks: Sequence[bytes]) -> np.ndarray:
+    """The values of tiny arrays of one type. Raises if a chunk is missing or damaged."""
+    store, array, keys = _array_in_memory(row, len(chunks))
+    for key, chunk in zip(keys, chunks, strict=True):
+        store[key] = chunk
+    return array.read().result()
 
 
 # ------------------------------------------------------------------ writing
@@ -200,8 +262,7 @@ def _select_parts(x: Any) -> Parts:
         return [(full_region(x.shape), x)] if jax.process_index() == 0 else []
     if _is_one_part(x):
         return [(full_region(x.shape), to_read(x))]
-    regions = regions_here(x.sharding, x.shape)
-    return [(regions[shard.device], shard.data) for shard in primary_shards(x)]
+    return list(primary_shards(x))
 
 
 def memory_to_save(parts: Mapping[str, Parts], *, copied: bool) -> int:
@@ -216,8 +277,9 @@ def memory_to_save(parts: Mapping[str, Parts], *, copied: bool) -> int:
             total, largest = total + size, max(largest, size)
     held = total if copied else min(total, max(IN_FLIGHT, largest))
     # TensorStore copies what is small, too, and refers to the rest. To compare replicas on
-    # accelerators, each thread copies a shard.
-    return held + min(small, IN_FLIGHT + 2**24) + min(8, _CORES) * read
+    # accelerators, each thread copies a shard. Tiny arrays are encoded from a copy and to a copy.
+    encoded = 3 * min(small, _TOGETHER * _TINY)
+    return held + min(small, IN_FLIGHT + 2**24) + encoded + min(8, _CORES) * read
 
 
 def _is_view(part: Any) -> bool:
@@ -266,8 +328,12 @@ def write_arrays(
     describes = jax.process_index() == 0
     if not any(parts.values()) and not (describes and rows):
         return False
-    own = _database(path, f"{_folder_of(jax.process_index())}/")
-    values = _open_database(own | {"config": _NEW_DATABASE}, _context())
+    size = sum(part.nbytes for _, part in chain.from_iterable(parts.values()))
+    own = _database(path, f"{_folder_of(jax.process_index())}/") | {"config": _NEW_DATABASE}
+    # A file is written as soon as it is full, while the chunks of the next one are encoded. Process
+    # 0 opens the files of all processes, so they are larger if there are many processes.
+    own |= {"target_data_file_size": max(2**24, size * jax.process_count() // 256)}
+    values = _open_database(own, _context())
     if describes:
         transaction = tensorstore.Transaction()
         in_transaction = values.with_transaction(transaction)
@@ -278,18 +344,31 @@ def write_arrays(
             )
             for row in rows
         ]
-        _commit(transaction, described)
+        _wait(_start_commit(transaction, described))
+    batches = split_batches(_take_parts(rows, parts), lambda part: part[2].nbytes, IN_FLIGHT // 2)
+    start = partial(_start_batch, values, copied=copied)
     started = set[str]()
-    # Each transaction rewrites the index, and holds its writes in memory.
-    for batch in split_batches(_take_parts(rows, parts), lambda part: part[2].nbytes):
-        _write_batch(values, batch, copied=copied)
-        batch.clear()
-        if is_local(path):  # the disk writes while the next batch is encoded
-            start_flushes(written_by(path, jax.process_index()) / "d", started)
+    # One batch is encoded while another is written to files, and the disk writes those before it.
+    with closing(keep_in_flight(batches, _bytes_of_parts, start)) as in_flight:
+        for _, writes in in_flight:
+            _wait(writes)
+            # Listing many files takes long, and the system starts by itself if much is written.
+            if is_local(path) and len(started) < 2**12:
+                start_flushes(written_by(path, jax.process_index()) / "d", started)
     return True
 
 
-def _write_batch(values: Any, batch: list[tuple[SavedLeaf, Region, Any]], *, copied: bool) -> None:
+def _bytes_of_parts(batch: list[tuple[SavedLeaf, Region, Any]]) -> int:
+    return sum(part.nbytes for _, _, part in batch)
+
+
+def _start_batch(
+    values: Any, batch: list[tuple[SavedLeaf, Region, Any]], *, copied: bool
+) -> list[Any]:
+    """Starts to write parts, and frees those that TensorStore copies. Returns futures.
+
+    Each transaction rewrites the index, and holds its writes in memory.
+    """
     for row, _, part in batch:
         if isinstance(part, jax.Array) and part.is_deleted():
             raise DeletedLeafError(
@@ -299,19 +378,27 @@ def _write_batch(values: Any, batch: list[tuple[SavedLeaf, Region, Any]], *, cop
         _start_transfer(part)
     transaction = tensorstore.Transaction()
     in_transaction = values.with_transaction(transaction)
-    rows = {row.path: row for row, _, _ in batch}
-    arrays = {path: _open(in_transaction, row) for path, row in rows.items()}
-    writes = [
-        arrays[row.path][_index(region)].write(
+    arrays: dict[str, Any] = {}
+    copying: list[Any] = []
+    writes: list[Any] = []
+    for group in group_tiny(batch):
+        row, region, part = group[0]
+        if is_tiny(row):
+            chunks = _encode(row, [_values(part) for _, _, part in group])
+            writes += map(in_transaction.write, _chunk_keys(group), chunks)
+            continue
+        if row.path not in arrays:
+            arrays[row.path] = _open(in_transaction, row)
+        write = arrays[row.path][slices_of(region)].write(
             _values(part).view(parse_dtype(row.stored or "")),
             # By default TensorStore copies what it is given.
             can_reference_source_data_indefinitely=copied or not isinstance(part, np.ndarray),
         )
-        for row, region, part in batch
-    ]
-    for write in writes:
-        write.copy.result()
-    _commit(transaction, writes)
+        copying.append(write.copy)
+        writes.append(write.commit)
+    batch.clear()
+    _wait(copying)
+    return _start_commit(transaction, writes)
 
 
 def _take_parts(
@@ -322,10 +409,14 @@ def _take_parts(
             yield row, *parts[row.path].pop()
 
 
-def _commit(transaction: Any, writes: Iterable[Any]) -> None:
-    transaction.commit_async().result()
-    for write in writes:
-        write.result()  # a commit does not fail for a key that cannot be written
+def _start_commit(transaction: Any, writes: Iterable[Any]) -> list[Any]:
+    # A commit does not fail for a key that cannot be written.
+    return [transaction.commit_async(), *writes]
+
+
+def _wait(futures: Iterable[Any]) -> None:
+    for future in futures:
+        future.result()
 
 
 def merge(path: epath.Path, writers: Iterable[int], leaves: Iterable[str]) -> None:
@@ -370,21 +461,26 @@ Read = tuple[SavedLeaf, Region]
 
 def region_bytes(row: SavedLeaf, region: Region) -> int:
     """The bytes of a region of a stored array."""
-    return math.prod(region_shape(region)) * parse_dtype(row.stored or "").itemsize
+    return _bytes(region_shape(region), row.stored or "")
 
 
 def chunk_bytes(row: SavedLeaf) -> int:
     """The bytes of a chunk of a stored array."""
-    return region_bytes(row, full_region(row.chunk or ()))
+    return _bytes(row.chunk or (), row.stored or "")
 
 
-def bytes_to_read(read: Read) -> int:
-    """The host memory of a read: the region, and the chunks that overlap it, which TensorStore
-    holds during the read."""
-    row, region = read
+@lru_cache(4096)
+def _bytes(shape: Shape, dtype: str) -> int:
+    return math.prod(shape) * parse_dtype(dtype).itemsize
+
+
+def bytes_to_read(group: Sequence[Read]) -> int:
+    """The host memory of the reads of a group: the regions, and the chunks that overlap them, which
+    TensorStore holds during the reads. For tiny arrays, it includes the array in memory."""
+    row, region = group[0]
     pairs = zip(region, row.chunk or (), strict=True)
     count = math.prod(-(-stop // step) - start // step for (start, stop), step in pairs)
-    return max(_LEAST, region_bytes(row, region) + count * chunk_bytes(row))
+    return len(group) * max(_LEAST, region_bytes(row, region) + count * chunk_bytes(row))
 
 
 def chunks_of(row: SavedLeaf) -> Iterator[Region]:
@@ -394,28 +490,6 @@ def chunks_of(row: SavedLeaf) -> Iterator[Region]:
         for length, step in zip(row.stored_shape, row.chunk or (), strict=True)
     ]
     return product(*spans)
-
-
-def read_ahead(reads: Iterable[Read], start: Callable[[Read], Any]) -> Iterator[tuple[Read, Any]]:
-    """Starts reads of about `IN_FLIGHT` bytes at a time; yields them in order, with their futures.
-
-    None outlives the iterator.
-    """
-    started: deque[tuple[Read, Any]] = deque()
-    in_flight = 0
-    try:
-        for read in reads:
-            nbytes = bytes_to_read(read)
-            while started and in_flight + nbytes > IN_FLIGHT:
-                in_flight -= bytes_to_read(started[0][0])
-                yield started.popleft()  # no variable keeps the array in memory
-            started.append((read, start(read)))
-            in_flight += nbytes
-        while started:
-            yield started.popleft()
-    finally:
-        for _, future in started:
-            future.exception()  # waits
 
 
 class ArrayStore:
@@ -428,29 +502,44 @@ class ArrayStore:
     def read(
         self, reads: Iterable[Read], errors: dict[str, str]
     ) -> Iterator[tuple[SavedLeaf, Region, np.ndarray]]:
-        """Reads regions of arrays, a few at a time; yields them in order.
+        """Reads regions of arrays, a few at a time.
 
         Errors of arrays that cannot be read go to `errors`, by leaf path. Raises `CheckpointError`
         if this process lacks the permission to read a file.
         """
-        for (row, region), future in read_ahead(reads, self._start):
-            try:
-                values = [future.result()]
-            except Exception as error:  # TensorStore raises a built-in exception for each status
-                errors[row.path] = f"it cannot be read: {self._why(error)}"
-                continue
-            del future  # no variable keeps the array in memory
-            yield row, region, values.pop()
+        for group, futures in keep_in_flight(group_tiny(reads), bytes_to_read, self._start):
+            if is_tiny(group[0][0]):
+                decoded = None
+                with suppress(Exception):  # the reads below find out which arrays are damaged
+                    decoded = _decode(group[0][0], [x.result().value for x in futures])
+                if decoded is not None:
+                    # A view would keep the whole group in memory.
+                    yield from ((*read, decoded[i, ...].copy()) for i, read in enumerate(group))
+                    continue
+                futures = [self._start_region(*read) for read in group]
+            futures.reverse()
+            for row, region in group:
+                try:
+                    values = [futures.pop().result()]  # no variable keeps the array in memory
+                except Exception as error:  # TensorStore has a built-in exception for each status
+                    errors[row.path] = f"it cannot be read: {self._why(error)}"
+                    continue
+                yield row, region, values.pop()
 
     @cached_property
     def _values(self) -> Any:
         return _open_database(_database(self._path), self._context)
 
-    def _start(self, read: Read) -> Any:
-        row, region = read
+    def _start(self, group: list[Read]) -> list[Any]:
+        """Starts to read regions, or the chunks of tiny arrays."""
+        if not is_tiny(group[0][0]):
+            return [self._start_region(*read) for read in group]
+        return [self._values.read(key, staleness_bound=-math.inf) for key in _chunk_keys(group)]
+
+    def _start_region(self, row: SavedLeaf, region: Region) -> Any:
         if self._opened is None or self._opened[0] is not row:  # the regions of a leaf follow
             self._opened = row, _open(self._values, row)
-        return self._opened[1][_index(region)].read()
+        return self._opened[1][slices_of(region)].read()
 
     def _why(self, error: Exception) -> str:
         """Why an array cannot be read. Raises `CheckpointError` if permission is missing."""
@@ -520,19 +609,45 @@ def _file_of(location: str) -> str:
     return f"{folder}{name}"
 
 
-T = TypeVar("T")
-
-
-def split_batches(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """Splits items into lists of at most `IN_FLIGHT` bytes, or of a single larger item."""
+def split_batches(
+    items: Iterable[T], size_of: Callable[[T], int], most: int = IN_FLIGHT
+) -> Iterator[list[T]]:
+    """Splits items into lists of at most `most` bytes, or of a single larger item."""
     batch: list[T] = []
     held = 0
     for item in items:
-        if batch and held + size_of(item) > IN_FLIGHT:
+        size = size_of(item)
+        if batch and held + size > most:
             yield batch
             batch, held = [], 0
         batch.append(item)
-        held += size_of(item)
+        held += size
         del item  # or it would stay in memory while the next one is made
     if batch:
         yield batch
+
+
+def keep_in_flight(
+    groups: Iterable[list[Item]],
+    size_of: Callable[[list[Item]], int],
+    start: Callable[[list[Item]], list[T]],
+) -> Generator[tuple[list[Item], list[T]]]:
+    """Starts reads or writes of about `IN_FLIGHT` bytes at a time. Yields groups and their futures.
+
+    No read or write outlives the iterator.
+    """
+    started: deque[tuple[int, list[Item], list[Any]]] = deque()
+    in_flight = 0
+    try:
+        for group in groups:
+            size = size_of(group)
+            while started and in_flight + size > IN_FLIGHT:
+                in_flight -= started[0][0]
+                yield started.popleft()[1:]  # no variable keeps the array in memory
+            started.append((size, group, start(group)))
+            in_flight += size
+        while started:
+            yield started.popleft()[1:]
+    finally:
+        for future in chain.from_iterable(futures for _, _, futures in started):
+            future.exception()  # waits

@@ -12,7 +12,7 @@ checksum too, so the files are compared with the list of saved files.
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any, TypedDict
 from zlib import crc32
@@ -20,6 +20,7 @@ from zlib import crc32
 import jax
 import numpy as np
 from etils import epath
+from jax.sharding import Sharding
 
 from treeshard._core.arrays import regions_here
 from treeshard._core.hosts import check_memory_of_hosts
@@ -51,7 +52,8 @@ from treeshard.checkpoint._array_store import (
     chunk_bytes,
     chunks_of,
     full_region,
-    read_ahead,
+    group_tiny,
+    keep_in_flight,
     region_bytes,
     split_batches,
     store_key,
@@ -237,7 +239,8 @@ def _read_together(
     `check` raises if the writer has removed or replaced the checkpoint meanwhile.
     """
     rows = [row for row, _ in leaves if row.stored]
-    targets = {row.path: _data_of(row, requested) for row, requested in leaves if row.stored}
+    default = cache(default_sharding)  # which takes as long as to read a leaf
+    targets = {row.path: _data_of(row, leaf, default) for row, leaf in leaves if row.stored}
     check_memory_of_hosts(
         WHERE,
         _memory_to_read(_reads(rows, targets), targets),
@@ -269,11 +272,13 @@ def _read_together(
     return arrays
 
 
-def _data_of(row: SavedLeaf, requested: RequestedLeaf) -> RequestedLeaf:
+def _data_of(
+    row: SavedLeaf, x: RequestedLeaf, default: Callable[[], Sharding] = default_sharding
+) -> RequestedLeaf:
     """The array that is read for a leaf, which on devices has a sharding; of keys, their data."""
-    dtype = "uint32" if row.kind == "key" else requested.dtype
-    sharding = (requested.sharding or default_sharding()) if requested.on_devices else None
-    return requested._replace(shape=row.stored_shape, dtype=dtype, sharding=sharding)
+    if x.on_devices and x.sharding is None:
+        x = x._replace(sharding=default())
+    return x if row.kind == "array" else x._replace(shape=row.stored_shape, dtype="uint32")
 
 
 def _reads(rows: Iterable[SavedLeaf], targets: Mapping[str, RequestedLeaf]) -> Iterator[Read]:
@@ -313,6 +318,8 @@ def _read_arrays(
 
 def _convert(row: SavedLeaf, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     values = view_in_dtype(row, values)
+    if values.dtype == dtype:  # mostly, and fast
+        return values
     with np.errstate(all="ignore"):  # overflow gives inf, as in `jnp.asarray`
         return values.astype(dtype, copy=False)
 
@@ -321,18 +328,20 @@ def _memory_to_read(reads: Iterable[Read], targets: Mapping[str, RequestedLeaf])
     """The most host memory that `_read_arrays` takes, from a run without reads."""
     meter, buffers = Meter(), list[tuple[int, int]]()
 
-    def start(read: Read) -> int:
-        meter.add(bytes_to_read(read))
-        return bytes_to_read(read)
+    def start(group: list[Read]) -> list[int]:
+        meter.add(bytes_to_read(group))
+        return [bytes_to_read(group)]
 
-    for (row, region), taken in read_ahead(reads, start):
-        target = targets[row.path]
-        stored = region_bytes(row, region)
-        buffers += (stored, stored), (chunk_bytes(row), taken - stored)
+    for group, [taken] in keep_in_flight(group_tiny(reads), bytes_to_read, start):
+        stored = len(group) * region_bytes(*group[0])
+        buffers += (stored, stored), (chunk_bytes(group[0][0]), taken - stored)
         meter.add(stored - taken)
-        # Arrays that are stored as `uint8` are viewed in their own dtype, without a copy.
-        converts = row.kind == "array" and row.dtype != target.dtype
-        add_part(meter, target, region, nbytes=stored, converts=converts)
+        for row, region in group:
+            target = targets[row.path]
+            # Arrays that are stored as `uint8` are viewed in their own dtype, without a copy.
+            converts = row.kind == "array" and row.dtype != target.dtype
+            nbytes = region_bytes(row, region)
+            add_part(meter, target, region, nbytes=nbytes, converts=converts)
     return meter.peak + kept_by_allocator(buffers, IN_FLIGHT)
 
 

@@ -87,19 +87,16 @@ def pack(tree: PyTree, facts: Facts) -> tuple[LeafTable, Arrays]:
     rows: list[SavedLeaf] = []
     arrays: dict[str, jax.Array | np.ndarray] = {}
     for path, x in named.items():
-        row = _row_of(path, x)
-        facts[path] = f"{row.kind} {row.value}"
-        if row.dtype and x.size:  # an array without elements is not stored
-            array = arrays[path] = _as_stored(x)
-            row = row._replace(
-                stored=dtype_name(stored_dtype(array.dtype)), chunk=chunk_shape(array)
-            )
+        row = _row_of(path, x, arrays)
         if row.dtype:
             facts[path] = f"{array_text(row)} as {row.spec}, {row.impl or row.stored}"
+        else:
+            facts[path] = f"{row.kind} {row.value}"
         rows.append(row)
+    processes = range(jax.process_count())
     # After all shapes, because messages list only the first differences.
     for path, x in named.items():
-        facts.add_origin(path, x, range(jax.process_count()))
+        facts.add_origin(path, x, processes)
     empty = _empty_containers(tree)
     facts["empty containers"] = str(empty)
     return LeafTable(meshes, tuple(rows), {}, empty), arrays
@@ -120,12 +117,17 @@ def paths_of(tree: PyTree, where: str, error: type[Exception]) -> dict[int, str]
 
 def _empty_containers(tree: PyTree) -> dict[str, str]:
     nodes = tree_leaves(tree, is_leaf=_is_empty)
+    if not any(map(_is_empty, nodes)):
+        return {}
     paths = leaf_paths(tree, is_leaf=_is_empty)
     return {path: _empty_kind(x) for path, x in zip(paths, nodes, strict=True) if _is_empty(x)}
 
 
+_OF_ITEMS = (list, tuple, Mapping)  # `|` would make a new type in each call
+
+
 def _is_empty(x: Any) -> bool:
-    return isinstance(x, list | tuple | Mapping) and not x
+    return isinstance(x, _OF_ITEMS) and not x
 
 
 _CONTAINERS = {"list": list, "tuple": tuple, "dict": dict}
@@ -187,8 +189,8 @@ def _check_unicode(named: Mapping[str, Any]) -> None:
         raise LeafError(f"{WHERE}: {listed(f'{len(facts)} strings cannot be saved:', facts)}")
 
 
-def _row_of(path: str, x: Any) -> SavedLeaf:
-    """The row of a leaf, without the fields of the array store."""
+def _row_of(path: str, x: Any, arrays: dict[str, Any]) -> SavedLeaf:
+    """The row of a leaf. Adds its array to `arrays`, unless it has no elements to store."""
     if x is None:
         return SavedLeaf(path, "none")
     if not has_shape(x):
@@ -196,10 +198,15 @@ def _row_of(path: str, x: Any) -> SavedLeaf:
         return SavedLeaf(path, kind, value=value)
     sharding = getattr(x, "sharding", None)
     spec = repr(sharding.spec) if isinstance(sharding, NamedSharding) else None
+    stored = chunk = None
+    if x.size:
+        array = arrays[path] = _as_stored(x)
+        stored, chunk = stored_dtype(array.dtype), chunk_shape(array)
     if is_key(x):
         impl = str(jax.random.key_impl(x))
-        return SavedLeaf(path, "key", x.shape, dtype_name(x.dtype), spec, impl=impl)
-    return SavedLeaf(path, "array", x.shape, dtype_name(x.dtype.newbyteorder("=")), spec)
+        return SavedLeaf(path, "key", x.shape, dtype_name(x.dtype), spec, stored, chunk, impl)
+    dtype = dtype_name(x.dtype.newbyteorder("="))
+    return SavedLeaf(path, "array", x.shape, dtype, spec, stored, chunk)
 
 
 def _meshes(leaves: Iterable[Any]) -> tuple[dict[str, int], ...]:

@@ -22,7 +22,6 @@ from treeshard._core.arrays import (
     is_key,
     is_spread,
     primary_shards,
-    region_of,
     region_shape,
     regions_here,
 )
@@ -170,8 +169,7 @@ def values_of(leaf: Any) -> np.ndarray | list[Piece]:
     """A numpy leaf, or the shards that this process writes: the shards with replica index 0."""
     if not isinstance(leaf, jax.Array):
         return np.asarray(leaf)
-    shards = primary_shards(leaf)
-    return [Piece(region_of(shard.index, leaf.shape), np.asarray(shard.data)) for shard in shards]
+    return [Piece(region, np.asarray(shard)) for region, shard in primary_shards(leaf)]
 
 
 def check_memory_to_write(path: Path, tensors: Mapping[str, Any], rows: Iterable[Tensor]) -> None:
