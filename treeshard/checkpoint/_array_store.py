@@ -345,7 +345,7 @@ def write_arrays(
             for row in rows
         ]
         _wait(_start_commit(transaction, described))
-    batches = split_batches(_take_parts(rows, parts), lambda part: part[2].nbytes, IN_FLIGHT // 2)
+    batches = split_batches(_take_parts(rows, parts), lambda part: part[2].nbytes, at_a_time=2)
     start = partial(_start_batch, values, copied=copied)
     started = set[str]()
     # One batch is encoded while another is written to files, and the disk writes those before it.
@@ -610,9 +610,11 @@ def _file_of(location: str) -> str:
 
 
 def split_batches(
-    items: Iterable[T], size_of: Callable[[T], int], most: int = IN_FLIGHT
+    items: Iterable[T], size_of: Callable[[T], int], at_a_time: int = 1
 ) -> Iterator[list[T]]:
-    """Splits items into lists of at most `most` bytes, or of a single larger item."""
+    """Splits items into lists, of which `at_a_time` have at most `IN_FLIGHT` bytes together. A
+    larger item has a list of its own."""
+    most = IN_FLIGHT // at_a_time
     batch: list[T] = []
     held = 0
     for item in items:
