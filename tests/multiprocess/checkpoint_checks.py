@@ -63,6 +63,19 @@ def check_a_saved_state_is_restored_by_all_and_by_one(context: Context) -> None:
         assert restore(path)["half"].tobytes() == host["half"].tobytes()
 
 
+def check_small_arrays_that_one_process_stores_are_restored_by_shards(context: Context) -> None:
+    """Each is one chunk, of which a process reads some parts."""
+    tree = {f"w{i}": np.arange(64.0, dtype=np.float32).reshape(8, 8) + i for i in range(5)}
+    save(context.directory / "small", tree)
+    for spec in (P("fsdp"), P(None, "fsdp"), P()):
+        plan = ts.plan(tree, [(".*", spec)], "fsdp=8", min_size=0)
+        found = restore(context.directory / "small", plan)
+        for name, x in found.items():
+            assert x.sharding.spec == spec
+            for shard in x.addressable_shards:
+                np.testing.assert_array_equal(np.asarray(shard.data), tree[name][shard.index])
+
+
 def check_a_run(context: Context) -> None:
     state = saved_state()
     with Checkpoints(context.directory / "run", keep=2) as checkpoints:

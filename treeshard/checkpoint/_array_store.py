@@ -193,12 +193,14 @@ _TINY = 2**14  # bytes
 _TOGETHER = 256  # tiny arrays that are encoded or decoded at a time
 
 T = TypeVar("T")
-Item = TypeVar("Item", bound=tuple[Any, ...])  # which begins with the row of its array
+# Begins with the row of its array, and a region.
+Item = TypeVar("Item", bound=tuple[Any, ...])
 
 
-def is_tiny(row: SavedLeaf) -> bool:
-    """Whether an array is stored as one tiny chunk."""
-    return row.chunk == row.stored_shape and chunk_bytes(row) <= _TINY
+def is_tiny(row: SavedLeaf, region: Region) -> bool:
+    """Whether a region is all of an array that is stored as one tiny chunk."""
+    is_all = row.chunk == row.stored_shape and region == full_region(row.stored_shape)
+    return is_all and chunk_bytes(row) <= _TINY
 
 
 def group_tiny(items: Iterable[Item]) -> Iterator[list[Item]]:
@@ -206,7 +208,7 @@ def group_tiny(items: Iterable[Item]) -> Iterator[list[Item]]:
     groups = defaultdict[Any, list[Item]](list)
     for item in items:
         row: SavedLeaf = item[0]
-        if not is_tiny(row):
+        if not is_tiny(row, item[1]):
             yield [item]
             del item  # or it would stay in memory
             continue
@@ -240,12 +242,13 @@ def _encode(row: SavedLeaf, values: Sequence[np.ndarray]) -> list[bytes]:
     return [store[key] for key in keys]
 
 
-def _decode(row: SavedLeaf, chunks: Sequence[bytes]) -> np.ndarray:
-    """The values of tiny arrays of one type. Raises if a chunk is missing or damaged."""
+def _decode(row: SavedLeaf, chunks: Sequence[bytes]) -> np.ndarray | None:
+    """The values of tiny arrays of one type; `None` if a chunk is missing or damaged."""
     store, array, keys = _array_in_memory(row, len(chunks))
     for key, chunk in zip(keys, chunks, strict=True):
         store[key] = chunk
-    return array.read().result()
+    read = array.read()
+    return None if read.exception() else read.result()
 
 
 # ------------------------------------------------------------------ writing
@@ -383,7 +386,7 @@ def _start_batch(
     writes: list[Any] = []
     for group in group_tiny(batch):
         row, region, part = group[0]
-        if is_tiny(row):
+        if is_tiny(row, region):
             chunks = _encode(row, [_values(part) for _, _, part in group])
             writes += map(in_transaction.write, _chunk_keys(group), chunks)
             continue
@@ -508,14 +511,15 @@ class ArrayStore:
         if this process lacks the permission to read a file.
         """
         for group, futures in keep_in_flight(group_tiny(reads), bytes_to_read, self._start):
-            if is_tiny(group[0][0]):
+            if is_tiny(*group[0]):
                 decoded = None
-                with suppress(Exception):  # the reads below find out which arrays are damaged
+                if not any(x.exception() for x in futures):
                     decoded = _decode(group[0][0], [x.result().value for x in futures])
                 if decoded is not None:
                     # A view would keep the whole group in memory.
                     yield from ((*read, decoded[i, ...].copy()) for i, read in enumerate(group))
                     continue
+                # Reads one by one find out which arrays are damaged.
                 futures = [self._start_region(*read) for read in group]
             futures.reverse()
             for row, region in group:
@@ -532,7 +536,7 @@ class ArrayStore:
 
     def _start(self, group: list[Read]) -> list[Any]:
         """Starts to read regions, or the chunks of tiny arrays."""
-        if not is_tiny(group[0][0]):
+        if not is_tiny(*group[0]):
             return [self._start_region(*read) for read in group]
         return [self._values.read(key, staleness_bound=-math.inf) for key in _chunk_keys(group)]
 
