@@ -82,16 +82,10 @@ def lay_out(
     """
     ordered = sorted(tensors, key=lambda x: (-_RANKS[x.code], x.name))
     offsets = [0, *accumulate(x.nbytes for x in ordered)]
-    # As text, since a dict for each tensor would take twice as long.
-    to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-    entries = [f'"{METADATA}":{to_json(dict(metadata))}'] if metadata else []
-    for x, (start, end) in zip(ordered, pairwise(offsets), strict=True):
-        shape = ",".join(map(str, x.shape))
-        entries.append(
-            f'{to_json(x.name)}:{{"dtype":"{x.code}","shape":[{shape}],'
-            f'"data_offsets":[{start},{end}]}}'
-        )
-    text = f"{{{','.join(entries)}}}".encode()
+    raw: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    for x, span in zip(ordered, pairwise(offsets), strict=True):
+        raw[x.name] = {"dtype": x.code, "shape": x.shape, "data_offsets": span}
+    text = json.dumps(raw, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     try:
         check_size(text)
