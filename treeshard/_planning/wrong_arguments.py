@@ -38,15 +38,14 @@ def check_specs(specs: Any, call: str, tree: Any = None, axis: str = "") -> None
     """
     if isinstance(specs, SpecCarrier):
         return
+    where = call.partition("(")[0]
     if isinstance(tree, SpecCarrier):
-        where = call.partition("(")[0]
         raise SpecError(
             "the tree and its specs are swapped: the first argument has specs, and the second has"
             f" arrays. The tree comes first: `{call.format('plan')}`."
         )
     if is_spec(specs):
         return
-    where = call.partition("(")[0]
     if is_list_of_rules(specs) and not all(is_logical(rule) for rule in specs):
         planned = call.format("treeshard.plan(tree, rules, mesh)")
         raise ArgumentError(f"{where}: the specs are a list of rules. Make a plan: `{planned}`.")
