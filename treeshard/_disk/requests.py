@@ -165,7 +165,9 @@ def _misfit(stored: SavedLeaf, requested: RequestedLeaf, cast: str | None) -> st
         if "none" in (stored.kind, requested.kind) and stored.kind != requested.kind:
             return f"{fact} `partial=True` leaves it out."
         if (stored.kind, stored.shape) != (requested.kind, requested.shape):
-            is_reversed = stored.kind == requested.kind and stored.shape == requested.shape[::-1]
+            # Several orders of more dims may have these lengths.
+            is_reversed = stored.kind == requested.kind and len(stored.shape) == 2
+            is_reversed &= stored.shape == requested.shape[::-1]
             fix = f" Request {_type_text(stored)}, and transpose it by `.T`." if is_reversed else ""
             return f"{fact}{fix}"
         if not (_is_floating(stored.dtype) and _is_floating(requested.dtype)):
@@ -206,6 +208,14 @@ def cast_dtype(cast: Any) -> str | None:
 def after_cast(dtype: str, cast: str | None) -> str:
     """The dtype of a stored array after a cast. Only floating-point arrays are converted."""
     return cast if cast is not None and _is_floating(dtype) else dtype
+
+
+def convert(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Converts an array that was read to the requested dtype, which it mostly has."""
+    if x.dtype == dtype:
+        return x
+    with np.errstate(all="ignore"):  # out of range becomes inf, as in `jnp.asarray`
+        return x.astype(dtype)
 
 
 # ------------------------------------------------------------------ requests

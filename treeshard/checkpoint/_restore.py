@@ -38,7 +38,7 @@ from treeshard._core.spec_trees import SpecTree
 from treeshard._core.text import parse_dtype
 from treeshard._disk.files import FileFacts, PathLike
 from treeshard._disk.leaves import ReadLeaf, SavedLeaf, raise_damages
-from treeshard._disk.requests import Placing, RequestedLeaf, read_request
+from treeshard._disk.requests import Placing, RequestedLeaf, convert, read_request
 from treeshard._disk.to_devices import Part, add_part, default_sharding, to_devices
 from treeshard._disk.untrusted import check_memory, no_memory_to_read
 from treeshard._planning.rules import Rules
@@ -305,7 +305,7 @@ def _read_arrays(
     def read_parts() -> Iterator[Part[str]]:
         for row, region, stored in store.read(reads, errors):
             target = targets[row.path]
-            values = [_convert(row, stored, parse_dtype(target.dtype))]
+            values = [convert(view_in_dtype(row, stored), parse_dtype(target.dtype))]
             del stored  # frees it before the next read
             if target.sharding is None:
                 on_host[row.path] = values.pop()
@@ -314,14 +314,6 @@ def _read_arrays(
 
     on_devices = {path: x for path, x in targets.items() if x.sharding is not None}
     return to_devices(on_devices, read_parts()) | on_host
-
-
-def _convert(row: SavedLeaf, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    values = view_in_dtype(row, values)
-    if values.dtype == dtype:  # mostly, and fast
-        return values
-    with np.errstate(all="ignore"):  # overflow gives inf, as in `jnp.asarray`
-        return values.astype(dtype, copy=False)
 
 
 def _memory_to_read(reads: Iterable[Read], targets: Mapping[str, RequestedLeaf]) -> int:

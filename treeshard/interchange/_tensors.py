@@ -37,6 +37,7 @@ from treeshard._disk.requests import (
     RequestedLeaf,
     after_cast,
     cast_dtype,
+    convert,
     read_request,
 )
 from treeshard._disk.to_devices import (
@@ -291,14 +292,7 @@ def read_tensors(request: Request, readings: Sequence[Reading], *, progress: boo
 def _take(parts: dict[Region, np.ndarray], dtype: str) -> tuple[Region, np.ndarray]:
     """Takes a region out of `parts`, in the requested dtype."""
     region, x = parts.popitem()
-    return region, _converted(x, parse_dtype(dtype))
-
-
-def _converted(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    if x.dtype == dtype:
-        return x
-    with np.errstate(all="ignore"):  # out of range becomes inf, as in `jnp.asarray`
-        return x.astype(dtype)
+    return region, convert(x, parse_dtype(dtype))
 
 
 def _read_regions(stored: Stored, regions: Iterable[Region]) -> dict[Region, np.ndarray]:
@@ -333,7 +327,7 @@ def load_on_host(
     tensors = [*stored.values()]  # ordered by file and offset
     shown = show_progress(tensors, "load_safetensors", unit="tensor", show=progress)
     for tensor, x in _read_all(shown):
-        arrays[tensor.name] = _converted(x, dtypes[tensor.code])
+        arrays[tensor.name] = convert(x, dtypes[tensor.code])
         del x  # frees it before the next one is read
     return dict(sorted(arrays.items()))  # as JAX orders a dict
 
