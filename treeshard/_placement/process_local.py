@@ -11,11 +11,18 @@ from functools import lru_cache
 from typing import Any, cast
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten, tree_structure
 
 from treeshard._core.arguments import check_no_refs
-from treeshard._core.arrays import array_text, device_dtype, has_shape, is_spread
+from treeshard._core.arrays import (
+    array_text,
+    device_dtype,
+    has_shape,
+    is_spread,
+    regions_here,
+)
 from treeshard._core.facts import SMALL_BYTES
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.meetings import (
@@ -188,14 +195,39 @@ def _join(part: Any, joint: jax.ShapeDtypeStruct) -> jax.Array:
     """Assembles the full array from the part of this process, without communication."""
     data = host_copy(part)  # JAX may keep the memory that it is given
     shape = (*joint.shape, *data.shape[part.ndim :])  # the data of keys have more dims
-    # JAX's function raises on a process that has no device of the mesh.
-    if joint.sharding.addressable_devices:
-        array = jax.make_array_from_process_local_data(joint.sharding, data, shape)
-    else:
+    places = _places_in_part(joint.sharding, shape)
+
+    def read_shard(index: tuple[slice, ...]) -> np.ndarray:
+        return data[places[tuple([dim.start or 0 for dim in index])]]
+
+    if places:
+        array = jax.make_array_from_callback(shape, joint.sharding, read_shard)
+    else:  # even then JAX would read the values of a replicated array
         array = jax.make_array_from_single_device_arrays(
             shape, joint.sharding, [], dtype=data.dtype
         )
     return as_keys(array, part)
+
+
+@lru_cache(maxsize=1024)  # finding them takes as long as moving a small array
+def _places_in_part(
+    sharding: NamedSharding, shape: tuple[int, ...]
+) -> dict[tuple[int, ...], tuple[slice, ...]]:
+    """Where the part of this process has its shards, by the start of each shard in the array.
+
+    In each dim, the part has the shards of this process in order and without gaps.
+    """
+    regions = {*regions_here(sharding, shape).values()}
+    starts = [sorted({start for start, _ in of_dim}) for of_dim in zip(*regions, strict=True)]
+
+    def place(ends: tuple[int, int], starts: list[int]) -> slice:
+        length = ends[1] - ends[0]  # equal for all shards
+        first = starts.index(ends[0]) * length
+        return slice(first, first + length)
+
+    return {
+        tuple(start for start, _ in region): tuple(map(place, region, starts)) for region in regions
+    }
 
 
 def _joint_structs(
