@@ -348,10 +348,10 @@ def write_arrays(
             for row in rows
         ]
         _wait(_start_commit(transaction, described))
-    batches = split_batches(_take_parts(rows, parts), lambda part: part[2].nbytes, at_a_time=2)
+    batches = split_batches(_take_parts(rows, parts), lambda part: part[2].nbytes, at_a_time=4)
     start = partial(_start_batch, values, copied=copied)
     started = set[str]()
-    # One batch is encoded while another is written to files, and the disk writes those before it.
+    # Some batches are encoded while others are written to files, and the disk writes those before.
     with closing(keep_in_flight(batches, _bytes_of_parts, start)) as in_flight:
         for _, writes in in_flight:
             _wait(writes)
