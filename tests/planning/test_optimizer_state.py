@@ -171,6 +171,7 @@ STATES: dict[str, tuple[Any, Any, Any, dict[str, P]]] = {
         {"a": D, "b": F},
         {"mu/a": D, "mu/b": F, "nu/a": D, "nu/b": F},
     ),
+    "one box": ({"mu": box(MATRIX)}, box(MATRIX), D, {"mu": D}),
     "an empty tree": (made_by(optax.adam(0.1), {}), {}, {}, {}),
     "equal endings with different specs": (
         {"w": MATRIX, "name": "adam", "f": jax.nn.gelu, "none": None, "x": [()]},
