@@ -131,6 +131,16 @@ def test_resharding_a_tree_compiles_once(mesh: Mesh, source: str, compiles: list
         np.testing.assert_array_equal(ts.gather(y), x)
 
 
+@pytest.mark.parametrize("dtype", ["U1", "O", "M8[s]"])
+def test_numpy_arrays_of_other_dtypes_are_returned_unchanged(mesh: Mesh, dtype: str) -> None:
+    names = np.zeros(2, dtype)
+    for tree in (names, [names]):
+        for move in (ts.shard, ts.reshard, ts.from_process_local, ts.with_sharding_constraint):
+            assert jax.tree.leaves(move(tree, P(), mesh))[0] is names
+    shard_fn, gather_fn = ts.make_shard_and_gather_fns(P(), mesh)
+    assert gather_fn(shard_fn(names)) is names
+
+
 # ------------------------------------------------------------------ device to device
 
 

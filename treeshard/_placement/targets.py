@@ -75,10 +75,10 @@ def targets(
 def _target_of_numpy(
     shape: tuple[int, ...], dtype: np.dtype, spec: PartitionSpec | NamedSharding, mesh: AnyMesh
 ) -> NamedSharding | None:
-    """The target of a numpy array of this form; `None` if it cannot be placed."""
+    """The target of a numpy array of this form; `None` if it cannot be placed, or is not of JAX."""
     like = np.broadcast_to(np.empty((), dtype), shape)
     try:
-        return targets([like], [spec], mesh, "")[0]
+        return targets([like], [spec], mesh, "").get(0)
     except TreeShardError:
         return None
 
