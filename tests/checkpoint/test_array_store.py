@@ -1,5 +1,6 @@
 """Arrays in a few files: Orbax reads them, and each is read alone."""
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,26 @@ def test_many_leaves_are_in_a_few_files_and_no_description_is_read(
     verify(tmp_path / "x")
     assert opened == [True] * 6  # for 256 and 44 tiny arrays, and for the large one, twice
     assert len([x for x in (tmp_path / "x").rglob("*") if x.is_file()]) < 30
+
+
+def test_arrays_have_up_to_32_dims(tmp_path: Path) -> None:
+    """As many as TensorStore allows, although it reads tiny arrays as parts of a larger one."""
+    tree = {"most": np.ones((1,) * 32, np.float32), "few": np.ones(3, np.float32)}
+    save(tmp_path / "x", tree)
+    assert_same(restore(tmp_path / "x"), tree)
+    verify(tmp_path / "x")
+
+
+def test_damaged_leaves_are_listed_in_the_order_of_the_tree(tmp_path: Path) -> None:
+    """Tiny arrays are read by their types."""
+    save(tmp_path / "x", {f"w{i:02}": np.ones(2, "if"[i % 2]) for i in range(9)})
+    for file in (tmp_path / "x").rglob("d/*"):
+        file.unlink()
+    for call in (restore, verify):
+        with pytest.raises(ts.DamagedError) as told:
+            call(tmp_path / "x")
+        found = re.findall(r"^  (w\d+):", str(told.value), re.MULTILINE)
+        assert found == [f"w{i:02}" for i in range(9)]
 
 
 def test_arrays_are_written_in_several_transactions(tmp_path: Path, monkeypatch) -> None:

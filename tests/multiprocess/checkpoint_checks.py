@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
@@ -74,6 +75,30 @@ def check_small_arrays_that_one_process_stores_are_restored_by_shards(context: C
             assert x.sharding.spec == spec
             for shard in x.addressable_shards:
                 np.testing.assert_array_equal(np.asarray(shard.data), tree[name][shard.index])
+
+
+def check_what_another_process_has_alone_is_an_error(context: Context) -> None:
+    """Process 1 cannot tell its array from a copy of its own, which process 0 stores."""
+    meshes = [Mesh(np.array(jax.local_devices(process_index=i)), ("fsdp",)) for i in (0, 1)]
+    x = np.arange(8, dtype=np.float32)
+    first, second = (
+        jax.make_array_from_callback(
+            x.shape, NamedSharding(mesh, P("fsdp")), x.__getitem__, dtype=x.dtype
+        )
+        for mesh in meshes
+    )
+    path = context.directory / "alone"
+    kind = ts.ProcessError if context.index == 1 else ts.LeafError
+    told = error_of(lambda: save(path, {"w": second}), kind)
+    assert "w: float32[8]: it is on devices of process 1 alone. Move it to devices of" in told
+    assert not path.exists()
+    save(path, {"w": first, "empty": np.zeros((0, 4), np.float32)})
+    struct = jax.ShapeDtypeStruct(
+        (0, 4), np.float32, sharding=NamedSharding(meshes[1], P(None, "fsdp"))
+    )
+    found = restore(path, {"w": x, "empty": struct})
+    np.testing.assert_array_equal(found["w"], x)
+    assert found["empty"].sharding == struct.sharding
 
 
 def check_a_run(context: Context) -> None:

@@ -191,6 +191,7 @@ def _open(values: Any, row: SavedLeaf) -> Any:
 
 _TINY = 2**14  # bytes
 _TOGETHER = 256  # tiny arrays that are encoded or decoded at a time
+_MOST_DIMS = 32  # of TensorStore; an array of tiny arrays has one more dim than these
 
 T = TypeVar("T")
 # Begins with the row of its array, and a region.
@@ -200,7 +201,7 @@ Item = TypeVar("Item", bound=tuple[Any, ...])
 def is_tiny(row: SavedLeaf, region: Region) -> bool:
     """Whether a region is all of an array that is stored as one tiny chunk."""
     is_all = row.chunk == row.stored_shape and region == full_region(row.stored_shape)
-    return is_all and chunk_bytes(row) <= _TINY
+    return is_all and chunk_bytes(row) <= _TINY and len(region) < _MOST_DIMS
 
 
 def group_tiny(items: Iterable[Item]) -> Iterator[list[Item]]:
@@ -331,11 +332,7 @@ def write_arrays(
     describes = jax.process_index() == 0
     if not any(parts.values()) and not (describes and rows):
         return False
-    size = sum(part.nbytes for _, part in chain.from_iterable(parts.values()))
     own = _database(path, f"{_folder_of(jax.process_index())}/") | {"config": _NEW_DATABASE}
-    # A file is written as soon as it is full, while the chunks of the next one are encoded. Process
-    # 0 opens the files of all processes, so they are larger if there are many processes.
-    own |= {"target_data_file_size": max(2**24, size * jax.process_count() // 256)}
     values = _open_database(own, _context())
     if describes:
         transaction = tensorstore.Transaction()

@@ -219,7 +219,9 @@ def _empty(row: SavedLeaf, requested: RequestedLeaf) -> Any:
     empty = np.zeros(target.shape, parse_dtype(target.dtype))
     if target.sharding is None:
         return empty
-    return jax.make_array_from_callback(empty.shape, target.sharding, empty.__getitem__)
+    return jax.make_array_from_callback(
+        empty.shape, target.sharding, empty.__getitem__, dtype=empty.dtype
+    )
 
 
 # ------------------------------------------------------------------ reading the array store
@@ -263,8 +265,7 @@ def _read_together(
         # names that are unique to the save.
         if among is None and jax.process_index() != 0:
             files = {name: facts for name, facts in files.items() if name == MANIFEST}
-        # The error of a leaf says more than the fact that its file has changed.
-        errors = _leaves_in(changed_files(path, files), rows, store) | errors
+        errors = _damages(changed_files(path, files), rows, store, errors)
         check()
         messages.own = json.dumps(errors).encode() if errors else b""
     errors_anywhere: dict[str, str] = json.loads(messages.answer or "{}")
@@ -348,6 +349,18 @@ def _join_errors(messages: list[bytes]) -> bytes:
     return json.dumps(errors).encode() if errors else b""
 
 
+def _damages(
+    changed: Mapping[str, str],
+    rows: Sequence[SavedLeaf],
+    store: ArrayStore,
+    errors: Mapping[str, str],
+) -> dict[str, str]:
+    """How leaves are damaged, in the order of the tree: tiny arrays are read in another order."""
+    # The error of a leaf says more than the fact that its file has changed.
+    found = {**_leaves_in(changed, rows, store), **errors}
+    return {row.path: found[row.path] for row in rows if row.path in found}
+
+
 def _leaves_in(
     changed: Mapping[str, str], rows: Iterable[SavedLeaf], store: ArrayStore
 ) -> dict[str, str]:
@@ -412,7 +425,7 @@ def find_damages(
     chunks = ((row, chunk) for row in rows if row.stored for chunk in chunks_of(row))
     deque(store.read(chunks, errors), maxlen=0)  # TensorStore compares the checksums
     changed = changed_files(path, table.files)
-    damages = _leaves_in(changed, stored, store) | errors
+    damages = _damages(changed, stored, store, errors)
     holders = set(chain.from_iterable(store.files_by_key.values())) if changed else set()
     others = {file: why for file, why in changed.items() if file not in holders}
     return damages, others
