@@ -137,6 +137,13 @@ def test_deleted_and_shared_arrays_given_to_a_program_that_has_run(devices, comp
     deleted = "donated to an earlier step. Continue with .* that the step returned(.|\n)*  params"
     with pytest.raises(ts.DeletedLeafError, match=deleted):
         step({"params": first["params"], "ema": second["ema"]}, BATCH)
+    one = ts.shard(np.ones(8, np.float32), P("fsdp"), mesh)
+    of_one = jit_step(
+        lambda x, _: (x + 1, None), ts.plan(one, [(".*", P("fsdp"))], mesh, min_size=0)
+    )
+    of_one(one, BATCH)
+    with pytest.raises(ts.DeletedLeafError, match="The leaves:\n  the state$"):
+        of_one(one, BATCH)
     aliased = {**second, "ema": alias_array(second["params"])}
     if devices == 1:  # looked at only after JAX has refused it
         with pytest.raises(ts.StateError, match="params: it shares memory with ema"):

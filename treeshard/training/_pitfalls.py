@@ -85,7 +85,9 @@ def check_not_deleted(arrays: Sequence[Any], leaves: Sequence[PlannedLeaf]) -> N
     if not has_deleted(arrays):
         return
     paths = [
-        leaf.path for x, leaf in zip(arrays, leaves, strict=True) if _is_live(x) and x.is_deleted()
+        leaf.path or "the state"
+        for x, leaf in zip(arrays, leaves, strict=True)
+        if _is_live(x) and x.is_deleted()
     ]
     headline = (
         "The step got a state with leaves that were deleted, or donated to an earlier step."
