@@ -6,6 +6,7 @@ import equinox as eqx
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
@@ -217,6 +218,42 @@ def test_a_path_that_cannot_be_written_raises(tmp_path) -> None:
         with pytest.raises(ts.CheckpointError, match=says):
             save_safetensors(tmp_path / path, blocks())
     assert files_in(tmp_path) == ["file", "folder.safetensors"]
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("metadata", [{"a": 1}, {"a": None}, {1: "a"}, {"a": "\ud800"}, "a", [1]])
+def test_metadata_that_is_not_text_changes_nothing(file, metadata) -> None:
+    save_safetensors(file, blocks())
+    with pytest.raises(ts.FormatError, match="the format has text by name, such as"):
+        save_safetensors(file, {"a": np.ones(2)}, metadata=metadata)
+    assert_same(load_safetensors(file), blocks())
+
+
+def test_errors_name_what_is_not_unicode(tmp_path) -> None:
+    with pytest.raises(ts.CheckpointError, match=r"udcff.* not valid Unicode"):
+        save_safetensors(tmp_path / "x.safetensors", {"\udcff": np.ones(2)})
+    file = tmp_path / os.fsdecode(b"\xff.safetensors")
+    save_safetensors(file, {"a": np.ones(2)})
+    with pytest.raises(ts.MismatchError, match="\udcff"):
+        load_safetensors(file, {"b": np.ones(2)})
+
+
+def test_a_cast_without_a_direct_conversion(file) -> None:
+    scales = np.array([0.5, 1, 2], ml_dtypes.float8_e8m0fnu)
+    save_safetensors(file, {"scales": scales})
+    for dtype in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.bfloat16):
+        expected = {"scales": np.array([0.5, 1, 2], dtype)}
+        assert_same(load_safetensors(file, cast=dtype), expected)
+        assert_same(load_safetensors(file, expected, cast=dtype), expected)
+
+
+def test_only_what_is_converted_needs_memory_twice(file, monkeypatch) -> None:
+    needed: list[int] = []
+    monkeypatch.setattr(_tensors, "check_memory", lambda _, bytes_: needed.append(bytes_))
+    save_safetensors(file, {"a": np.ones(100, np.float32), "b": np.ones(100, ml_dtypes.bfloat16)})
+    for cast in (None, "bfloat16", "float32"):  # "a" is read first
+        load_safetensors(file, cast=cast)
+    assert needed == [600, 200 + 400, 400 + 400 + 200]
 
 
 @pytest.mark.parametrize("most", [None, 900])

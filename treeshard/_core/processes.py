@@ -111,7 +111,8 @@ def exchange_outcomes(
     # The first byte distinguishes a message from an error.
     outcome = b"+" + message
     if error is not None:
-        outcome = f"-{type(error).__name__}: {error}".removesuffix(": ").encode()
+        text = f"-{type(error).__name__}: {error}".removesuffix(": ")
+        outcome = text.encode(errors="backslashreplace")  # paths may have half a surrogate pair
 
     def combine_outcomes(outcomes: list[bytes]) -> bytes:
         by_process = zip(indices(options.get("among")), outcomes, strict=True)

@@ -215,6 +215,8 @@ def convert(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     if x.dtype == dtype:
         return x
     with np.errstate(all="ignore"):  # out of range becomes inf, as in `jnp.asarray`
+        if not np.can_cast(x.dtype, dtype, "unsafe"):  # such as between some dtypes of `ml_dtypes`
+            x = x.astype(np.float32)
         return x.astype(dtype)
 
 

@@ -108,7 +108,8 @@ def save_safetensors(
         CheckpointError: If two leaves would have the same name, or a name is not allowed. If the
             files cannot be written, or another run is writing them. If the processes do not share
             the directory. If the host has too little memory.
-        FormatError: If `max_file_size` is not a number of bytes, or the header exceeds 64 MiB.
+        FormatError: If `max_file_size` is not a number of bytes, `metadata` has other values than
+            strings, or the header exceeds 64 MiB.
         ProcessError: If the processes pass different trees, or a process fails or does not arrive.
             If replicas of a small array differ, as in `gather`.
         ImportError: If `progress` is set and `tqdm` is not installed.

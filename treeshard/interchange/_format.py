@@ -17,7 +17,7 @@ import math
 import operator
 import os
 from collections.abc import Iterable, Mapping
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ import numpy as np
 from treeshard._core.memory import available_memory
 from treeshard._core.text import human_bytes, parse_dtype
 from treeshard._disk.untrusted import MOST_BYTES, check_size
-from treeshard.errors import CheckpointError, DamagedError, FormatError, listed
+from treeshard.errors import CheckpointError, DamagedError, FormatError, listed, short
 
 # In the order of the enum of dtypes in the package, which sorts the tensors of a file by it.
 DTYPES = {
@@ -82,6 +82,7 @@ def lay_out(
     """
     ordered = sorted(tensors, key=lambda x: (-_RANKS[x.code], x.name))
     offsets = [0, *accumulate(x.nbytes for x in ordered)]
+    _check_metadata(metadata)
     raw: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     for x, span in zip(ordered, pairwise(offsets), strict=True):
         raw[x.name] = {"dtype": x.code, "shape": x.shape, "data_offsets": span}
@@ -97,6 +98,17 @@ def lay_out(
     first = len(head)
     rows = zip(ordered, offsets, strict=False)
     return head, [Tensor(x.name, x.code, x.shape, x.nbytes, first + start) for x, start in rows]
+
+
+def _check_metadata(metadata: Any) -> None:
+    """Raises `FormatError` for what the safetensors package could not read."""
+    try:
+        "".join(chain.from_iterable(dict(metadata or {}).items())).encode()
+    except (TypeError, ValueError):
+        raise FormatError(
+            f"metadata={short(repr(metadata))}: the format has text by name, such as"
+            ' `metadata={"step": "7"}`.'
+        ) from None
 
 
 def read_header(file: BinaryIO, shapes_only: bool = False) -> list[Tensor]:

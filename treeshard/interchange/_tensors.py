@@ -319,9 +319,11 @@ def load_on_host(
     to = cast_dtype(cast)
     Differences((), (), _packed(x for x, _ in stored.values())).check(str(source))
     dtypes = {code: parse_dtype(after_cast(name, to)) for code, name in DTYPES.items()}
-    needed = sum(math.prod(x.shape) * dtypes[x.code].itemsize for x, _ in stored.values())
-    if to is not None:  # a conversion holds a tensor before and after it
-        needed += max((x.nbytes for x, _ in stored.values()), default=0)
+    held = needed = 0
+    for x, _ in stored.values():
+        held += math.prod(x.shape) * dtypes[x.code].itemsize
+        is_converted = x.dtype != dtypes[x.code]  # which holds it before and after
+        needed = max(needed, held + (x.nbytes if is_converted else 0))
     check_memory(source, needed)
     arrays: dict[str, np.ndarray] = {}
     tensors = [*stored.values()]  # ordered by file and offset
