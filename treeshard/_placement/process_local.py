@@ -197,7 +197,7 @@ def _join(part: Any, joint: jax.ShapeDtypeStruct) -> jax.Array:
     shape = (*joint.shape, *data.shape[part.ndim :])  # the data of keys have more dims
     places = _places_in_part(joint.sharding, shape)
 
-    def read_shard(index: tuple[slice, ...]) -> np.ndarray:
+    def read_shard(index: Any) -> np.ndarray:
         return data[places[tuple([dim.start or 0 for dim in index])]]
 
     if places:
