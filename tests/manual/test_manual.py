@@ -468,6 +468,28 @@ def test_equinox_modules_gather_themselves(check_vma: bool) -> None:
         assert_close(found, wanted)
 
 
+@checks
+def test_instances_of_a_wrapped_class_are_shards_that_gather_themselves(check_vma: bool) -> None:
+    key, mesh = jax.random.key(0), MESHES["2x4"]
+    kind = manual.shard_module_params(eqx.nn.Linear, "fsdp", min_weight_size=16)
+
+    def apply(layer: Any, x: Any) -> jax.Array:
+        return jnp.mean(jnp.square(jax.vmap(layer)(x)).sum(-1))
+
+    def step(x: Any) -> Any:
+        layer = kind(8, 16, key=key)
+        grads = eqx.filter_grad(apply)(manual.vary(layer, BOTH), manual.vary(x, BOTH))
+        grads = manual.sync_gradients(grads, BOTH)
+        return [(x.module.weight.value, x.module.bias.value) for x in (layer, grads)]
+
+    out = [(P("fsdp"), P("fsdp"))] * 2
+    (weight, bias), grads = on(mesh, step, P(BOTH), out, check_vma)(BATCH["x"])
+    plain = eqx.nn.Linear(8, 16, key=key)
+    assert_same((weight, bias), (plain.weight, plain.bias))
+    wanted = eqx.filter_grad(apply)(plain, BATCH["x"])
+    assert_close(grads, (wanted.weight, wanted.bias))
+
+
 # ------------------------------------------------------------------ bad input
 
 
