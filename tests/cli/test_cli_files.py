@@ -286,6 +286,7 @@ def test_export_refuses_or_skips_leaves_that_the_format_cannot_hold(go, run, tmp
         (["--only=^opt"], "no array to export with a path that '^opt' matches. It has empty,"),
         (["--only=("], "--only '(': the pattern does not compile"),
         (["--only=model", "--rename=x"], "--rename 'x' has no '=>'. Write it as 'REGEX=>NEW'"),
+        (["--only=model", r"--rename=o=>\2"], r"--rename: '\\2' is not a replacement: invalid gr"),
         (["--only=model", "--rename=[01]=>0"], "layers/0/b: the name of ['model/layers/0/b'] and"),
         (["--metadata=pt"], "--metadata 'pt' has no '='. Write it as 'format=pt'."),
     ],

@@ -227,6 +227,23 @@ def test_what_is_not_a_step_or_a_plan_is_named() -> None:
             wrong()
 
 
+def test_what_cannot_be_checked_is_an_error() -> None:
+    def loss(params: Any, batch: Any) -> jax.Array:
+        return jnp.mean(batch @ params["w"])
+
+    params = {"w": normal(8, 4)}
+    plan = ts.plan(params, [(".*", P("fsdp"))], ts.make_mesh("fsdp=8"), min_size=0)
+    one = plan.on(ts.make_mesh("fsdp=1", devices=jax.devices()[:1]))
+    with pytest.raises(ts.MeshError, match="^check_gradients: the mesh has one device, so"):
+        testing.check_gradients(loss, params, X, one)
+    with pytest.raises(ts.SpecError, match="the plan is not one of this tree: it has w, and the"):
+        testing.check_gradients(loss, {"v": normal(4)}, X, plan)
+    with pytest.raises(ts.SpecError, match="^check_gradients: the batch is not split, and the"):
+        testing.check_gradients(loss, params, X, plan, by_hand=loss, batch_specs=P())
+    with pytest.raises(ts.StateError, match=r"by_hand must return \(loss, grads\), as"):
+        testing.check_gradients(loss, params, X, plan, by_hand=lambda p, _: jnp.sum(p["w"]))
+
+
 def test_a_step_whose_state_was_not_compared_is_not_ok() -> None:
     state = {"skipped": normal(8, 4), "frozen": normal(8, 4, seed=2), "count": np.int32(0)}
 
