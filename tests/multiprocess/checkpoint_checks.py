@@ -77,6 +77,37 @@ def check_small_arrays_that_one_process_stores_are_restored_by_shards(context: C
                 np.testing.assert_array_equal(np.asarray(shard.data), tree[name][shard.index])
 
 
+def check_own_copies_and_uncommitted_arrays_are_restored(context: Context) -> None:
+    """Each process restores to devices of its own, and a step on devices may follow."""
+    own = Mesh(np.array(jax.local_devices()), ("fsdp",))
+    w = np.arange(8, dtype=np.float32)
+    state = {
+        "w": ts.shard(w, P("fsdp"), ts.make_mesh("fsdp=8")),
+        "count": jnp.int32(3),
+        "key": jax.random.key(0),
+        "empty": jnp.zeros((0, 3)),
+        "on one": jax.device_put(w, jax.local_devices()[1]),
+        "on own mesh": jax.device_put(w, NamedSharding(own, P("fsdp"))),
+    }
+    with Checkpoints(context.directory / "copies") as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        _, found = checkpoints.restore_latest(state)
+        checkpoints.save(2, found)
+        found = checkpoints.restore(1, found)
+    for name, x in state.items():
+        assert found[name].sharding == x.sharding, name
+        assert found[name].committed == x.committed, name
+    for name in ("on one", "on own mesh"):
+        np.testing.assert_array_equal(np.asarray(found[name]), w)
+    assert int(found["count"]) == 3
+    next_one = jax.jit(lambda state: state["w"] * state["count"])(found)
+    np.testing.assert_array_equal(ts.gather(next_one), 3 * w)
+    gathered = ts.gather(state)
+    save(context.directory / "gathered", gathered)
+    assert restore(context.directory / "gathered", gathered)["key"] == gathered["key"]
+
+
 def check_what_another_process_has_alone_is_an_error(context: Context) -> None:
     """Process 1 cannot tell its array from a copy of its own, which process 0 stores."""
     meshes = [Mesh(np.array(jax.local_devices(process_index=i)), ("fsdp",)) for i in (0, 1)]

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from tests.multiprocess.worker import Context, arriving_last, error_of, without_lines
+from tests.multiprocess.worker import Context, arriving_last, error_of, start_again, without_lines
 from treeshard._core.processes import exchange, require_agreement
 
 HEADLINE = (
@@ -241,3 +241,20 @@ def check_a_third_process_may_watch_or_receive(context: Context) -> None:
     placed = ts.shard(tree["x"][:6], P("fsdp"), mesh_of(0))  # which process 0 has alone
     moved = ts.reshard(placed, P("data"), mesh())
     np.testing.assert_array_equal(ts.gather(moved), tree["x"][:6])
+
+
+def check_leaves_that_single_processes_have_alone_are_an_error(context: Context) -> None:
+    x = np.arange(6, dtype=np.float32)
+    placed = {f"of {i}": ts.shard(x, P("fsdp"), mesh_of(i)) for i in (0, 1)}
+    for tree in (placed, placed | {"of all": ts.shard(x, P("data"), mesh())}):
+        for read in (lambda tree: [*ts.gather(tree).items()], lambda tree: [*ts.iter_gather(tree)]):
+            if context.index == 2 and "of all" not in tree:  # it has no part of the tree
+                assert {value for _, value in read(tree)} == {jax.ShapeDtypeStruct((6,), "float32")}
+                start_again()
+                continue
+            told = error_of(lambda tree=tree, read=read: read(tree), ts.LeafError)
+            for other in {0, 1} - {context.index}:
+                assert f"of {other}: float32[6]: it is on devices of process {other} alone" in told
+    moved = ts.gather(ts.reshard(placed, P("data"), mesh()))
+    np.testing.assert_array_equal(moved["of 0"], x)
+    np.testing.assert_array_equal(moved["of 1"], x)

@@ -102,6 +102,15 @@ def processes_of(sharding: Sharding) -> frozenset[int]:
     return frozenset(device.process_index for device in sharding.device_set)
 
 
+def owner_elsewhere(x: Any) -> int | None:
+    """The single process that has an array, if it is another one.
+
+    That process cannot tell such an array from a copy of its own, as each process may have.
+    """
+    owners = processes_of(x.sharding) if is_spread(x) else frozenset[int]()
+    return min(owners) if len(owners) == 1 else None
+
+
 def is_spread(x: Any) -> bool:
     """Whether `x` is an array with shards on devices of other processes."""
     return isinstance(x, jax.Array) and not isinstance(x, Tracer) and not x.is_fully_addressable

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 from jax.tree_util import tree_flatten, tree_leaves, tree_map
 
-from treeshard._core.arrays import array_text, device_dtype, has_shape
+from treeshard._core.arrays import array_text, device_dtype, has_shape, processes_of
 from treeshard._core.facts import Facts
 from treeshard._core.make_mesh import with_devices
 from treeshard._core.mesh import MeshLike
@@ -259,9 +259,9 @@ class Request(NamedTuple):
         return {i: leaf for i, leaf in self.requested.items() if leaf.name in self.stored}
 
     def add_to(self, facts: Facts) -> None:
-        """Adds the facts that must agree on all processes."""
+        """Adds the facts that must agree on all processes: each may have copies on its devices."""
         facts.describe(
-            (leaf.name, self.leaves[i], [] if leaf.sharding is None else [leaf.sharding])
+            (leaf.name, self.leaves[i], _shared_by_processes(leaf.sharding))
             for i, leaf in self.to_read().items()
             if leaf.dtype
         )
@@ -272,6 +272,10 @@ class Request(NamedTuple):
         for i, value in values:
             leaves[i] = _like_leaf_of(value, leaves[i], self.requested[i].name)
         return self.treedef.unflatten(leaves)
+
+
+def _shared_by_processes(sharding: Sharding | None) -> list[Sharding]:
+    return [] if sharding is None or len(processes_of(sharding)) == 1 else [sharding]
 
 
 def _like_leaf_of(value: Any, leaf: Any, name: str) -> Any:

@@ -42,13 +42,20 @@ def to_devices(
 
 def default_sharding() -> Sharding:
     """The sharding of JAX's default device."""
-    return jax.device_put(np.zeros((), bool)).sharding
+    with jax.ensure_compile_time_eval():  # inside a trace, the result would be a tracer
+        return jax.device_put(np.zeros((), bool)).sharding
 
 
 def add_part(
-    meter: Meter, target: RequestedLeaf, region: Region, *, nbytes: int, converts: bool
+    meter: Meter,
+    target: RequestedLeaf,
+    region: Region,
+    default: Sharding,
+    *,
+    nbytes: int,
+    converts: bool,
 ) -> None:
-    """Adds the host memory of a region of `nbytes` on its way to `target`.
+    """Adds the host memory of a region of `nbytes` on its way to `target`, or to `default` devices.
 
     A conversion holds the values before and after it. A move holds the values and their copy.
     """
@@ -56,8 +63,9 @@ def add_part(
     if converts:
         meter.add(count * target.itemsize)
         meter.add(-nbytes)
-    if target.sharding is not None:
-        meter.add(items_on_host(target.sharding, target.shape, region) * target.itemsize)
+    if target.on_devices:
+        sharding = default if target.sharding is None else target.sharding
+        meter.add(items_on_host(sharding, target.shape, region) * target.itemsize)
         meter.add(-count * target.itemsize)
 
 

@@ -24,6 +24,7 @@ from treeshard._core.arrays import (
     is_key,
     is_spread,
     keys_on_host,
+    owner_elsewhere,
     to_host,
 )
 from treeshard._core.facts import SMALL_BYTES
@@ -46,7 +47,7 @@ from treeshard._placement.shard import Call, place_by
 from treeshard._placement.targets import raise_unmovable, resolver, unreadable
 from treeshard._placement.transport import collect
 from treeshard._planning.wrong_arguments import check_specs
-from treeshard.errors import DoesNotFitError
+from treeshard.errors import DoesNotFitError, LeafError
 
 To = Literal["all"] | int
 
@@ -89,7 +90,7 @@ def gather(
         ArgumentError: If `tree` itself is a plan, a class, a function or an optimizer.
         DeletedLeafError: If a leaf was deleted or donated.
         LeafError: If a leaf is a tracer, a `ShapeDtypeStruct`, a mutable reference (`jax.Ref`), or
-            unreduced.
+            unreduced. Also if another process has a leaf alone, and this process has other leaves.
         ProcessError: If processes call it with different trees, or if a process fails or does not
             arrive within `timeout`. Also if an array of at most 64 KiB from your own `jax.jit` has
             replicas that differ.
@@ -184,8 +185,15 @@ class _Call(NamedTuple):
 
 
 def _processes(leaves: list[Any], to: To) -> list[int]:
-    receivers = [] if to == "all" else [to]
-    return participating_processes(filter(is_spread, leaves), more=receivers)
+    more = [] if to == "all" else [to]
+    # A leaf on a mesh of this process is a part of the tree too, if others have other leaves.
+    if any(isinstance(x, jax.Array) and _is_on_own_mesh(x) for x in leaves):
+        more.append(jax.process_index())
+    return participating_processes(filter(is_spread, leaves), more=more)
+
+
+def _is_on_own_mesh(x: jax.Array) -> bool:
+    return not is_spread(x) and isinstance(getattr(x, "sharding", None), NamedSharding)
 
 
 def _reader(call: _Call) -> Iterator[Any]:
@@ -214,7 +222,11 @@ def _agreed_paths(call: _Call) -> list[str]:
             check_tree(call.tree, call.where, f"{call.where}(tree)")
         # numpy arrays can always be copied, whatever their dtype.
         of_jax = jax.Array | jax.ShapeDtypeStruct
-        misfits = {i: unreadable(x) for i, x in enumerate(call.leaves) if isinstance(x, of_jax)}
+        misfits = {
+            i: unreadable(x) or _misplaced(x, call)
+            for i, x in enumerate(call.leaves)
+            if isinstance(x, of_jax)
+        }
         raise_unmovable(call.tree, misfits, call.where, call.prefix)
         if call.processes:
             rows = (
@@ -226,6 +238,17 @@ def _agreed_paths(call: _Call) -> list[str]:
             facts.describe(rows, call.processes, SMALL_BYTES)
     _check_memory(call)
     return paths
+
+
+def _misplaced(x: Any, call: _Call) -> LeafError | None:
+    """The error of an array that another process has alone, if this process is to have values."""
+    owner = owner_elsewhere(x) if call.processes else None
+    if owner is None:
+        return None
+    return LeafError(
+        f"it is on devices of process {owner} alone, and not all processes of this call are."
+        " Move it to devices of several processes before: `treeshard.reshard(tree, specs, mesh)`."
+    )
 
 
 def _turns(call: _Call, paths: list[str]) -> Callable[[int], AbstractContextManager[Any]]:

@@ -12,7 +12,7 @@ checksum too, so the files are compared with the list of saved files.
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from itertools import chain
 from typing import Any, TypedDict
 from zlib import crc32
@@ -20,7 +20,6 @@ from zlib import crc32
 import jax
 import numpy as np
 from etils import epath
-from jax.sharding import Sharding
 
 from treeshard._core.arrays import regions_here
 from treeshard._core.hosts import check_memory_of_hosts
@@ -218,7 +217,7 @@ def _empty(row: SavedLeaf, requested: RequestedLeaf) -> Any:
     target = _data_of(row, requested)
     empty = np.zeros(target.shape, parse_dtype(target.dtype))
     if target.sharding is None:
-        return empty
+        return jax.device_put(empty) if target.on_devices else empty
     return jax.make_array_from_callback(
         empty.shape, target.sharding, empty.__getitem__, dtype=empty.dtype
     )
@@ -241,8 +240,7 @@ def _read_together(
     `check` raises if the writer has removed or replaced the checkpoint meanwhile.
     """
     rows = [row for row, _ in leaves if row.stored]
-    default = cache(default_sharding)  # which takes as long as to read a leaf
-    targets = {row.path: _data_of(row, leaf, default) for row, leaf in leaves if row.stored}
+    targets = {row.path: _data_of(row, leaf) for row, leaf in leaves if row.stored}
     check_memory_of_hosts(
         WHERE,
         _memory_to_read(_reads(rows, targets), targets),
@@ -273,12 +271,8 @@ def _read_together(
     return arrays
 
 
-def _data_of(
-    row: SavedLeaf, x: RequestedLeaf, default: Callable[[], Sharding] = default_sharding
-) -> RequestedLeaf:
-    """The array that is read for a leaf, which on devices has a sharding; of keys, their data."""
-    if x.on_devices and x.sharding is None:
-        x = x._replace(sharding=default())
+def _data_of(row: SavedLeaf, x: RequestedLeaf) -> RequestedLeaf:
+    """The array that is read for a leaf: of keys, their data."""
     return x if row.kind == "array" else x._replace(shape=row.stored_shape, dtype="uint32")
 
 
@@ -308,18 +302,18 @@ def _read_arrays(
             target = targets[row.path]
             values = [convert(view_in_dtype(row, stored), parse_dtype(target.dtype))]
             del stored  # frees it before the next read
-            if target.sharding is None:
-                on_host[row.path] = values.pop()
-            else:
+            if target.on_devices:
                 yield row.path, region, values.pop()
+            else:
+                on_host[row.path] = values.pop()
 
-    on_devices = {path: x for path, x in targets.items() if x.sharding is not None}
+    on_devices = {path: x for path, x in targets.items() if x.on_devices}
     return to_devices(on_devices, read_parts()) | on_host
 
 
 def _memory_to_read(reads: Iterable[Read], targets: Mapping[str, RequestedLeaf]) -> int:
     """The most host memory that `_read_arrays` takes, from a run without reads."""
-    meter, buffers = Meter(), list[tuple[int, int]]()
+    meter, buffers, default = Meter(), list[tuple[int, int]](), default_sharding()
 
     def start(group: list[Read]) -> list[int]:
         meter.add(bytes_to_read(group))
@@ -334,7 +328,7 @@ def _memory_to_read(reads: Iterable[Read], targets: Mapping[str, RequestedLeaf])
             # Arrays that are stored as `uint8` are viewed in their own dtype, without a copy.
             converts = row.kind == "array" and row.dtype != target.dtype
             nbytes = region_bytes(row, region)
-            add_part(meter, target, region, nbytes=nbytes, converts=converts)
+            add_part(meter, target, region, default, nbytes=nbytes, converts=converts)
     return meter.peak + kept_by_allocator(buffers, IN_FLIGHT)
 
 

@@ -20,8 +20,7 @@ from treeshard._core.arrays import (
     data_of,
     has_shape,
     is_key,
-    is_spread,
-    processes_of,
+    owner_elsewhere,
     to_read,
 )
 from treeshard._core.facts import Facts
@@ -176,27 +175,16 @@ def _unstorable(x: Any) -> TreeShardError | None:
         if is_key(x) and not isinstance(jax.random.key_impl(x), str):
             why = "its PRNG implementation has no name, so no other program could restore it."
             return LeafError(f"{why} Save `jax.random.key_data` of it.")
-        return _unowned(x)
+        if owner := owner_elsewhere(x):  # process 0 stores what it has alone
+            return LeafError(
+                f"it is on devices of process {owner} alone. Move it to devices of several"
+                " processes, or of process 0, before: `treeshard.reshard(tree, specs, mesh)`."
+            )
+        return None
     # numpy's strings are subclasses of Python's.
     if isinstance(x, np.ndarray | np.generic) and not isinstance(x, str | bytes):
         return LeafError("JAX does not support this dtype. Use `.astype`, or `.tolist()`, first.")
     return None
-
-
-def _unowned(x: Any) -> LeafError | None:
-    """The error of an array on devices of one other process.
-
-    That process cannot tell such an array from a copy of its own, which process 0 stores for all.
-    """
-    if not is_spread(x):
-        return None
-    owner, *others = processes_of(x.sharding)
-    if others or owner == 0:
-        return None
-    return LeafError(
-        f"it is on devices of process {owner} alone. Move it to devices of several processes, or of"
-        " process 0, before: `treeshard.reshard(tree, specs, mesh)`."
-    )
 
 
 def _check_unicode(named: Mapping[str, Any]) -> None:

@@ -257,14 +257,13 @@ def memory_to_load(readings: Iterable[Reading]) -> int:
     default = default_sharding()
     for row in readings:
         leaf, stored = row.leaf, row.stored.tensor.dtype
-        if leaf.on_devices and leaf.sharding is None:
-            leaf = leaf._replace(sharding=default)
         counts = {region: math.prod(region_shape(region)) for region in row.regions}
         # All regions of a tensor are read before the first is moved.
         meter.add(sum(counts.values()) * stored.itemsize)
         converts = parse_dtype(leaf.dtype) != stored
         for region, count in counts.items():
-            add_part(meter, leaf, region, nbytes=count * stored.itemsize, converts=converts)
+            nbytes = count * stored.itemsize
+            add_part(meter, leaf, region, default, nbytes=nbytes, converts=converts)
             if leaf.on_devices:
                 size = count * leaf.itemsize
                 sizes.append((size, size))
