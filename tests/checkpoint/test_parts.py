@@ -250,6 +250,14 @@ def test_empty_containers_come_back(tree: Any, restored: Any, tmp_path: Path) ->
     assert jax.tree.structure(again) == jax.tree.structure(tree)
 
 
+def test_an_empty_container_hides_no_array_of_its_path(tmp_path: Path) -> None:
+    b = np.ones(2, np.float32)
+    for i, tree in enumerate([{"a": {"b": b}, "a/b": {}}, {"a": [b], "a/0": []}]):
+        save(tmp_path / f"{i}", tree)
+        [found] = jax.tree.leaves(restore(tmp_path / f"{i}"))
+        np.testing.assert_array_equal(found, b)
+
+
 # ------------------------------------------------------------------ classes that are rebuilt
 
 

@@ -158,6 +158,19 @@ def check_a_new_form_on_one_process_names_the_absent(context: Context) -> None:
             step(state, batch[:8])
 
 
+def check_other_values_of_small_arrays_are_told(context: Context) -> None:
+    """Of numbers, numpy arrays, arrays on own devices and keys alike."""
+    key, other = map(jax.random.key, (0, 1))
+    forms = [(2.0, 3.0), (np.float32(2), np.float32(3)), (jnp.ones(3), jnp.zeros(3)), (key, other)]
+    plan = ts.plan({"w": np.ones(8, np.float32)}, [(".*", P())], ts.make_mesh("fsdp=8"))
+    for usual, different in forms:
+        step = jit_step(lambda state, _: (state, None), plan, batch=P())
+        state = ts.shard({"w": np.ones(8, np.float32)}, plan)
+        for value in (usual, usual, different if context.index else usual):
+            state, _ = step(state, value)
+        assert "the processes called different" in error_of(lambda state=state: ts.gather(state))
+
+
 def check_batches_of_known_shapes_that_differ_give_no_numbers(context: Context) -> None:
     """In the last step each process has seen all shapes before, and its arrays are in place."""
     state, plan = initialised()

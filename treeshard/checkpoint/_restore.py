@@ -184,7 +184,7 @@ def restore(
         leaves = [(rows[x.name], x) for x in requested.values()]
         arrays = _read_together(checkpoint, table.files, leaves, check, among, timeout, progress)
     tree = request.tree(zip(requested, _values(leaves, arrays), strict=True))
-    return nest({**tree, **empty_containers(table)}) if like is None else tree
+    return nest({**empty_containers(table), **tree}) if like is None else tree
 
 
 def table_at(path: epath.Path) -> LeafTable:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_leaves, tree_map
 
 from treeshard._core.arguments import PLAIN_VALUES
-from treeshard._core.arrays import array_text, has_shape, is_spread
+from treeshard._core.arrays import array_text, data_of, has_shape, is_spread
 from treeshard._core.facts import SMALL_BYTES
 from treeshard._core.meetings import known_checksum, origin
 from treeshard._core.mesh import axis_sizes
@@ -61,13 +61,13 @@ class BatchPlacement:
         placed, text = known
         if text != self._last_text:
             self._agree_on_change(data, treedef, text)
+        away = {i: target for i, target in placed.items() if not _is_placed(data[i], target)}
+        # A numpy array of this form was read before, but another array may be deleted by now.
+        if not all([type(data[i]) is np.ndarray for i in away]):
+            self._check_readable(data, treedef, away)
         if self.processes:
             text = ", ".join([text, *filter(None, map(_value_to_note, data))])
-        away = {i: target for i, target in placed.items() if not _is_placed(data[i], target)}
         if away:
-            # A numpy array of this form was read before, but another array may be deleted by now.
-            if not all([type(data[i]) is np.ndarray for i in away]):
-                self._check_readable(data, treedef, away)
             move_leaves(data, away, self.where, through_host)
         return data, text
 
@@ -198,13 +198,14 @@ def _constant(x: Any) -> str:
 def _value_to_note(x: Any) -> str:
     """A number, or the checksum of a small array that every process has passed in full.
 
-    Empty if unknown. Arrays on devices are not read, because they may still be computed.
+    Empty if unknown. Arrays on devices of several processes are not read, because they may still be
+    computed. An array of this process is read in any case, on its way to the others.
     """
     if not has_shape(x):
         return _constant(x)
-    if isinstance(x, np.ndarray | np.generic):
-        return checksum_text(x) if 0 < x.nbytes <= SMALL_BYTES else ""
-    return known_checksum(x)
+    if is_spread(x):
+        return known_checksum(x)
+    return checksum_text(x) if 0 < data_of(x).nbytes <= SMALL_BYTES else ""
 
 
 def _is_placed(x: Any, target: NamedSharding) -> bool:
