@@ -114,6 +114,22 @@ def test_a_ctrl_c_during_a_save_is_noted_once(tmp_path: Path, monkeypatch) -> No
     assert Checkpoints(tmp_path, read_only=True).steps() == (1,)
 
 
+def test_a_ctrl_c_while_handlers_come_back_leaves_no_lock(tmp_path: Path, monkeypatch) -> None:
+    real = signal.signal
+
+    def interrupted(number: int, handler: Any) -> Any:
+        monkeypatch.undo()
+        signal.raise_signal(signal.SIGINT)
+        return real(number, handler)
+
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.preempted(0)
+    monkeypatch.setattr(signal, "signal", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.close()
+    Checkpoints(tmp_path).close()
+
+
 def test_a_loop_in_another_thread(tmp_path: Path) -> None:
     """Only the main thread can install handlers; every thread may ask."""
     with Checkpoints(tmp_path) as checkpoints, ThreadPoolExecutor() as threads:

@@ -7,7 +7,10 @@ import platform
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -15,15 +18,18 @@ import pytest
 from full_disk import files_of_at_most
 
 import treeshard as ts
+from treeshard._disk import files
 from treeshard._disk.files import Lock
 from treeshard.checkpoint import Checkpoints, restore, save
 from treeshard.interchange import load_safetensors, save_safetensors
 
 HOLD = """
 import os, sys, time
+from contextlib import ExitStack
 from pathlib import Path
 from treeshard._disk.files import Lock
-lock = Lock(Path(sys.argv[1]), "it")
+held = ExitStack()
+Lock(Path(sys.argv[1]), "it", held)
 if os.fork() == 0:  # here its copy of the lock is closed, which takes time on a busy machine
     print(os.getpid(), flush=True)
 time.sleep(60)
@@ -37,15 +43,16 @@ def test_a_lock_is_held_until_its_process_ends_and_the_error_names_it(tmp_path: 
         assert process.stdout is not None
         child = int(process.stdout.readline())
         try:
-            with pytest.raises(ts.CheckpointError) as told:
-                Lock(tmp_path / "lock", "/runs/7")
+            with ExitStack() as held, pytest.raises(ts.CheckpointError) as told:
+                Lock(tmp_path / "lock", "/runs/7", held)
             process.kill()
             process.wait()
             os.kill(child, 0)  # it is there
-            with Lock(tmp_path / "lock", "it"):
+            with ExitStack() as held:
+                Lock(tmp_path / "lock", "it", held)
                 assert f"process {os.getpid()} on" in (tmp_path / "lock").read_text()
                 with pytest.raises(ts.CheckpointError, match="this process is already writing"):
-                    Lock(tmp_path / "lock", "it")
+                    Lock(tmp_path / "lock", "it", held)
         finally:
             process.kill()
             os.kill(child, signal.SIGKILL)
@@ -67,8 +74,9 @@ def thesis(tmp_path: Path):
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda file: os.symlink("/dev/null", file)])
 def test_what_is_no_file_at_the_name_of_a_lock_is_an_error_at_once(make, tmp_path) -> None:
     make(tmp_path / "lock")
-    with pytest.raises(ts.CheckpointError, match="it: cannot be written to: "):
-        Lock(tmp_path / "lock", "it")
+    says = pytest.raises(ts.CheckpointError, match="it: cannot be written to: ")
+    with ExitStack() as held, says:
+        Lock(tmp_path / "lock", "it", held)
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link])
@@ -104,7 +112,8 @@ def test_a_lock_on_a_dead_disk_is_a_typed_error(tmp_path: Path, monkeypatch) -> 
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         return stat(path, **options)
 
-    with Lock(tmp_path / "lock", "it") as lock:
+    with ExitStack() as held:
+        lock = Lock(tmp_path / "lock", "it", held)
         monkeypatch.setattr(os, "stat", fail)
         with pytest.raises(ts.CheckpointError, match="lock cannot be read: Stale file handle"):
             lock.check()
@@ -120,5 +129,66 @@ def test_a_lock_whose_file_its_holder_has_just_removed_is_taken_anew(tmp_path, m
         flock(handle, how)
 
     monkeypatch.setattr(fcntl, "flock", after_a_release)
-    with Lock(file, "it") as lock:
+    with ExitStack() as held:
+        lock = Lock(file, "it", held)
         lock.check()  # it is the file that others find
+
+
+@pytest.fixture
+def default_ctrl_c() -> Iterator[None]:
+    """Shells ignore SIGINT for background jobs."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def is_interrupted(call: Callable[[Path], Any], path: Path, at: int) -> bool:
+    """Calls a function, with a Ctrl-C at a moment of `files.py`; returns whether it had so many.
+
+    Python handles signals after calls of C functions, and before the first line of other functions.
+    """
+    left = at
+
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal left
+        where = {"c_return": frame, "call": frame.f_back}.get(event)
+        if where and where.f_code.co_filename == files.__file__:
+            left -= 1
+            if not left:
+                signal.raise_signal(signal.SIGINT)
+
+    sys.setprofile(profile)
+    try:
+        with suppress(KeyboardInterrupt):
+            call(path)
+    finally:
+        sys.setprofile(None)
+    return left <= 0
+
+
+def save_a_step(run: Path) -> None:
+    with Checkpoints(run) as checkpoints:
+        checkpoints.save(7, {"w": np.ones(3)})
+
+
+def sweep_a_run(run: Path) -> None:
+    (run / "7.orbax-checkpoint-tmp-0-removed").mkdir(parents=True, exist_ok=True)
+    Checkpoints(run).close()
+
+
+@pytest.mark.filterwarnings("ignore:.*removed files of interrupted saves")
+@pytest.mark.parametrize(
+    "write",
+    [
+        save_a_step,
+        sweep_a_run,
+        lambda run: save_safetensors(run / "w.safetensors", {"w": np.ones(3)}),
+    ],
+)
+def test_a_ctrl_c_at_any_moment_leaves_no_lock(write, tmp_path: Path, default_ctrl_c) -> None:
+    """So the same process can write there again."""
+    at = 1
+    while is_interrupted(write, tmp_path, at):
+        write(tmp_path)
+        at += 1
+    assert at > 10

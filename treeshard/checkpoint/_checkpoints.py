@@ -27,7 +27,7 @@ from treeshard._core.processes import (
     require_agreement,
     show_progress,
 )
-from treeshard._core.threads import Outcome, defer_interrupts, end_process, start_thread
+from treeshard._core.threads import Outcome, end_process, start_thread
 from treeshard._disk.files import (
     Lock,
     PathLike,
@@ -162,12 +162,13 @@ class Checkpoints:
         self._preemption: Preemption | None = None
         self._closed, self._process = False, os.getpid()
         self._lock: Lock | None = None
-        with breaking_if_left(), ExitStack() as held:
-            if not read_only:
-                with require_agreement("Checkpoints", timeout=timeout) as facts:
-                    facts["the directory"] = str(self._directory)
-                    facts["keep"], facts["every"] = str(keep), str(every)
-                self._open(held)
+        with ExitStack() as held:
+            with breaking_if_left():  # its end raises a Ctrl-C that has waited
+                if not read_only:
+                    with require_agreement("Checkpoints", timeout=timeout) as facts:
+                        facts["the directory"] = str(self._directory)
+                        facts["keep"], facts["every"] = str(keep), str(every)
+                    self._open(held)
             self._held = held.pop_all()
 
     def _open(self, held: ExitStack) -> None:
@@ -522,19 +523,15 @@ class Checkpoints:
         if self._process != os.getpid():  # the locks and the save belong to the other process
             return
         with ExitStack() as ending:  # whatever is raised, even by a Ctrl-C
-            ending.callback(self._release)
+            ending.callback(self._held.close)
+            if self._preemption is not None:
+                ending.callback(self._preemption.release)
             ending.callback(self._wait_for_removals)
             self.wait()
 
     def _wait_for_removals(self) -> None:
         for removal in self._removing:
             removal.wait()
-
-    def _release(self) -> None:
-        if self._preemption is not None:
-            self._preemption.release()
-        with defer_interrupts():
-            self._held.close()
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -568,7 +565,7 @@ def _lock(directory: epath.Path, held: ExitStack) -> Lock | None:
     make_directory(directory)
     lock = None
     if is_local(directory):
-        lock = held.enter_context(Lock(lock_in(directory), str(directory)))
+        lock = Lock(lock_in(directory), str(directory), held)
     # Without locks, an unfinished checkpoint may still be being written. Object stores never have
     # locks, and unfinished checkpoints are removed there all the same. The warning says so.
     if lock is None or lock.is_held:

@@ -180,7 +180,7 @@ def _lock(path: epath.Path, run: Lock | None, held: ExitStack) -> None:
         raise CheckpointError(f"{path} is the root of a file system. Save to a directory in it.")
     make_directory(path.parent)
     if is_local(path):
-        held.enter_context(Lock(lock_of(path), str(path)))
+        Lock(lock_of(path), str(path), held)
 
 
 def _explain_difference(x: Any) -> str:
