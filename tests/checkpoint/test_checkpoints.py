@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ctrl_c import is_interrupted
 from full_disk import files_of_at_most
 from helpers import files_in
 from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_array_equal
 
 import treeshard as ts
-from treeshard.checkpoint import Checkpoints, _save, restore, save, verify
+from treeshard.checkpoint import Checkpoints, _checkpoints, _save, restore, save, verify
 from treeshard.checkpoint._paths import _REMOVED
 from treeshard.errors import CheckpointError
 
@@ -163,7 +165,7 @@ def test_a_full_disk_is_told_once_and_changes_no_earlier_checkpoint(tmp_path: Pa
     checkpoints = Checkpoints(tmp_path)
     with files_of_at_most(100_000):
         checkpoints.save(1, BIG)
-        checkpoints._writing[1]._end.wait()  # wait until it has failed
+        checkpoints._writing[0]._end.wait()  # wait until it has failed
     assert files_in(tmp_path) == [".treeshard-lock"]
     says = "1 was not saved; what existed before is unchanged. .*File too large"
     with pytest.raises(ts.CheckpointError, match=says):
@@ -229,6 +231,37 @@ def test_ctrl_c_during_a_save_leaves_no_half_checkpoint(during, tmp_path, monkey
     verify(tmp_path / "2")
 
 
+def test_a_save_that_a_ctrl_c_has_interrupted_ends_before_close_and_is_told(
+    tmp_path, monkeypatch
+) -> None:
+    begun: list[int] = []
+    ended: list[int] = []
+
+    def fail(*_: Any) -> str:
+        begun.append(at)
+        time.sleep(0.02)
+        ended.append(at)
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(_save, "_commit", fail)
+    at = 1
+    while True:
+        run = Checkpoints(tmp_path)
+        was_interrupted = is_interrupted(lambda: run.save(1, BIG), at, _checkpoints, _save)  # noqa: B023
+        error = ""
+        try:
+            run.close()
+        except CheckpointError as raised:
+            error = str(raised)
+        assert begun == ended, f"moment {at}"
+        assert ("the disk is gone" in error) == (at in begun), f"moment {at}"
+        if not was_interrupted:
+            break
+        at += 1
+    assert not _save.untold
+    assert 10 < len(ended) < at  # before and after the thread has started
+
+
 def test_a_failure_while_the_arrays_are_written_leaves_no_files(tmp_path, monkeypatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(_save, "write_arrays", Mock(side_effect=KeyboardInterrupt))
@@ -285,7 +318,7 @@ warnings.simplefilter("ignore")  # Python warns of forks beside threads
 _save._commit = fails
 checkpoints = Checkpoints(sys.argv[1])
 checkpoints.save(1, {"w": np.ones(8)})
-checkpoints._writing[1]._end.wait()
+checkpoints._writing[0]._end.wait()
 child = os.fork()
 if not child:  # a child of JAX cannot end in the ordinary way
     try:

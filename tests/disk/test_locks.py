@@ -7,14 +7,13 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
+from ctrl_c import is_interrupted
 from full_disk import files_of_at_most
 
 import treeshard as ts
@@ -134,38 +133,6 @@ def test_a_lock_whose_file_its_holder_has_just_removed_is_taken_anew(tmp_path, m
         lock.check()  # it is the file that others find
 
 
-@pytest.fixture
-def default_ctrl_c() -> Iterator[None]:
-    """Shells ignore SIGINT for background jobs."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-def is_interrupted(call: Callable[[Path], Any], path: Path, at: int) -> bool:
-    """Calls a function, with a Ctrl-C at a moment of `files.py`; returns whether it had so many.
-
-    Python handles signals after calls of C functions, and before the first line of other functions.
-    """
-    left = at
-
-    def profile(frame: FrameType, event: str, _: Any) -> None:
-        nonlocal left
-        where = {"c_return": frame, "call": frame.f_back}.get(event)
-        if where and where.f_code.co_filename == files.__file__:
-            left -= 1
-            if not left:
-                signal.raise_signal(signal.SIGINT)
-
-    sys.setprofile(profile)
-    try:
-        with suppress(KeyboardInterrupt):
-            call(path)
-    finally:
-        sys.setprofile(None)
-    return left <= 0
-
-
 def save_a_step(run: Path) -> None:
     with Checkpoints(run) as checkpoints:
         checkpoints.save(7, {"w": np.ones(3)})
@@ -185,10 +152,10 @@ def sweep_a_run(run: Path) -> None:
         lambda run: save_safetensors(run / "w.safetensors", {"w": np.ones(3)}),
     ],
 )
-def test_a_ctrl_c_at_any_moment_leaves_no_lock(write, tmp_path: Path, default_ctrl_c) -> None:
+def test_a_ctrl_c_at_any_moment_leaves_no_lock(write, tmp_path: Path) -> None:
     """So the same process can write there again."""
     at = 1
-    while is_interrupted(write, tmp_path, at):
+    while is_interrupted(lambda: write(tmp_path), at, files):
         write(tmp_path)
         at += 1
     assert at > 10

@@ -54,7 +54,7 @@ from treeshard.checkpoint._paths import (
 )
 from treeshard.checkpoint._preemption import Preemption
 from treeshard.checkpoint._restore import RestoreOptions, restore, table_at
-from treeshard.checkpoint._save import Writing, begin
+from treeshard.checkpoint._save import Writing, begin, untold
 from treeshard.errors import (
     CheckpointError,
     ProcessError,
@@ -67,10 +67,6 @@ from treeshard.errors import (
 
 LATEST, REMOVE_AFTER = "restore_latest", "remove_after"
 
-# The saves in the background whose outcome has not been reported yet.
-_untold: set[Writing] = set()
-os.register_at_fork(after_in_child=_untold.clear)
-
 
 @atexit.register
 def _tell_at_exit() -> None:
@@ -79,8 +75,8 @@ def _tell_at_exit() -> None:
     Python has joined the threads by now, unless a Ctrl-C interrupted it. Python prints an exception
     of an `atexit` function, but keeps the exit status, so the process is ended here.
     """
-    failures = [f"failed: {error}" for writing in _untold if (error := writing.error())]
-    failures += ["was interrupted." for writing in _untold if not writing.has_ended]
+    failures = [f"failed: {error}" for writing in untold if (error := writing.error())]
+    failures += ["was interrupted." for writing in untold if not writing.has_ended]
     if failures:
         for failure in failures:
             print(f"A save in the background {failure}", file=sys.stderr)
@@ -157,7 +153,7 @@ class Checkpoints:
         self._timeout, self._read_only, self._progress = timeout, read_only, progress
         show_progress((), "Checkpoints", show=progress)  # raises without tqdm, before all else
         self._begin = partial(begin, on_divergence=on_divergence, in_background=background)
-        self._writing: tuple[int, Writing] | None = None
+        self._writing: list[Writing] = []
         self._removing: list[Outcome[None]] = []
         self._preemption: Preemption | None = None
         self._closed, self._process = False, os.getpid()
@@ -220,9 +216,7 @@ class Checkpoints:
             return False
         self.wait()
         path = self._directory / str(number)
-        writing = self._begin(path, state, timeout=self._timeout, run=self._lock, replace=True)
-        self._writing = number, writing
-        _untold.add(writing)
+        self._begin(self._writing, path, state, timeout=self._timeout, run=self._lock, replace=True)
         if jax.process_index() == 0:
             self._warn_of_later_steps(number)
         if not self._background:
@@ -493,23 +487,22 @@ class Checkpoints:
             CheckpointError: If a state could not be written. It is raised once. Also if this
                 process was forked from a process that is saving.
         """
-        if self._writing is None:
+        if not self._writing:
             return
         if self._process != os.getpid():  # a fork has no threads that could end
             raise CheckpointError(
-                f"{self._directory}: process {self._process} is saving step {self._writing[0]}, and"
-                f" this one, {os.getpid()}, was forked from it. Only process {self._process} can"
-                " wait for the save."
+                f"{self._directory}: process {self._process} is saving step"
+                f" {self._writing[0].path.name}, and this one, {os.getpid()}, was forked from it."
+                f" Only process {self._process} can wait for the save."
             )
-        step, writing = self._writing
+        writing = self._writing[0]
         try:
             writing.wait(progress=self._progress)
         finally:
-            if writing.has_ended:  # otherwise, a second Ctrl-C has ended the wait
-                self._writing = None
-                _untold.discard(writing)
+            if writing not in untold:  # a Ctrl-C has not ended the wait
+                self._writing.remove(writing)
         if self._keep is not None and jax.process_index() == 0:
-            self._remove_all_but(self._keep, step)
+            self._remove_all_but(self._keep, int(writing.path.name))
 
     def close(self) -> None:
         """Waits as `wait` does, and then releases the directory for other writers.
