@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -247,7 +248,7 @@ def test_a_save_that_a_ctrl_c_has_interrupted_ends_before_close_and_is_told(
     at = 1
     while True:
         run = Checkpoints(tmp_path)
-        was_interrupted = is_interrupted(lambda: run.save(1, BIG), at, _checkpoints, _save)  # noqa: B023
+        was_interrupted = is_interrupted(partial(run.save, 1, BIG), at, _checkpoints, _save)
         error = ""
         try:
             run.close()
@@ -260,6 +261,23 @@ def test_a_save_that_a_ctrl_c_has_interrupted_ends_before_close_and_is_told(
         at += 1
     assert not _save.untold
     assert 10 < len(ended) < at  # before and after the thread has started
+
+
+def test_a_ctrl_c_while_old_steps_are_removed_leaves_no_files(tmp_path: Path) -> None:
+    at = 1
+    while True:
+        with Checkpoints(tmp_path, keep=1) as run:
+            run.save(1, state_at(1))
+            run.save(2, state_at(2))
+            was_interrupted = is_interrupted(run.wait, at, _checkpoints)
+        assert set(files_in(tmp_path)) <= {"1", "2"}, f"moment {at}"
+        with Checkpoints(tmp_path) as run:
+            run.remove_after(0)
+        assert files_in(tmp_path) == []
+        if not was_interrupted:
+            break
+        at += 1
+    assert at > 10
 
 
 def test_a_failure_while_the_arrays_are_written_leaves_no_files(tmp_path, monkeypatch) -> None:

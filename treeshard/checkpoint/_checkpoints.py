@@ -27,7 +27,7 @@ from treeshard._core.processes import (
     require_agreement,
     show_progress,
 )
-from treeshard._core.threads import Outcome, end_process, start_thread
+from treeshard._core.threads import Outcome, defer_interrupts, end_process, start_thread
 from treeshard._disk.files import (
     Lock,
     PathLike,
@@ -550,7 +550,8 @@ class Checkpoints:
 
     def _remove(self, step: int) -> None:
         """Hides a step at once, and removes its files in a thread."""
-        start_thread(self._removing, _remove_files, mark_removed(self._directory / str(step)))
+        with defer_interrupts():  # a hidden step must get its thread
+            start_thread(self._removing, _remove_files, mark_removed(self._directory / str(step)))
 
 
 def _lock(directory: epath.Path, held: ExitStack) -> Lock | None:
