@@ -10,6 +10,8 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -278,6 +280,68 @@ def test_a_ctrl_c_while_old_steps_are_removed_leaves_no_files(tmp_path: Path) ->
             break
         at += 1
     assert at > 10
+
+
+@pytest.fixture
+def slow(monkeypatch) -> dict[str, threading.Event]:
+    """Slows the stages of a save down, and says when each has begun."""
+    begun = {name: threading.Event() for name in ("_create", "_commit")}
+
+    def slow_down(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def stage(*args: Any) -> Any:
+            begun[name].set()
+            time.sleep(0.3)
+            return real(*args)
+
+        return stage
+
+    for name in begun:
+        monkeypatch.setattr(_save, name, slow_down(name, getattr(_save, name)))
+    return begun
+
+
+def writers() -> list[str]:
+    return [x.name for x in threading.enumerate() if x.name.startswith("treeshard-")]
+
+
+@pytest.mark.filterwarnings("ignore:.*has later steps")
+@pytest.mark.parametrize("stage", ["_create", "_commit"])
+def test_close_waits_for_the_saves_of_other_threads(stage, tmp_path: Path, slow) -> None:
+    with ThreadPoolExecutor() as threads:
+        with Checkpoints(tmp_path) as run:
+            saves = [threads.submit(run.save, step, state_at(step)) for step in range(4)]
+            slow[stage].wait()
+        assert writers() == []
+        steps = run.steps()
+        errors = [str(save.exception()) for save in saves if save.exception()]
+    assert run.steps() == steps
+    assert len(steps) >= 1
+    assert len(steps) + len(errors) == 4
+    assert all("this Checkpoints is closed" in error for error in errors)
+
+
+@pytest.mark.filterwarnings("ignore:.*has later steps")
+def test_saves_of_several_threads_are_all_kept(tmp_path: Path, slow) -> None:
+    with ThreadPoolExecutor() as threads, Checkpoints(tmp_path) as run:
+        steps = (5, 5, 6, 6, 7)  # two threads may even save one step
+        list(threads.map(lambda step: run.save(step, state_at(step)), steps))
+    assert files_in(tmp_path) == ["5", "6", "7"]
+
+
+def test_a_ctrl_c_interrupts_the_wait_for_another_thread(tmp_path: Path, slow) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with ThreadPoolExecutor() as threads, Checkpoints(tmp_path) as run:
+            save = threads.submit(run.save, 1, state_at(1))
+            slow["_create"].wait()
+            main = threading.main_thread().ident
+            threads.submit(lambda: time.sleep(0.1) or signal.pthread_kill(main, signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):
+                run.save(2, state_at(2))
+            assert not save.done()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert files_in(tmp_path) == ["1"]
 
 
 def test_a_failure_while_the_arrays_are_written_leaves_no_files(tmp_path, monkeypatch) -> None:

@@ -10,6 +10,7 @@ import json
 import operator
 import os
 import sys
+import threading
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -91,7 +92,8 @@ class Checkpoints:
     runs are removed, with a `ShardingWarning` that names them. Object stores have no locks, so the
     unfinished checkpoint of a run that is still alive is removed there too.
 
-    Use it in a `with` statement, with the same arguments on every process.
+    Use it in a `with` statement, with the same arguments on every process. Several threads may use
+    it: their saves run one after another.
 
     Args:
         directory: A directory that all processes share. It is created if it does not exist.
@@ -157,6 +159,7 @@ class Checkpoints:
         self._removing: list[Outcome[None]] = []
         self._preemption: Preemption | None = None
         self._closed, self._process = False, os.getpid()
+        self._one_writer = threading.RLock()  # threads save, wait and remove one after another
         self._lock: Lock | None = None
         with ExitStack() as held:
             with breaking_if_left():  # its end raises a Ctrl-C that has waited
@@ -211,16 +214,19 @@ class Checkpoints:
             ...     [steps.save(step, {"w": np.ones(8)}) for step in (9, 10)]
             [False, True]
         """
-        number = self._step_to_write("save", step)
-        if number % self._every and not force:
-            return False
-        self.wait()
-        path = self._directory / str(number)
-        self._begin(self._writing, path, state, timeout=self._timeout, run=self._lock, replace=True)
-        if jax.process_index() == 0:
-            self._warn_of_later_steps(number)
-        if not self._background:
+        with self._one_writer:
+            number = self._step_to_write("save", step)
+            if number % self._every and not force:
+                return False
             self.wait()
+            path = self._directory / str(number)
+            self._begin(
+                self._writing, path, state, timeout=self._timeout, run=self._lock, replace=True
+            )
+            if jax.process_index() == 0:
+                self._warn_of_later_steps(number)
+            if not self._background:
+                self.wait()
         return True
 
     def _step_to_write(self, call: str, step: SupportsIndex) -> int:
@@ -274,17 +280,18 @@ class Checkpoints:
             >>> removed, steps
             ((200, 300), (100,))
         """
-        number = self._step_to_write(REMOVE_AFTER, step)
-        self.wait()
-        with require_agreement(REMOVE_AFTER, timeout=self._timeout) as facts:
-            facts["the directory"], facts["the step"] = str(self._directory), str(number)
-        with all_or_none(
-            REMOVE_AFTER, phase="remove", timeout=self._timeout, works=True
-        ) as removed:
-            if jax.process_index() == 0:
-                later = [x for x in self.steps() if x > number]
-                self._remove_durably(reversed(later))
-                removed.own = json.dumps(later).encode()
+        with self._one_writer:
+            number = self._step_to_write(REMOVE_AFTER, step)
+            self.wait()
+            with require_agreement(REMOVE_AFTER, timeout=self._timeout) as facts:
+                facts["the directory"], facts["the step"] = str(self._directory), str(number)
+            with all_or_none(
+                REMOVE_AFTER, phase="remove", timeout=self._timeout, works=True
+            ) as removed:
+                if jax.process_index() == 0:
+                    later = [x for x in self.steps() if x > number]
+                    self._remove_durably(reversed(later))
+                    removed.own = json.dumps(later).encode()
         return tuple(json.loads(removed.answer))
 
     def _remove_durably(self, steps: Iterable[int]) -> None:
@@ -495,14 +502,15 @@ class Checkpoints:
                 f" {self._writing[0].path.name}, and this one, {os.getpid()}, was forked from it."
                 f" Only process {self._process} can wait for the save."
             )
-        writing = self._writing[0]
-        try:
-            writing.wait(progress=self._progress)
-        finally:
-            if writing not in untold:  # a Ctrl-C has not ended the wait
-                self._writing.remove(writing)
-        if self._keep is not None and jax.process_index() == 0:
-            self._remove_all_but(self._keep, int(writing.path.name))
+        with self._one_writer:
+            for writing in [*self._writing]:
+                try:
+                    writing.wait(progress=self._progress)
+                finally:
+                    if writing not in untold:  # a Ctrl-C has not ended the wait
+                        self._writing.remove(writing)
+                if self._keep is not None and jax.process_index() == 0:
+                    self._remove_all_but(self._keep, int(writing.path.name))
 
     def close(self) -> None:
         """Waits as `wait` does, and then releases the directory for other writers.
@@ -520,7 +528,8 @@ class Checkpoints:
             if self._preemption is not None:
                 ending.callback(self._preemption.release)
             ending.callback(self._wait_for_removals)
-            self.wait()
+            with self._one_writer:  # another thread may be about to begin a save
+                self.wait()
 
     def _wait_for_removals(self) -> None:
         for removal in self._removing:
