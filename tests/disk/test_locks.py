@@ -95,8 +95,14 @@ def test_saves_change_no_file_that_a_link_names(link, thesis, tmp_path: Path) ->
     assert load_safetensors(run / "w.safetensors")["w"].tolist() == [1, 1, 1]
 
 
-def test_a_lock_whose_name_cannot_be_written_is_released(tmp_path: Path) -> None:
-    with files_of_at_most(0), pytest.raises(ts.CheckpointError, match="run/c: cannot be written"):
+def test_a_lock_on_a_full_disk_is_held_without_a_name_and_released(tmp_path: Path) -> None:
+    with files_of_at_most(0), ExitStack() as held:
+        lock = Lock(tmp_path / "lock", "it", held)
+        lock.check()
+        with pytest.raises(ts.CheckpointError, match="writing here: an unknown process"):
+            Lock(tmp_path / "lock", "it", held)
+    assert list(tmp_path.iterdir()) == []
+    with files_of_at_most(0), pytest.raises(ts.CheckpointError, match="run/c was not saved"):
         save(tmp_path / "run" / "c", {"w": np.ones(3)})
     assert list((tmp_path / "run").iterdir()) == []
     save(tmp_path / "run" / "c", {"w": np.ones(3)})

@@ -243,8 +243,8 @@ class Lock:
     """An exclusive lock for writing at a path, held from construction until `held` is closed.
 
     It is an `flock` on a file beside the path, or inside a directory of checkpoints. The system
-    releases it when the process ends, even by a kill. The file names the holder, for the
-    `CheckpointError` of a second writer.
+    releases it when the process ends, even by a kill. The file names the holder, unless the disk is
+    full, for the `CheckpointError` of a second writer.
     """
 
     def __init__(self, file: Path, what: str, held: ExitStack) -> None:
@@ -311,7 +311,7 @@ def _open_locked(file: Path, what: str) -> int | None:
                 # the next file of this name, so this lock would be useless.
                 if not is_open_as(file, handle):
                     continue
-                _name_holder(handle, file)
+                _name_holder(handle)
             except OSError as error:
                 if os.path.islink(file):
                     raise CheckpointError(not_ours) from None
@@ -344,15 +344,14 @@ def _flock(handle: int, what: str) -> bool:
     return True
 
 
-def _name_holder(handle: int, file: Path) -> None:
-    """Writes the holder of a lock into its file."""
-    try:
+def _name_holder(handle: int) -> None:
+    """Writes the holder of a lock into its file.
+
+    On a full disk, the lock is held without a name, so that its holder can remove files.
+    """
+    with suppress(OSError):
         os.ftruncate(handle, 0)
         os.write(handle, f"{_this_process()}, since {datetime.now():%Y-%m-%d %H:%M:%S}".encode())
-    except OSError:  # a full disk
-        with suppress(OSError):
-            file.unlink()
-        raise
 
 
 def _this_process() -> str:

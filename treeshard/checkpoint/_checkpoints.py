@@ -177,8 +177,8 @@ class Checkpoints:
             with all_or_none("Checkpoints", phase="lock", timeout=self._timeout) as marks:
                 if jax.process_index() == 0:
                     self._lock = _lock(self._directory, held)
+                    until_seen.callback(remove_mark, mark)  # even half of it, on a full disk
                     marks.own = new_mark(mark)
-                    until_seen.callback(remove_mark, mark)
             with all_or_none("Checkpoints", phase="look", timeout=self._timeout):
                 if jax.process_index() != 0:
                     check_mark(mark, marks.answer, self._timeout)
