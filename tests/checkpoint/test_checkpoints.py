@@ -8,7 +8,11 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -17,13 +21,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ctrl_c import is_interrupted
 from full_disk import files_of_at_most
 from helpers import files_in
 from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_array_equal
 
 import treeshard as ts
-from treeshard.checkpoint import Checkpoints, _save, restore, save, verify
+from treeshard.checkpoint import Checkpoints, _checkpoints, _save, restore, save, verify
 from treeshard.checkpoint._paths import _REMOVED
 from treeshard.errors import CheckpointError
 
@@ -163,7 +168,7 @@ def test_a_full_disk_is_told_once_and_changes_no_earlier_checkpoint(tmp_path: Pa
     checkpoints = Checkpoints(tmp_path)
     with files_of_at_most(100_000):
         checkpoints.save(1, BIG)
-        checkpoints._writing[1]._end.wait()  # wait until it has failed
+        checkpoints._writing[0]._end.wait()  # wait until it has failed
     assert files_in(tmp_path) == [".treeshard-lock"]
     says = "1 was not saved; what existed before is unchanged. .*File too large"
     with pytest.raises(ts.CheckpointError, match=says):
@@ -229,6 +234,116 @@ def test_ctrl_c_during_a_save_leaves_no_half_checkpoint(during, tmp_path, monkey
     verify(tmp_path / "2")
 
 
+def test_a_save_that_a_ctrl_c_has_interrupted_ends_before_close_and_is_told(
+    tmp_path, monkeypatch
+) -> None:
+    begun: list[int] = []
+    ended: list[int] = []
+
+    def fail(*_: Any) -> str:
+        begun.append(at)
+        time.sleep(0.02)
+        ended.append(at)
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(_save, "_commit", fail)
+    at = 1
+    while True:
+        run = Checkpoints(tmp_path)
+        was_interrupted = is_interrupted(partial(run.save, 1, BIG), at, _checkpoints, _save)
+        error = ""
+        try:
+            run.close()
+        except CheckpointError as raised:
+            error = str(raised)
+        assert begun == ended, f"moment {at}"
+        assert ("the disk is gone" in error) == (at in begun), f"moment {at}"
+        if not was_interrupted:
+            break
+        at += 1
+    assert not _save.untold
+    assert 10 < len(ended) < at  # before and after the thread has started
+
+
+def test_a_ctrl_c_while_old_steps_are_removed_leaves_no_files(tmp_path: Path) -> None:
+    at = 1
+    while True:
+        with Checkpoints(tmp_path, keep=1) as run:
+            run.save(1, state_at(1))
+            run.save(2, state_at(2))
+            was_interrupted = is_interrupted(run.wait, at, _checkpoints)
+        assert set(files_in(tmp_path)) <= {"1", "2"}, f"moment {at}"
+        with Checkpoints(tmp_path) as run:
+            run.remove_after(0)
+        assert files_in(tmp_path) == []
+        if not was_interrupted:
+            break
+        at += 1
+    assert at > 10
+
+
+@pytest.fixture
+def slow(monkeypatch) -> dict[str, threading.Event]:
+    """Slows the stages of a save down, and says when each has begun."""
+    begun = {name: threading.Event() for name in ("_create", "_commit")}
+
+    def slow_down(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def stage(*args: Any) -> Any:
+            begun[name].set()
+            time.sleep(0.3)
+            return real(*args)
+
+        return stage
+
+    for name in begun:
+        monkeypatch.setattr(_save, name, slow_down(name, getattr(_save, name)))
+    return begun
+
+
+def writers() -> list[str]:
+    return [x.name for x in threading.enumerate() if x.name.startswith("treeshard-")]
+
+
+@pytest.mark.filterwarnings("ignore:.*has later steps")
+@pytest.mark.parametrize("stage", ["_create", "_commit"])
+def test_close_waits_for_the_saves_of_other_threads(stage, tmp_path: Path, slow) -> None:
+    with ThreadPoolExecutor() as threads:
+        with Checkpoints(tmp_path) as run:
+            saves = [threads.submit(run.save, step, state_at(step)) for step in range(4)]
+            slow[stage].wait()
+        assert writers() == []
+        steps = run.steps()
+        errors = [str(save.exception()) for save in saves if save.exception()]
+    assert run.steps() == steps
+    assert len(steps) >= 1
+    assert len(steps) + len(errors) == 4
+    assert all("this Checkpoints is closed" in error for error in errors)
+
+
+@pytest.mark.filterwarnings("ignore:.*has later steps")
+def test_saves_of_several_threads_are_all_kept(tmp_path: Path, slow) -> None:
+    with ThreadPoolExecutor() as threads, Checkpoints(tmp_path) as run:
+        steps = (5, 5, 6, 6, 7)  # two threads may even save one step
+        list(threads.map(lambda step: run.save(step, state_at(step)), steps))
+    assert files_in(tmp_path) == ["5", "6", "7"]
+
+
+def test_a_ctrl_c_interrupts_the_wait_for_another_thread(tmp_path: Path, slow) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with ThreadPoolExecutor() as threads, Checkpoints(tmp_path) as run:
+            save = threads.submit(run.save, 1, state_at(1))
+            slow["_create"].wait()
+            main = threading.main_thread().ident
+            threads.submit(lambda: time.sleep(0.1) or signal.pthread_kill(main, signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):
+                run.save(2, state_at(2))
+            assert not save.done()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert files_in(tmp_path) == ["1"]
+
+
 def test_a_failure_while_the_arrays_are_written_leaves_no_files(tmp_path, monkeypatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(_save, "write_arrays", Mock(side_effect=KeyboardInterrupt))
@@ -285,7 +400,7 @@ warnings.simplefilter("ignore")  # Python warns of forks beside threads
 _save._commit = fails
 checkpoints = Checkpoints(sys.argv[1])
 checkpoints.save(1, {"w": np.ones(8)})
-checkpoints._writing[1]._end.wait()
+checkpoints._writing[0]._end.wait()
 child = os.fork()
 if not child:  # a child of JAX cannot end in the ordinary way
     try:

@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,8 @@ def two(
     with Checkpoints(where / "held") as held:
         held.save(1, host_state(1))
         held.wait()
-        with Lock(where / "held" / ".2.treeshard-lock", "2"):  # as if it was being saved
+        with ExitStack() as saving:
+            Lock(where / "held" / ".2.treeshard-lock", "2", saving)  # as if it was being saved
             return launcher.launch(
                 faults_checks,
                 where / "two",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from full_disk import fill, small_disk
 from helpers import files_in
 
 import treeshard as ts
@@ -69,6 +70,36 @@ def test_what_a_writer_left_is_removed_once_it_is_dead(tmp_path: Path) -> None:
     with pytest.warns(ts.ShardingWarning, match=says):
         save_safetensors(tensors / "model.safetensors", TREE)
     assert files_in(tensors) == [".mine.part", "1.safetensors", "model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("left", "write"),
+    [
+        ("2.orbax-checkpoint-tmp/state/x", lambda run: Checkpoints(run).close()),
+        ("2.orbax-checkpoint-tmp-0-removed/state/x", lambda run: Checkpoints(run).close()),
+        ("2.orbax-checkpoint-tmp/state/x", lambda run: save(run / "2", TREE)),
+        (".w.safetensors.part/x", lambda run: save_safetensors(run / "w.safetensors", TREE)),
+    ],
+)
+def test_what_fills_the_disk_is_removed(left, write, tmp_path: Path) -> None:
+    with small_disk(tmp_path) as is_there:
+        if not is_there:
+            pytest.skip("only root can mount a disk that is full")
+        fill(tmp_path / left)
+        with pytest.warns(ts.ShardingWarning, match="removed files of interrupted saves"):
+            write(tmp_path)
+        assert not (tmp_path / left).exists()
+        assert [x for x in files_in(tmp_path) if x.startswith(".")] == []
+
+
+def test_a_disk_that_stays_full_is_told_and_keeps_no_mark(tmp_path: Path) -> None:
+    with small_disk(tmp_path) as is_there:
+        if not is_there:
+            pytest.skip("only root can mount a disk that is full")
+        fill(tmp_path / "mine" / "x")
+        with pytest.raises(ts.CheckpointError, match="cannot be written: No space left on device"):
+            Checkpoints(tmp_path)
+        assert files_in(tmp_path) == ["mine"]
 
 
 def test_names_like_those_of_leftovers_are_not_removed(tmp_path: Path) -> None:

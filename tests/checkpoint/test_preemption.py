@@ -78,6 +78,29 @@ def test_a_signal_is_noted_and_the_handlers_from_before_come_back(
         outer.preempted(3)
 
 
+@pytest.mark.parametrize("closes_in_thread", [False, True])
+@pytest.mark.parametrize("installs_after", [False, True])
+@pytest.mark.parametrize("number", BOTH)
+def test_a_run_that_has_ended_leaves_the_signals_to_later_runs(
+    number: int, installs_after: bool, closes_in_thread: bool, tmp_path: Path
+) -> None:
+    runs = [Checkpoints(tmp_path / name) for name in "abc"]
+    first, second, later = runs
+    first.preempted(0)
+    second.preempted(0)
+    if not installs_after:
+        later.preempted(0)
+    for run in (first, second):
+        with ThreadPoolExecutor() as threads:
+            threads.submit(run.close).result() if closes_in_thread else run.close()
+    later.preempted(0)
+    signal.raise_signal(number)
+    assert later.preempted(1)
+    later.close()
+    handlers = [signal.getsignal(x) for x in BOTH]
+    assert handlers == [signal.SIG_DFL, signal.default_int_handler]
+
+
 def test_own_handlers_are_called_and_what_is_ignored_stays_so(tmp_path: Path) -> None:
     came: list[int] = []
     term = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
@@ -112,6 +135,22 @@ def test_a_ctrl_c_during_a_save_is_noted_once(tmp_path: Path, monkeypatch) -> No
         checkpoints.save(1, {"w": np.ones(3)})
         assert checkpoints.preempted(2)
     assert Checkpoints(tmp_path, read_only=True).steps() == (1,)
+
+
+def test_a_ctrl_c_while_handlers_come_back_leaves_no_lock(tmp_path: Path, monkeypatch) -> None:
+    real = signal.signal
+
+    def interrupted(number: int, handler: Any) -> Any:
+        monkeypatch.undo()
+        signal.raise_signal(signal.SIGINT)
+        return real(number, handler)
+
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.preempted(0)
+    monkeypatch.setattr(signal, "signal", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.close()
+    Checkpoints(tmp_path).close()
 
 
 def test_a_loop_in_another_thread(tmp_path: Path) -> None:

@@ -7,23 +7,28 @@ import platform
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from ctrl_c import is_interrupted
 from full_disk import files_of_at_most
 
 import treeshard as ts
+from treeshard._disk import files
 from treeshard._disk.files import Lock
 from treeshard.checkpoint import Checkpoints, restore, save
 from treeshard.interchange import load_safetensors, save_safetensors
 
 HOLD = """
 import os, sys, time
+from contextlib import ExitStack
 from pathlib import Path
 from treeshard._disk.files import Lock
-lock = Lock(Path(sys.argv[1]), "it")
+held = ExitStack()
+Lock(Path(sys.argv[1]), "it", held)
 if os.fork() == 0:  # here its copy of the lock is closed, which takes time on a busy machine
     print(os.getpid(), flush=True)
 time.sleep(60)
@@ -37,15 +42,16 @@ def test_a_lock_is_held_until_its_process_ends_and_the_error_names_it(tmp_path: 
         assert process.stdout is not None
         child = int(process.stdout.readline())
         try:
-            with pytest.raises(ts.CheckpointError) as told:
-                Lock(tmp_path / "lock", "/runs/7")
+            with ExitStack() as held, pytest.raises(ts.CheckpointError) as told:
+                Lock(tmp_path / "lock", "/runs/7", held)
             process.kill()
             process.wait()
             os.kill(child, 0)  # it is there
-            with Lock(tmp_path / "lock", "it"):
+            with ExitStack() as held:
+                Lock(tmp_path / "lock", "it", held)
                 assert f"process {os.getpid()} on" in (tmp_path / "lock").read_text()
                 with pytest.raises(ts.CheckpointError, match="this process is already writing"):
-                    Lock(tmp_path / "lock", "it")
+                    Lock(tmp_path / "lock", "it", held)
         finally:
             process.kill()
             os.kill(child, signal.SIGKILL)
@@ -67,8 +73,9 @@ def thesis(tmp_path: Path):
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda file: os.symlink("/dev/null", file)])
 def test_what_is_no_file_at_the_name_of_a_lock_is_an_error_at_once(make, tmp_path) -> None:
     make(tmp_path / "lock")
-    with pytest.raises(ts.CheckpointError, match="it: cannot be written to: "):
-        Lock(tmp_path / "lock", "it")
+    says = pytest.raises(ts.CheckpointError, match="it: cannot be written to: ")
+    with ExitStack() as held, says:
+        Lock(tmp_path / "lock", "it", held)
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link])
@@ -88,8 +95,14 @@ def test_saves_change_no_file_that_a_link_names(link, thesis, tmp_path: Path) ->
     assert load_safetensors(run / "w.safetensors")["w"].tolist() == [1, 1, 1]
 
 
-def test_a_lock_whose_name_cannot_be_written_is_released(tmp_path: Path) -> None:
-    with files_of_at_most(0), pytest.raises(ts.CheckpointError, match="run/c: cannot be written"):
+def test_a_lock_on_a_full_disk_is_held_without_a_name_and_released(tmp_path: Path) -> None:
+    with files_of_at_most(0), ExitStack() as held:
+        lock = Lock(tmp_path / "lock", "it", held)
+        lock.check()
+        with pytest.raises(ts.CheckpointError, match="writing here: an unknown process"):
+            Lock(tmp_path / "lock", "it", held)
+    assert list(tmp_path.iterdir()) == []
+    with files_of_at_most(0), pytest.raises(ts.CheckpointError, match="run/c was not saved"):
         save(tmp_path / "run" / "c", {"w": np.ones(3)})
     assert list((tmp_path / "run").iterdir()) == []
     save(tmp_path / "run" / "c", {"w": np.ones(3)})
@@ -104,7 +117,8 @@ def test_a_lock_on_a_dead_disk_is_a_typed_error(tmp_path: Path, monkeypatch) -> 
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         return stat(path, **options)
 
-    with Lock(tmp_path / "lock", "it") as lock:
+    with ExitStack() as held:
+        lock = Lock(tmp_path / "lock", "it", held)
         monkeypatch.setattr(os, "stat", fail)
         with pytest.raises(ts.CheckpointError, match="lock cannot be read: Stale file handle"):
             lock.check()
@@ -120,5 +134,34 @@ def test_a_lock_whose_file_its_holder_has_just_removed_is_taken_anew(tmp_path, m
         flock(handle, how)
 
     monkeypatch.setattr(fcntl, "flock", after_a_release)
-    with Lock(file, "it") as lock:
+    with ExitStack() as held:
+        lock = Lock(file, "it", held)
         lock.check()  # it is the file that others find
+
+
+def save_a_step(run: Path) -> None:
+    with Checkpoints(run) as checkpoints:
+        checkpoints.save(7, {"w": np.ones(3)})
+
+
+def sweep_a_run(run: Path) -> None:
+    (run / "7.orbax-checkpoint-tmp-0-removed").mkdir(parents=True, exist_ok=True)
+    Checkpoints(run).close()
+
+
+@pytest.mark.filterwarnings("ignore:.*removed files of interrupted saves")
+@pytest.mark.parametrize(
+    "write",
+    [
+        save_a_step,
+        sweep_a_run,
+        lambda run: save_safetensors(run / "w.safetensors", {"w": np.ones(3)}),
+    ],
+)
+def test_a_ctrl_c_at_any_moment_leaves_no_lock(write, tmp_path: Path) -> None:
+    """So the same process can write there again."""
+    at = 1
+    while is_interrupted(lambda: write(tmp_path), at, files):
+        write(tmp_path)
+        at += 1
+    assert at > 10

@@ -26,7 +26,7 @@ from zlib import crc32
 import jax
 
 from treeshard._core.text import human_bytes
-from treeshard._core.threads import Outcome, start_thread
+from treeshard._core.threads import Outcome, defer_interrupts, start_thread
 from treeshard.errors import CheckpointError, warn
 
 PathLike = str | os.PathLike[str]
@@ -240,21 +240,24 @@ def _has_mark(file: Any, mark: bytes) -> bool:
 
 
 class Lock:
-    """An exclusive lock for writing at a path, held from construction to `release`.
+    """An exclusive lock for writing at a path, held from construction until `held` is closed.
 
     It is an `flock` on a file beside the path, or inside a directory of checkpoints. The system
-    releases it when the process ends, even by a kill. The file names the holder, for the
-    `CheckpointError` of a second writer.
+    releases it when the process ends, even by a kill. The file names the holder, unless the disk is
+    full, for the `CheckpointError` of a second writer.
     """
 
-    def __init__(self, file: Path, what: str) -> None:
+    def __init__(self, file: Path, what: str, held: ExitStack) -> None:
         self._file = file
-        self._handle: int | None = _open_locked(file, what)
-        _locks.add(self)
+        with defer_interrupts():  # a Ctrl-C must not lose a lock that is already taken
+            self._handle: int | None = _open_locked(file, what)
+            _locks.add(self)
+            for _ in range(2):  # a Ctrl-C may interrupt the first before it begins
+                held.callback(self._release)
 
     @property
     def is_held(self) -> bool:
-        """Whether the lock is held. False after `release`, and in file systems without locks."""
+        """Whether the lock is held. False after its release, and in file systems without locks."""
         return self._handle is not None
 
     def check(self) -> None:
@@ -265,18 +268,12 @@ class Lock:
                 f" lock {self._file.name} was. Move it back, or open the directory again."
             )
 
-    def release(self) -> None:
-        """Releases the lock. A second call has no effect."""
-        if self._handle is not None:
-            with suppress(OSError):
-                self._file.unlink()  # while the lock is still held
-        self.close_copy()
-
-    def __enter__(self) -> "Lock":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.release()
+    def _release(self) -> None:
+        with defer_interrupts():
+            if self._handle is not None:
+                with suppress(OSError):
+                    self._file.unlink()  # while the lock is still held
+            self.close_copy()
 
     def close_copy(self) -> None:
         """Closes a forked process's copy of the handle, which would keep the lock held."""
@@ -314,7 +311,7 @@ def _open_locked(file: Path, what: str) -> int | None:
                 # the next file of this name, so this lock would be useless.
                 if not is_open_as(file, handle):
                     continue
-                _name_holder(handle, file)
+                _name_holder(handle)
             except OSError as error:
                 if os.path.islink(file):
                     raise CheckpointError(not_ours) from None
@@ -347,15 +344,14 @@ def _flock(handle: int, what: str) -> bool:
     return True
 
 
-def _name_holder(handle: int, file: Path) -> None:
-    """Writes the holder of a lock into its file."""
-    try:
+def _name_holder(handle: int) -> None:
+    """Writes the holder of a lock into its file.
+
+    On a full disk, the lock is held without a name, so that its holder can remove files.
+    """
+    with suppress(OSError):
         os.ftruncate(handle, 0)
         os.write(handle, f"{_this_process()}, since {datetime.now():%Y-%m-%d %H:%M:%S}".encode())
-    except OSError:  # a full disk
-        with suppress(OSError):
-            file.unlink()
-        raise
 
 
 def _this_process() -> str:

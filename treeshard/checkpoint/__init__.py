@@ -103,6 +103,7 @@ def save(
     if progress:
         show_progress((), "save")  # raises without tqdm, before anything is written
     writing = begin(
+        [],
         checkpoint_path(path),
         tree,
         on_divergence=on_divergence,

@@ -10,6 +10,7 @@ import json
 import operator
 import os
 import sys
+import threading
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -54,7 +55,7 @@ from treeshard.checkpoint._paths import (
 )
 from treeshard.checkpoint._preemption import Preemption
 from treeshard.checkpoint._restore import RestoreOptions, restore, table_at
-from treeshard.checkpoint._save import Writing, begin
+from treeshard.checkpoint._save import Writing, begin, untold
 from treeshard.errors import (
     CheckpointError,
     ProcessError,
@@ -67,10 +68,6 @@ from treeshard.errors import (
 
 LATEST, REMOVE_AFTER = "restore_latest", "remove_after"
 
-# The saves in the background whose outcome has not been reported yet.
-_untold: set[Writing] = set()
-os.register_at_fork(after_in_child=_untold.clear)
-
 
 @atexit.register
 def _tell_at_exit() -> None:
@@ -79,8 +76,8 @@ def _tell_at_exit() -> None:
     Python has joined the threads by now, unless a Ctrl-C interrupted it. Python prints an exception
     of an `atexit` function, but keeps the exit status, so the process is ended here.
     """
-    failures = [f"failed: {error}" for writing in _untold if (error := writing.error())]
-    failures += ["was interrupted." for writing in _untold if not writing.has_ended]
+    failures = [f"failed: {error}" for writing in untold if (error := writing.error())]
+    failures += ["was interrupted." for writing in untold if not writing.has_ended]
     if failures:
         for failure in failures:
             print(f"A save in the background {failure}", file=sys.stderr)
@@ -95,7 +92,8 @@ class Checkpoints:
     runs are removed, with a `ShardingWarning` that names them. Object stores have no locks, so the
     unfinished checkpoint of a run that is still alive is removed there too.
 
-    Use it in a `with` statement, with the same arguments on every process.
+    Use it in a `with` statement, with the same arguments on every process. Several threads may use
+    it: their saves run one after another.
 
     Args:
         directory: A directory that all processes share. It is created if it does not exist.
@@ -157,17 +155,19 @@ class Checkpoints:
         self._timeout, self._read_only, self._progress = timeout, read_only, progress
         show_progress((), "Checkpoints", show=progress)  # raises without tqdm, before all else
         self._begin = partial(begin, on_divergence=on_divergence, in_background=background)
-        self._writing: tuple[int, Writing] | None = None
+        self._writing: list[Writing] = []
         self._removing: list[Outcome[None]] = []
         self._preemption: Preemption | None = None
         self._closed, self._process = False, os.getpid()
+        self._one_writer = threading.RLock()  # threads save, wait and remove one after another
         self._lock: Lock | None = None
-        with breaking_if_left(), ExitStack() as held:
-            if not read_only:
-                with require_agreement("Checkpoints", timeout=timeout) as facts:
-                    facts["the directory"] = str(self._directory)
-                    facts["keep"], facts["every"] = str(keep), str(every)
-                self._open(held)
+        with ExitStack() as held:
+            with breaking_if_left():  # its end raises a Ctrl-C that has waited
+                if not read_only:
+                    with require_agreement("Checkpoints", timeout=timeout) as facts:
+                        facts["the directory"] = str(self._directory)
+                        facts["keep"], facts["every"] = str(keep), str(every)
+                    self._open(held)
             self._held = held.pop_all()
 
     def _open(self, held: ExitStack) -> None:
@@ -177,8 +177,8 @@ class Checkpoints:
             with all_or_none("Checkpoints", phase="lock", timeout=self._timeout) as marks:
                 if jax.process_index() == 0:
                     self._lock = _lock(self._directory, held)
+                    until_seen.callback(remove_mark, mark)  # even half of it, on a full disk
                     marks.own = new_mark(mark)
-                    until_seen.callback(remove_mark, mark)
             with all_or_none("Checkpoints", phase="look", timeout=self._timeout):
                 if jax.process_index() != 0:
                     check_mark(mark, marks.answer, self._timeout)
@@ -214,18 +214,19 @@ class Checkpoints:
             ...     [steps.save(step, {"w": np.ones(8)}) for step in (9, 10)]
             [False, True]
         """
-        number = self._step_to_write("save", step)
-        if number % self._every and not force:
-            return False
-        self.wait()
-        path = self._directory / str(number)
-        writing = self._begin(path, state, timeout=self._timeout, run=self._lock, replace=True)
-        self._writing = number, writing
-        _untold.add(writing)
-        if jax.process_index() == 0:
-            self._warn_of_later_steps(number)
-        if not self._background:
+        with self._one_writer:
+            number = self._step_to_write("save", step)
+            if number % self._every and not force:
+                return False
             self.wait()
+            path = self._directory / str(number)
+            self._begin(
+                self._writing, path, state, timeout=self._timeout, run=self._lock, replace=True
+            )
+            if jax.process_index() == 0:
+                self._warn_of_later_steps(number)
+            if not self._background:
+                self.wait()
         return True
 
     def _step_to_write(self, call: str, step: SupportsIndex) -> int:
@@ -279,17 +280,18 @@ class Checkpoints:
             >>> removed, steps
             ((200, 300), (100,))
         """
-        number = self._step_to_write(REMOVE_AFTER, step)
-        self.wait()
-        with require_agreement(REMOVE_AFTER, timeout=self._timeout) as facts:
-            facts["the directory"], facts["the step"] = str(self._directory), str(number)
-        with all_or_none(
-            REMOVE_AFTER, phase="remove", timeout=self._timeout, works=True
-        ) as removed:
-            if jax.process_index() == 0:
-                later = [x for x in self.steps() if x > number]
-                self._remove_durably(reversed(later))
-                removed.own = json.dumps(later).encode()
+        with self._one_writer:
+            number = self._step_to_write(REMOVE_AFTER, step)
+            self.wait()
+            with require_agreement(REMOVE_AFTER, timeout=self._timeout) as facts:
+                facts["the directory"], facts["the step"] = str(self._directory), str(number)
+            with all_or_none(
+                REMOVE_AFTER, phase="remove", timeout=self._timeout, works=True
+            ) as removed:
+                if jax.process_index() == 0:
+                    later = [x for x in self.steps() if x > number]
+                    self._remove_durably(reversed(later))
+                    removed.own = json.dumps(later).encode()
         return tuple(json.loads(removed.answer))
 
     def _remove_durably(self, steps: Iterable[int]) -> None:
@@ -492,23 +494,23 @@ class Checkpoints:
             CheckpointError: If a state could not be written. It is raised once. Also if this
                 process was forked from a process that is saving.
         """
-        if self._writing is None:
+        if not self._writing:
             return
         if self._process != os.getpid():  # a fork has no threads that could end
             raise CheckpointError(
-                f"{self._directory}: process {self._process} is saving step {self._writing[0]}, and"
-                f" this one, {os.getpid()}, was forked from it. Only process {self._process} can"
-                " wait for the save."
+                f"{self._directory}: process {self._process} is saving step"
+                f" {self._writing[0].path.name}, and this one, {os.getpid()}, was forked from it."
+                f" Only process {self._process} can wait for the save."
             )
-        step, writing = self._writing
-        try:
-            writing.wait(progress=self._progress)
-        finally:
-            if writing.has_ended:  # otherwise, a second Ctrl-C has ended the wait
-                self._writing = None
-                _untold.discard(writing)
-        if self._keep is not None and jax.process_index() == 0:
-            self._remove_all_but(self._keep, step)
+        with self._one_writer:
+            for writing in [*self._writing]:
+                try:
+                    writing.wait(progress=self._progress)
+                finally:
+                    if writing not in untold:  # a Ctrl-C has not ended the wait
+                        self._writing.remove(writing)
+                if self._keep is not None and jax.process_index() == 0:
+                    self._remove_all_but(self._keep, int(writing.path.name))
 
     def close(self) -> None:
         """Waits as `wait` does, and then releases the directory for other writers.
@@ -522,19 +524,16 @@ class Checkpoints:
         if self._process != os.getpid():  # the locks and the save belong to the other process
             return
         with ExitStack() as ending:  # whatever is raised, even by a Ctrl-C
-            ending.callback(self._release)
+            ending.callback(self._held.close)
+            if self._preemption is not None:
+                ending.callback(self._preemption.release)
             ending.callback(self._wait_for_removals)
-            self.wait()
+            with self._one_writer:  # another thread may be about to begin a save
+                self.wait()
 
     def _wait_for_removals(self) -> None:
         for removal in self._removing:
             removal.wait()
-
-    def _release(self) -> None:
-        if self._preemption is not None:
-            self._preemption.release()
-        with defer_interrupts():
-            self._held.close()
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -560,7 +559,8 @@ class Checkpoints:
 
     def _remove(self, step: int) -> None:
         """Hides a step at once, and removes its files in a thread."""
-        start_thread(self._removing, _remove_files, mark_removed(self._directory / str(step)))
+        with defer_interrupts():  # a hidden step must get its thread
+            start_thread(self._removing, _remove_files, mark_removed(self._directory / str(step)))
 
 
 def _lock(directory: epath.Path, held: ExitStack) -> Lock | None:
@@ -568,7 +568,7 @@ def _lock(directory: epath.Path, held: ExitStack) -> Lock | None:
     make_directory(directory)
     lock = None
     if is_local(directory):
-        lock = held.enter_context(Lock(lock_in(directory), str(directory)))
+        lock = Lock(lock_in(directory), str(directory), held)
     # Without locks, an unfinished checkpoint may still be being written. Object stores never have
     # locks, and unfinished checkpoints are removed there all the same. The warning says so.
     if lock is None or lock.is_held:

@@ -9,7 +9,7 @@ import errno
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -426,8 +426,8 @@ def sweep_run(directory: epath.Path) -> dict[str, int | None]:
             continue
         path = directory / match["step"]
         # If its lock is not free, another process is writing it.
-        with suppress(CheckpointError), Lock(lock_of(path), str(path)) as lock:
-            if not lock.is_held:
+        with suppress(CheckpointError), ExitStack() as held:
+            if not Lock(lock_of(path), str(path), held).is_held:
                 continue
             removed |= sweep(path)
             # A run that is alive removes these in its own thread, so `sweep` keeps them.

@@ -77,7 +77,7 @@ class Preemption:
     def _notice(self, number: int, frame: Any) -> None:
         now = time.monotonic()
         is_new, self._noticed_at = self._noticed_at is None, self._noticed_at or now
-        before = self._before[number]
+        before = self._handler_before(number)
         is_ctrl_c = number == signal.SIGINT
         if self._released or (is_ctrl_c and now - self._noticed_at >= _SAME_CTRL_C):
             _handle(number, frame, before)
@@ -89,13 +89,21 @@ class Preemption:
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
 
+    def _handler_before(self, number: int) -> Any:
+        """The previous handler. Those of runs that have ended since are left out."""
+        before = self._before[number]
+        run = getattr(before, "__self__", None)
+        if isinstance(run, Preemption) and run._released:
+            return run._handler_before(number)
+        return before
+
     def release(self) -> None:
         """Restores the previous handlers, unless others were installed since."""
         self._released = True
         if threading.current_thread() is threading.main_thread():
-            for number, before in self._before.items():
+            for number in self._before:
                 if signal.getsignal(number) == self._notice:
-                    signal.signal(number, before)
+                    signal.signal(number, self._handler_before(number))
 
 
 def _handle(number: int, frame: Any, handler: Any) -> None:

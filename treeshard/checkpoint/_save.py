@@ -11,6 +11,7 @@ arrays on CPU devices.
 """
 
 import json
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -78,10 +79,10 @@ from treeshard.errors import CheckpointError, LeafError, counted, listed, warn
 
 
 class Writing:
-    """A save that a thread writes, with `size` bytes of arrays."""
+    """A save at `path` that a thread writes, with `size` bytes of arrays."""
 
     def __init__(self, path: epath.Path, size: int, end: Outcome[None]) -> None:
-        self._path, self._size, self._end = path, size, end
+        self.path, self._size, self._end = path, size, end
 
     @property
     def has_ended(self) -> bool:
@@ -94,10 +95,12 @@ class Writing:
                 for percent in show_progress(range(1, 101), WHERE, unit="%"):
                     while not self._end.done and 100 * self._on_disk() < percent * self._size:
                         time.sleep(0.05)
-            self._end.result()
+            self._end.wait()
         except KeyboardInterrupt:
             self._end.wait()  # hold the locks until the last byte is written
             raise
+        untold.discard(self)
+        self._end.result()
 
     def error(self) -> BaseException | None:
         """The error of a save that has ended, or `None`."""
@@ -105,12 +108,18 @@ class Writing:
 
     def _on_disk(self) -> int:
         """The bytes of all files so far, or 0 in an object store, which shows complete files."""
-        if not is_local(self._path):
+        if not is_local(self.path):
             return 0
-        return bytes_in(Path(partial_path(self._path)))
+        return bytes_in(Path(partial_path(self.path)))
+
+
+# The saves whose outcome has not been reported yet.
+untold: set[Writing] = set()
+os.register_at_fork(after_in_child=untold.clear)
 
 
 def begin(
+    running: list[Writing],
     path: epath.Path,
     tree: PyTree,
     *,
@@ -126,6 +135,8 @@ def begin(
     all processes save the tree, or all raise, here or in `Writing.wait`. After an error, process 0
     removes the unfinished checkpoint. `run` is the lock of the directory, if it is held. With
     `replace`, an existing checkpoint at `path` is replaced. Otherwise it is an error.
+
+    The save is added to `running` as its thread starts, so that a Ctrl-C loses none.
     """
     if on_divergence not in ("error", "warn"):
         raise ValueError(f"{WHERE}(on_divergence={on_divergence!r}): it is 'error' or 'warn'.")
@@ -148,7 +159,8 @@ def begin(
         if first:
             # Removes an unfinished or replaced checkpoint before the lock is released.
             held.callback(_clean_up, path)
-        running: list[Outcome[Any]] = []
+        size = sum(row.bytes for row in table.leaves if row.stored)
+        threads: list[Outcome[Any]] = []
         try:
             with defer_interrupts(at_most=1):  # so that no thread is orphaned
                 with _stage(path, "begin", timeout) as mark:
@@ -158,10 +170,13 @@ def begin(
                         parts = copies(parts)
                 with defer_interrupts():  # the thread takes over the locks
                     given = path, table, parts, mark.answer, timeout, replace, held.pop_all()
-                    end = start_thread(running, _finish, *given, copied=in_background)
-            return Writing(path, sum(row.bytes for row in table.leaves if row.stored), end)
+                    end = start_thread(threads, _finish, *given, copied=in_background)
+                    writing = Writing(path, size, end)
+                    running.append(writing)
+                    untold.add(writing)
+            return writing
         except BaseException:
-            for outcome in running:  # hold the locks until the last byte is written
+            for outcome in threads:  # hold the locks until the last byte is written
                 outcome.wait()
             raise
 
@@ -180,7 +195,7 @@ def _lock(path: epath.Path, run: Lock | None, held: ExitStack) -> None:
         raise CheckpointError(f"{path} is the root of a file system. Save to a directory in it.")
     make_directory(path.parent)
     if is_local(path):
-        held.enter_context(Lock(lock_of(path), str(path)))
+        Lock(lock_of(path), str(path), held)
 
 
 def _explain_difference(x: Any) -> str:

@@ -164,10 +164,10 @@ def _write_files(
         if first:
             make_directory(path.parent)
             lock = path.with_name(f".{path.name}.treeshard-files-lock")
-            held.enter_context(Lock(lock, f"{where}: {path}"))
+            Lock(lock, f"{where}: {path}", held)
             warn_of_removed(where, path.parent, remove_left(hidden))
-            hidden.mkdir()
             held.callback(remove_left, hidden)  # before the lock is released
+            hidden.mkdir()
             marks.own = new_mark(mark) if jax.process_count() > 1 else b""
     with all_or_none(where, phase="open", timeout=timeout):
         if not first:
