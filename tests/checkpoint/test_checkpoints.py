@@ -40,7 +40,7 @@ def state_at(step: int) -> dict[str, Any]:
 
 
 def test_a_run_saves_and_restores_its_latest_state(tmp_path: Path) -> None:
-    with Checkpoints(tmp_path / "run", keep=2, every=2) as checkpoints:
+    with Checkpoints(tmp_path / "run", keep=np.int64(2), every=2) as checkpoints:
         assert checkpoints.restore_latest(state_at(0)) is None
         assert (checkpoints.latest, checkpoints.steps()) == (None, ())
         saved = [checkpoints.save(step, state_at(step)) for step in range(7)]
@@ -74,6 +74,11 @@ def test_invalid_arguments_are_errors(tmp_path: Path) -> None:
     for wrong in ({"keep": 0}, {"every": -1}):
         with pytest.raises(ValueError, match="both must be positive"):
             Checkpoints(tmp_path / "run", **wrong)
+    wrong: Any
+    for wrong in ({"keep": 1.5}, {"every": 2.5}, {"keep": "2"}):
+        with pytest.raises(TypeError, match=r"^Checkpoints: keep=.*: both must be whole numbers"):
+            Checkpoints(tmp_path / "run", **wrong)
+    assert not (tmp_path / "run").exists()
     with Checkpoints(tmp_path) as checkpoints, pytest.raises(ValueError, match=r"save\(step=-1\)"):
         checkpoints.save(-1, {})
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -377,6 +378,20 @@ def test_a_reader_may_stop_early_and_read_ascii_only(tmp_path) -> None:
         assert process.stderr.read() == ""
     assert lines[0].startswith("path ")
     assert lines[1].startswith("\\xfc0x ")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_exit_codes_are_the_same_if_output_is_closed(run, tmp_path, closed: str) -> None:
+    python = f"{shlex.quote(sys.executable)} -W error -m treeshard"
+    for path, code in ((run, 0), (tmp_path / "missing", 2)):
+        command = f"{python} verify {shlex.quote(str(path))} {closed}"
+        process = subprocess.run(
+            command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=120
+        )
+        assert process.returncode == code, process.stderr
+        assert "Traceback" not in process.stdout + process.stderr
+        if code and closed == "2>&-":  # an error is not printed as a result
+            assert process.stdout == ""
 
 
 NO_TENSORSTORE = """

@@ -23,6 +23,15 @@ def test_make_mesh_takes_text_or_sizes_and_names_as_jax_does() -> None:
             ts.make_mesh(*wrong)  # pyright: ignore[reportArgumentType]
 
 
+def test_make_mesh_takes_numbers_of_numpy_and_the_devices_of_a_mesh() -> None:
+    mesh = ts.make_mesh("data=2,fsdp=4")
+    sizes = np.int64(2), np.prod((2, 2))
+    assert ts.make_mesh({"data": sizes[0], "fsdp": sizes[1]}, devices=mesh.devices) == mesh
+    assert ts.make_mesh((*sizes,), ("data", "fsdp"), devices=mesh.devices.tolist()) == mesh
+    assert ts.make_mesh("fsdp=8", devices=mesh.devices) == ts.make_mesh("fsdp=8")
+    assert all(type(size) is int for size in ts.make_mesh({"a": np.int64(8)}).shape.values())
+
+
 def test_make_mesh_sets_axis_types() -> None:
     explicit = ts.make_mesh("a=2,b=4", axis_types="explicit")
     assert explicit.axis_types == (AxisType.Explicit,) * 2
@@ -45,6 +54,8 @@ def test_make_mesh_sets_axis_types() -> None:
         ("data=3,fsdp=-1", {}, "data=3, fsdp=-1: the sizes must multiply to the number of devices"),
         ("a=-1,b=-1", {}, "only one may be -1"),
         ({"a": 0}, {}, "the size of 'a' must be a positive number, or -1"),
+        ({"a": 8.0}, {}, "a=8.0: the size of 'a' must be a positive number, or -1"),
+        ({"a": "8"}, {}, "a=8: the size of 'a' must be a positive number, or -1"),
         ("data=1,fsdp=4", {"dcn_axes": "data=2"}, "dcn_axes data=2 does not match how"),
         ("data=1,fsdp=4", {"dcn_axes": "data=3"}, "data=1, fsdp=4, dcn_axes data=3: the sizes"),
         ("fsdp=8", {"axis_types": "manual"}, "axis_types is 'manual'. Pass 'auto' or 'explicit'"),

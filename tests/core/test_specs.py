@@ -98,6 +98,17 @@ def test_layer_specs(mesh) -> None:
         ts.layer_specs({"ok": P(), "w": P("fsdp"), "v": P(("data",))})
     assert "2 leaves are sharded on the stacked dim 0" in str(error.value)
     assert "  w: P('fsdp',) shards dim 0, on which the layers are stacked" in str(error.value)
+    with pytest.raises(ts.SpecError, match="^layer_specs: dim=-1: .* Write `dim=0` for the first"):
+        ts.layer_specs(P(None, "fsdp", None), -1)
+
+
+def test_layer_specs_keep_the_memory(mesh) -> None:
+    of_stack = NamedSharding(mesh, P(None, "fsdp"), memory_kind="pinned_host")
+    of_layer = NamedSharding(mesh, P("fsdp"), memory_kind="pinned_host")
+    assert ts.layer_specs({"w": of_stack}) == {"w": of_layer}
+    rules = [("w", ts.shard_dim("fsdp", 1, memory="pinned_host")), ("b", P(None, "fsdp"))]
+    plan = ts.plan({"w": np.ones((2, 2**15)), "b": np.ones((2, 2**15))}, rules, mesh)
+    assert ts.layer_specs(plan) == {"w": of_layer, "b": P("fsdp")}
 
 
 class Model(eqx.Module):

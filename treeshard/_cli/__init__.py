@@ -23,6 +23,9 @@ _INTERRUPTED = 130  # as shells do for SIGINT: 128 + 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was closed, as `>&-` does
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # until the process exits
     options = _parser().parse_args(argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 import jax
 import numpy as np
@@ -39,13 +39,13 @@ _SIMULATED = "--xla_force_host_platform_device_count"
 
 
 def make_mesh(
-    axes: Mapping[str, int] | str | Sequence[int],
+    axes: Mapping[str, SupportsIndex] | str | Sequence[SupportsIndex],
     names: Sequence[str] | None = None,
     axis_types: AxisTypeLike | Sequence[AxisTypeLike] = "auto",
     *,
-    devices: Sequence[Any] | None = None,
+    devices: Sequence[Any] | np.ndarray | None = None,
     topology: str | None = None,
-    dcn_axes: Mapping[str, int] | str | None = None,
+    dcn_axes: Mapping[str, SupportsIndex] | str | None = None,
 ) -> Mesh:
     """Makes a mesh of attached, simulated or absent devices, from axes as text or as in JAX.
 
@@ -64,7 +64,8 @@ def make_mesh(
         names: Axis names, if `axes` has only sizes, as in `jax.make_mesh`.
         axis_types: `"auto"` (the compiler shards values), `"explicit"` (types include shardings),
             or a `jax.sharding.AxisType`; one for all axes, or one for each.
-        devices: The devices to use; by default `jax.devices()`.
+        devices: The devices to use, as a sequence or an array such as `mesh.devices`, whose shape
+            has no effect; by default `jax.devices()`.
         topology: Devices that are not attached, for planning and compiling: `"v5e:16x16"` or
             `"v5e-256"`, `"v6e:16x16*2"` for two slices, `"h100:2x8"` for two nodes of eight
             GPUs. Install their compiler with `treeshard[tpu]` or `treeshard[cuda]`. Functions that
@@ -110,8 +111,9 @@ def make_mesh(
 
 
 def _named_sizes(
-    axes: Mapping[str, int] | str | Sequence[int], names: Sequence[str] | None
-) -> Mapping[str, int] | str:
+    axes: Mapping[str, SupportsIndex] | str | Sequence[SupportsIndex],
+    names: Sequence[str] | None,
+) -> Mapping[str, SupportsIndex] | str:
     """Axes with their names, which may be passed beside the sizes."""
     has_names = isinstance(axes, Mapping | str)
     if has_names and names is None:
@@ -138,9 +140,9 @@ def _axis_types(
     return tuple(types)
 
 
-def _devices(devices: Sequence[Any] | None, topology: str | None) -> list[Any]:
+def _devices(devices: Sequence[Any] | np.ndarray | None, topology: str | None) -> list[Any]:
     if topology is None:
-        return jax.devices() if devices is None else list(devices)
+        return jax.devices() if devices is None else np.ravel(devices).tolist()
     if devices is not None:
         raise MeshError("make_mesh: give either `devices` or `topology`.")
     # Imported here, because only topologies need its tables of chips and slices.

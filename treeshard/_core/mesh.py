@@ -8,10 +8,11 @@ Only this module knows where the current mesh comes from. JAX has three sources:
 """
 
 import math
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
@@ -71,7 +72,7 @@ def describe_mesh(mesh: MeshLike | None) -> str:
     return "no mesh" if mesh is None else describe_sizes(axis_sizes(mesh))
 
 
-def describe_sizes(sizes: Mapping[str, int]) -> str:
+def describe_sizes(sizes: Mapping[str, SupportsIndex]) -> str:
     return ", ".join(f"{name}={size}" for name, size in sizes.items()) or "no axes"
 
 
@@ -224,10 +225,10 @@ def names_in_current_mesh(*names: str) -> bool:
 # ------------------------------------------------------------------ meshes as text
 
 
-def parse_axes(axes: Mapping[str, int] | str) -> dict[str, int]:
+def parse_axes(axes: Mapping[str, SupportsIndex] | str) -> dict[str, int]:
     """The sizes of `"data=2,fsdp=-1"`, or of a mapping. One may be -1."""
     if isinstance(axes, str):
-        sizes: dict[str, int] = {}
+        sizes: dict[str, SupportsIndex] = {}
         for part in axes.split(","):
             match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=\s*(-?\d+)\s*", part)
             if match is None:
@@ -240,16 +241,21 @@ def parse_axes(axes: Mapping[str, int] | str) -> dict[str, int]:
             sizes[match[1]] = int(match[2])
     else:
         sizes = dict(axes)
+    numbers: dict[str, int] = {}
     for name, size in sizes.items():
-        if not isinstance(size, int) or size == 0 or size < -1:
+        try:
+            numbers[name] = operator.index(size)  # numpy's numbers too
+        except TypeError:
+            numbers[name] = 0
+        if numbers[name] == 0 or numbers[name] < -1:
             raise MeshError(
                 f"{describe_sizes(sizes)}: the size of {name!r} must be a positive number, or"
                 " -1 for the remaining devices."
             )
-    return sizes
+    return numbers
 
 
-def abstract_mesh(axes: Mapping[str, int] | str) -> AbstractMesh:
+def abstract_mesh(axes: Mapping[str, SupportsIndex] | str) -> AbstractMesh:
     """A mesh of Auto axes without devices, of any size. Starts no backend."""
     sizes = parse_axes(axes)
     if unknown := [name for name, size in sizes.items() if size == -1]:

@@ -95,17 +95,23 @@ def layer_specs(specs: SpecTree, dim: int = 0) -> SpecTree:
         dim: The dim that the scan runs over, counted from the front.
 
     Returns:
-        The same tree, with the entry of `dim` removed from each spec.
+        The same tree, with the entry of `dim` removed from each spec. `NamedSharding`s keep their
+        mesh and memory. A leaf that a plan places in other memory has a `NamedSharding`.
 
     Raises:
         SpecError: If a leaf is sharded on `dim`, because a scan would gather the full leaf in
-            every iteration. The message lists all such leaves.
+            every iteration. The message lists all such leaves. Also if `dim` is negative.
 
     Examples:
         >>> layer_specs({"w": P(None, "fsdp", None), "b": P()})
         {'b': P(), 'w': P('fsdp',)}
     """
-    tree = specs.specs if isinstance(specs, SpecCarrier) else specs
+    if dim < 0:
+        raise SpecError(
+            f"layer_specs: dim={dim}: specs do not have the number of dims, so the dim of layers is"
+            " counted from the front. Write `dim=0` for the first dim."
+        )
+    tree = specs.placements if isinstance(specs, SpecCarrier) else specs
     paths = leaf_paths(tree, is_leaf=is_spec)
     leaves, treedef = tree_flatten(tree, is_leaf=is_spec)
     bad: list[str] = []
@@ -123,7 +129,7 @@ def layer_specs(specs: SpecTree, dim: int = 0) -> SpecTree:
                 " free)."
             )
         rest = with_entries(spec, [*parts[:dim], *parts[dim + 1 :]])
-        sliced.append(NamedSharding(leaf.mesh, rest) if isinstance(leaf, NamedSharding) else rest)
+        sliced.append(leaf.update(spec=rest) if isinstance(leaf, NamedSharding) else rest)
     if bad:
         raise SpecError(listed(f"{len(bad)} leaves are sharded on the stacked dim {dim}:", bad))
     return treedef.unflatten(sliced)

@@ -9,19 +9,21 @@ import base64
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum, Flag
 from functools import lru_cache, partial, reduce
+from inspect import ismemberdescriptor
 from operator import or_
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import tree_leaves
 
 from treeshard._core.arguments import check_no_refs, describe_argument
-from treeshard._core.arrays import array_text, has_shape, is_array, is_key
+from treeshard._core.arrays import array_text, has_shape, is_key
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.text import columns, fold, human_bytes, parse_dtype
 from treeshard.errors import (
@@ -141,7 +143,7 @@ def _is_named(member: Enum) -> bool:
 # from its source. Leaves of all other classes are rejected: their values would silently be lost.
 _SAVED = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 _SAVED += (bool, int, float, complex, str, bytes)
-_KNOWN = (*_SAVED, type, ModuleType, np.dtype)
+_KNOWN = (*_SAVED, type, ModuleType, np.dtype, Mesh)
 
 
 def is_opaque(x: Any) -> bool:
@@ -150,27 +152,66 @@ def is_opaque(x: Any) -> bool:
         return not _is_named(x)
     if x is None or isinstance(x, _KNOWN):
         return False
-    # Callables have many classes, such as functions, ufuncs and results of `jit`. They are code
-    # unless they hold arrays, as a `partial` or an object with `__call__` may.
     if callable(x):
-        return _holds_arrays(x)
+        return not _is_code(x, set())
     # `equinox.nn.Shared` leaves an object of a plain class where an array was.
     is_plain = type(x).__mro__[1:] == (object,)
     return not (is_plain and getattr(x, "__dict__", None) == {})
 
 
-def _holds_arrays(x: Any) -> bool:
-    """Whether a callable holds arrays in its attributes, its bound object, or its arguments.
+def _is_code(x: Any, seen: set[int]) -> bool:
+    """Whether a callable, or an object that it holds, is code and its configuration.
 
-    The arguments of a `partial` may be such callables too. Variables of a closure are ignored: an
-    optax schedule has arrays there, which the program recreates.
+    Attributes, slots, the arguments of a `partial` and the object of a method may hold no values of
+    a state, at any depth:
+
+    1. Arrays are values.
+    2. Numbers are configuration in functions, in partials, and in objects that are hashed by value,
+       such as Flax modules. Elsewhere they may be a step, and are values.
+    3. Other objects may hold values. The exceptions are code, objects that are hashed by value, and
+       what a wrapper such as `jit` keeps beside its function.
+
+    Variables of a closure are ignored: an optax schedule has arrays there, which the program
+    recreates.
     """
-    bound = getattr(x, "__self__", None)
-    arguments = (x.func, x.args, x.keywords) if isinstance(x, partial) else ()
-    held = [getattr(x, "__dict__", {}), bound, getattr(bound, "__dict__", {})]
-    if any(map(is_array, tree_leaves(held))):
+    if id(x) in seen:  # objects may refer to each other
         return True
-    return any(is_array(y) or (callable(y) and _holds_arrays(y)) for y in tree_leaves(arguments))
+    seen.add(id(x))
+    # A method shows the attributes of its function as its own.
+    bound, function = getattr(x, "__self__", None), getattr(x, "__func__", None)
+    attributes = {} if bound is not None else {**getattr(x, "__dict__", {})}
+    attributes.pop("__annotations__", None)  # types, of which many are callable
+    is_wrapper, is_function = "__wrapped__" in attributes, isinstance(x, FunctionType)
+    is_value = bound is None and _is_hashed_by_value(x)
+    may_have_numbers = is_wrapper or is_function or is_value or isinstance(x, partial)
+    if is_value and is_dataclass(x):  # Flax modules have mutable attributes that are not fields
+        attributes = {field.name: getattr(x, field.name, None) for field in fields(x)}
+    arguments = (x.func, x.args, x.keywords) if isinstance(x, partial) else ()
+    for y in tree_leaves((attributes, _values_of_slots(x), bound, function, arguments)):
+        if isinstance(y, np.ndarray) or kind_of(y) in ("array", "key"):  # 1
+            return False
+        if kind_of(y) in ("int", "float", "complex") and not may_have_numbers:  # 2
+            return False
+        if isinstance(y, (*_KNOWN, PartitionSpec)) or (is_wrapper and not callable(y)):
+            continue
+        is_bound = y is bound and hasattr(y, "__dict__")  # one of a built-in class shows no values
+        if callable(y) or is_bound or _is_hashed_by_value(y):  # 3
+            if not _is_code(y, seen):
+                return False
+        elif is_opaque(y):
+            return False
+    return True
+
+
+def _is_hashed_by_value(x: Any) -> bool:
+    return type(x).__hash__ not in (None, object.__hash__)
+
+
+def _values_of_slots(x: Any) -> list[Any]:
+    slotted = [vars(kind) for kind in type(x).__mro__ if "__slots__" in vars(kind)]
+    # The class has the names as Python mangles them.
+    names = [name for kind in slotted for name in kind if ismemberdescriptor(kind[name])]
+    return [getattr(x, name, None) for name in names]
 
 
 def check_known(tree: PyTree, where: str, error: type[TreeShardError] = LeafError) -> None:

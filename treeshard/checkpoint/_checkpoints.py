@@ -118,6 +118,7 @@ class Checkpoints:
             creates in it.
         ProcessError: If the processes pass different directories, `keep` or `every`, or if a
             process fails or does not arrive.
+        TypeError: If `keep` or `every` is not a whole number.
         ValueError: If `keep` or `every` is not positive.
         ImportError: If `progress` is set and `tqdm` is not installed.
 
@@ -140,16 +141,21 @@ class Checkpoints:
         self,
         directory: PathLike,
         *,
-        keep: int | None = None,
-        every: int = 1,
+        keep: SupportsIndex | None = None,
+        every: SupportsIndex = 1,
         background: bool = True,
         read_only: bool = False,
         on_divergence: str = "error",
         timeout: float = TIMEOUT,
         progress: bool = False,
     ) -> None:
+        arguments = f"Checkpoints: keep={keep}, every={every}"
+        try:
+            every, keep = operator.index(every), None if keep is None else operator.index(keep)
+        except TypeError:
+            raise TypeError(f"{arguments}: both must be whole numbers.") from None
         if every < 1 or (keep is not None and keep < 1):
-            raise ValueError(f"Checkpoints: keep={keep}, every={every}: both must be positive.")
+            raise ValueError(f"{arguments}: both must be positive.")
         self._directory = checkpoint_path(directory)
         self._keep, self._every, self._background = keep, every, background
         self._timeout, self._read_only, self._progress = timeout, read_only, progress
