@@ -309,11 +309,14 @@ CONSTANTS = {
         True,
     ),
     "objects": (
-        lambda: np.array([None, None, np.ones(2)], object),
-        lambda: np.array([None, None, np.zeros(2)], object),
+        lambda: np.array([None, float("nan"), np.ones(2)], object),
+        lambda: np.array([None, float("nan"), np.zeros(2)], object),
         True,
     ),
     "types of objects": (lambda: np.array([1], object), lambda: np.array([True], object), True),
+    "signs of zeros": (lambda: 1 - 1.0, lambda: -0.0, True),
+    "signs of complex zeros": (lambda: complex(0, 0), lambda: complex(0, -0.0), True),
+    "nan": (lambda: float("nan"), lambda: 1.0, True),
     "== of elements": (Elementwise, Elementwise, False),
     "== that is no bool": (Symbolic, Symbolic, False),
 }
@@ -352,6 +355,15 @@ def test_equal_constants_share_a_program_and_others_do_not(where, name, fsdp_mes
     assert traced[-1] is different
     call(different)
     assert len(traced) == (2 if can_be_equal else 4)
+
+
+def test_the_sign_of_a_zero_reaches_the_program(fsdp_mesh) -> None:
+    state = {"w": jnp.ones(8), "z": 0.0}
+    plan = ts.plan(state, [("w", P("fsdp"))], fsdp_mesh, min_size=0)
+    step = jit_step(lambda s, b: ({**s, "w": jnp.copysign(s["w"], s["z"])}, b), plan, donate=False)
+    placed = ts.shard(state, plan)
+    for z, sign in ((0.0, 1), (-0.0, -1)):
+        np.testing.assert_array_equal(step({**placed, "z": z}, {})[0]["w"], np.full(8, sign))
 
 
 CHANGES = {

@@ -166,6 +166,8 @@ def _is_same_constant(new: Any, old: Any) -> bool:
     # Programs distinguish equal values of different types: `1 == 1.0`, and `True == 1`.
     if new is old or type(new) is not type(old):
         return new is old
+    if type(new) in (float, complex):  # `0.0 == -0.0`, and nan differs from itself
+        return repr(new) == repr(old)
     try:
         if isinstance(new, OF_NUMPY):  # of strings, dates or objects
             if (new.dtype, new.shape) != (old.dtype, old.shape):
