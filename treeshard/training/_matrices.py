@@ -36,6 +36,7 @@ from treeshard._core.specs import (
     all_axes,
     axes_of,
     dim_entries,
+    drop_axes,
     entries,
     entry_of,
     part_count,
@@ -289,8 +290,13 @@ class _ByMatrix:
         dim, unless the function was written for it."""
         if not self._explicit:
             return run
-        as_sharding = partial(NamedSharding, self.plan.mesh)
-        out = tree_map(as_sharding, out_specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        # The types of arrays have no Auto axes, and the constraints in `run` shard over these.
+        auto = axes_of_type(self.plan.mesh, AxisType.Auto)
+        out = tree_map(
+            lambda spec: NamedSharding(self.plan.mesh, drop_axes(spec, auto)),
+            out_specs,
+            is_leaf=lambda x: isinstance(x, PartitionSpec),
+        )
         return auto_axes(run, axes=self._explicit, out_sharding=out)
 
 
