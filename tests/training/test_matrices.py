@@ -216,6 +216,19 @@ def test_what_fills_up_a_stack_is_as_finite_as_its_matrices() -> None:
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("shape", [(0, 16), (16, 0), (2, 0, 16), (0, 16, 8), (0, 2, 16, 8)])
+def test_empty_matrices_change_no_other(shape: tuple[int, ...], kind: str) -> None:
+    grads = {"empty": np.zeros(shape, "float32"), "w": values(1)["first"]}
+    mesh = ts.make_mesh("fsdp=8", axis_types=kind)
+    plan = ts.plan(grads, [("w", P("fsdp")), ("empty", None)], mesh, min_size=0)
+    optimizer = by_matrix(optax.sgd(0.5, momentum=0.9), plan)
+    with jax.set_mesh(mesh):
+        updates, _ = jax.jit(optimizer.update)(ts.shard(grads, plan), optimizer.init(grads))
+    assert updates["empty"].shape == shape
+    assert_same(updates["w"], -0.5 * grads["w"])
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_numbers_go_to_each_matrix(kind: str) -> None:
     mesh = ts.make_mesh("fsdp=8", axis_types=kind)
     grads = {"w": np.ones((2, 16, 8), "float32"), "b": np.ones(8, "float32")}

@@ -251,7 +251,9 @@ class _ByMatrix:
             return matrices
 
     def _concatenate(self, stack: _Stack, leaves: Sequence[Any]) -> Any:
-        matrices = jnp.concatenate([x.reshape(-1, *x.shape[-2:]) for x in leaves])
+        matrices = jnp.concatenate(
+            [x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:]) for x in leaves]
+        )
         devices = part_count(all_axes(entries(stack.spec)), axis_sizes(self.plan.mesh))
         # `vmap` treats the copies of the last matrix as further matrices, so other updates stay
         # the same. The update of zeros might be NaN, and `jax_debug_nans` would raise.
