@@ -188,6 +188,19 @@ def test_arrays_that_are_no_rows_are_not_cut() -> None:
 
 
 @pytest.mark.parametrize("axis_names", [None, "fsdp"])
+@pytest.mark.parametrize("shape", [(64, 0), (64, 2, 0)])
+def test_rows_may_be_empty(fsdp_mesh, shape, axis_names) -> None:
+    def grad_of(rows, key):
+        assert rows["empty"].shape == (len(rows["x"]), *shape[1:])
+        return rows["x"].mean() + rows["empty"].sum(), None
+
+    batch = {"x": ROWS, "empty": np.zeros(shape, "float32")}
+    with jax.set_mesh(fsdp_mesh):
+        grad, _ = accumulate_gradients(grad_of, batch, 2, axis_names=axis_names)
+    assert grad == ROWS.mean()
+
+
+@pytest.mark.parametrize("axis_names", [None, "fsdp"])
 def test_scalars_and_keys_go_to_each_minibatch(fsdp_mesh, axis_names) -> None:
     def seen(batch, _):
         uniform = [jax.random.uniform(batch[name]) for name in ("typed", "raw")]

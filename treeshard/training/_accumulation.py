@@ -336,7 +336,7 @@ def _accumulate_parts(
 
     def part_by_part(x: Any) -> jax.Array:
         x = jnp.asarray(x)
-        x = x.reshape(*sizes, -1, *x.shape[1:])
+        x = x.reshape(*sizes, len(x) // parts, *x.shape[1:])
         # The rows of a part may be split over other axes.
         rest = [UNCONSTRAINED] * (x.ndim - len(names))
         return with_sharding_constraint(x, PartitionSpec(*names, *rest))
@@ -507,7 +507,7 @@ def _split(x: Any, count: int) -> jax.Array:
     Minibatch `i` gets the rows `i`, `i + count`, ..., so no row has to move to another device.
     """
     x = jnp.asarray(x)
-    return jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0)
+    return jnp.moveaxis(x.reshape(len(x) // count, count, *x.shape[1:]), 1, 0)
 
 
 def _zeros(type_: Any) -> jax.Array:
