@@ -180,6 +180,32 @@ def test_empty_arrays_in_a_step() -> None:
     assert str(leaf.role).startswith("used, updated")
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda _: 0.0,
+        lambda x: x[:1].sum(),
+        lambda x: sum(row.sum() for row in jnp.unstack(x)),
+        lambda x: jax.lax.scan(lambda total, row: (total + row.sum(), row), 0.0, x)[0],
+    ],
+    ids=["unused", "sliced", "unstacked", "scanned"],
+)
+@pytest.mark.parametrize("shape", [(0, 8), (0, 1), (1, 0), (8, 0)])
+def test_an_empty_leaf_moves_nothing(shape: tuple[int, ...], use: Any) -> None:
+    """As adapters of rank 0, and the layers of an empty stack."""
+    tree = {"w": SQUARE, "empty": struct(*shape)}
+    plan = ts.plan(tree, [("w", P("fsdp")), (".*", None)], ts.make_mesh("fsdp=8"), min_size=0)
+
+    def step(state: Any, x: jax.Array) -> tuple[Any, Any]:
+        loss = lambda state: _loss(state["w"], x) + use(state["empty"])  # noqa: E731
+        value, grads = jax.value_and_grad(loss)(state)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), value
+
+    compared = ts.jit_step(step, plan).communication(plan.structs, struct(16, SQUARE.shape[0]))
+    assert not compared.unplanned
+    assert sum(x.bytes for x in compared.planned if x.path == "empty") == 0
+
+
 def test_what_all_gradients_decide_makes_no_leaf_trained() -> None:
     def step(state: Any, x: jax.Array) -> tuple[Any, Any]:
         loss = lambda w: _loss(w, x @ state["frozen"])  # noqa: E731

@@ -427,6 +427,21 @@ def test_an_array_that_is_equal_on_all_devices_is_no_shard() -> None:
     check_gradients(by_grad(scaled), lambda p, x: 2 * loss(p, x))
 
 
+def test_an_unused_leaf_may_have_empty_shards() -> None:
+    state = {"w": normal(1, 8, 8), "empty": np.zeros((0, 4), "float32")}
+    plan = ts.plan(state, [(".*", ts.fsdp("fsdp", min_size=0))], MESH)  # shards of shape (0, 1)
+    of_w = lambda p, x: jnp.mean((x @ p["w"]) ** 2)  # noqa: E731
+
+    def step(state: Any, x: Any) -> tuple[Any, Any]:
+        value, grads = manual.value_and_grad(of_w, AXES)(state, x)
+        return grads, value
+
+    x = normal(2, 16, 8)
+    new, _ = ts.training.shard_map_step(step, plan)(ts.shard(state, plan), x)
+    assert new["empty"].shape == (0, 4)
+    assert_close(new["w"], jax.grad(of_w)(state, x)["w"])
+
+
 def test_check_step_finds_what_these_errors_find(monkeypatch) -> None:
     from treeshard.training import _accumulation, _program
 

@@ -47,8 +47,45 @@ def test_the_compiled_program_is_the_one_that_runs(fsdp_mesh) -> None:
         new, _ = step(jax.tree.map(jnp.copy, state), BATCH)
         jax.tree.map(np.testing.assert_array_equal, new, expected)
     [program] = step._programs
-    assert program.compiled is compiled.compiled
+    assert [*program.compiled.values()] == [compiled.compiled]
     assert program.run._cache_size() == 0  # jit compiled nothing of its own
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_batches_of_other_forms_run_too(fsdp_mesh) -> None:
+    plan, step = _mlp(fsdp_mesh, donate=False)
+    state = ts.shard({f"w{i}": np.full((256, 256), 0.01, "float32") for i in range(4)}, plan)
+    batches = [BATCH, BATCH[:64], BATCH.astype("int32"), BATCH.astype("bfloat16")]
+    expected = [step(state, batch) for batch in batches]
+    plan, step = _mlp(fsdp_mesh, donate=False)
+    for batch in batches[:2]:
+        step.compile(plan.structs, batch)
+    for batch, results in zip(batches, expected, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, step(state, batch), results)
+    [program] = step._programs
+    assert program.run._cache_size() == 2  # for the batches that were not compiled before
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_compiled_step_of_numbers_takes_other_numbers(fsdp_mesh) -> None:
+    plan = ts.plan({"w": jnp.ones(8)}, [("w", P("fsdp"))], fsdp_mesh, min_size=0)
+    step = ts.jit_step(lambda s, b: ({"w": s["w"] * b["rate"]}, b["rate"]), plan, donate=False)
+    step.compile(plan.structs, {"rate": 2.0})
+    state = ts.shard({"w": jnp.ones(8)}, plan)
+    for rate in (2.0, 3.0, 4, True, jnp.float32(5)):
+        new, _ = step(state, {"rate": rate})
+        np.testing.assert_array_equal(new["w"], np.full(8, rate, "float32"))
+    [program] = step._programs
+    assert program.run._cache_size() == 3  # for int, bool, and an array, which promotes others
+
+
+@pytest.mark.parametrize("x", [np.ones(8, "int32"), np.ones(16, "float32")])
+def test_a_compiled_step_names_a_state_of_another_form(fsdp_mesh, x) -> None:
+    plan = ts.plan({"w": jnp.ones(8)}, [("w", P("fsdp"))], fsdp_mesh, min_size=0)
+    step = ts.jit_step(lambda s, b: (s, b), plan)
+    step.compile(plan.structs, {})
+    with pytest.raises(ts.StateError, match="w: enters the step as .*, but the plan has float32"):
+        step(ts.shard({"w": x}, P("fsdp"), fsdp_mesh), {})
 
 
 def test_compiling_places_no_batch(fsdp_mesh, monkeypatch) -> None:

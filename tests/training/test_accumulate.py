@@ -1,6 +1,7 @@
 """A batch in several passes gives the same gradients and metrics, without more communication."""
 
 import math
+import re
 
 import equinox as eqx
 import jax
@@ -187,6 +188,19 @@ def test_arrays_that_are_no_rows_are_not_cut() -> None:
 
 
 @pytest.mark.parametrize("axis_names", [None, "fsdp"])
+@pytest.mark.parametrize("shape", [(64, 0), (64, 2, 0)])
+def test_rows_may_be_empty(fsdp_mesh, shape, axis_names) -> None:
+    def grad_of(rows, key):
+        assert rows["empty"].shape == (len(rows["x"]), *shape[1:])
+        return rows["x"].mean() + rows["empty"].sum(), None
+
+    batch = {"x": ROWS, "empty": np.zeros(shape, "float32")}
+    with jax.set_mesh(fsdp_mesh):
+        grad, _ = accumulate_gradients(grad_of, batch, 2, axis_names=axis_names)
+    assert grad == ROWS.mean()
+
+
+@pytest.mark.parametrize("axis_names", [None, "fsdp"])
 def test_scalars_and_keys_go_to_each_minibatch(fsdp_mesh, axis_names) -> None:
     def seen(batch, _):
         uniform = [jax.random.uniform(batch[name]) for name in ("typed", "raw")]
@@ -304,6 +318,67 @@ def test_numbers_come_back_as_means_and_pairs_as_sums(way, kind, axis_names) -> 
     assert metrics["pair"] == (ROWS.sum(), 64)
     assert metrics["nested"][0]["metrics"].pairs == {"rows": (ROWS.sum(), 64)}
     assert metrics["constant"] == 1.5
+
+
+def narrow_metrics_of(rows, key):
+    metrics = {
+        "mean": rows.mean(),
+        "pair": (rows.sum(), jnp.uint8(200)),
+        "metrics": Metrics({"any": (jnp.any(rows > 0), jnp.int8(100))}),
+    }
+    return jnp.zeros(()), metrics
+
+
+@pytest.mark.parametrize(
+    ("kind", "axis_names"),
+    [
+        ("none", None),
+        ("auto", None),
+        ("auto", "fsdp"),
+        ("by hand", "fsdp"),
+        ("explicit", "fsdp"),
+    ],
+)
+@pytest.mark.parametrize("count", [1, 512])
+def test_narrow_metrics_are_added_in_32_bits(kind, axis_names, count) -> None:
+    def accumulate(rows):
+        return accumulate_gradients(narrow_metrics_of, rows, count, axis_names=axis_names)
+
+    rows, parts = jnp.ones(4096, "bfloat16"), 1 if axis_names is None else 8
+    if kind != "none":
+        mesh = ts.make_mesh("fsdp=8", axis_types="explicit" if kind == "explicit" else "auto")
+        rows = ts.shard(rows, P("fsdp"), mesh)
+    if kind == "by hand":
+        accumulate = jax.shard_map(accumulate, mesh=mesh, in_specs=P("fsdp"), out_specs=P())
+    _, metrics = jax.jit(accumulate)(rows)
+    calls = count * (1 if kind == "explicit" else parts)
+    assert metrics["mean"] == 1
+    assert metrics["mean"].dtype == "bfloat16"
+    pairs = {"pair": metrics["pair"], **metrics["metrics"].pairs}
+    assert pairs == {"pair": (4096, 200 * calls), "any": (calls, 100 * calls)}
+    dtypes = {name: (total.dtype, n.dtype) for name, (total, n) in pairs.items()}
+    assert dtypes == {"pair": ("float32", "int32"), "any": ("int32", "int32")}
+
+
+def test_narrow_metrics_of_steps_and_devices_are_added_in_32_bits(fsdp_mesh) -> None:
+    one = Metrics({"loss": (jnp.bfloat16(256), jnp.uint8(255)), "hits": (jnp.array(True), 1)})
+    ones = Metrics({"loss": (jnp.bfloat16(1), jnp.uint8(1)), "hits": (jnp.array(True), 1)})
+    assert (one + ones).pairs == {"loss": (257, 256), "hits": (2, 2)}
+    reduce = jax.shard_map(
+        lambda _: one.reduce("fsdp"), mesh=fsdp_mesh, in_specs=P("fsdp"), out_specs=P()
+    )
+    assert reduce(jnp.ones(8)).pairs == {"loss": (2048, 2040), "hits": (8, 8)}
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(2.0, "the float 2.0"), ("2", "the str '2'"), (None, "a NoneType")]
+)
+def test_a_number_of_minibatches_that_is_no_integer(count, text) -> None:
+    message = f"num_minibatches is {text}, not an integer. Call `accumulate_gradients("
+    with pytest.raises(ts.errors.ArgumentError, match=re.escape(message)):
+        accumulate_gradients(metrics_of, ROWS, count)
+    for integer in (np.int64(2), jnp.int32(2)):
+        assert accumulate_gradients(metrics_of, ROWS, integer)[1]["pair"] == (ROWS.sum(), 64)
 
 
 @pytest.mark.parametrize(

@@ -277,6 +277,95 @@ def test_static_leaves_may_differ_between_calls(fsdp_mesh) -> None:
         assert new["rate"] == rate
 
 
+class Elementwise:
+    """Compares itself as an array does."""
+
+    def __eq__(self, other: object) -> Any:
+        return np.array([True, True])
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Symbolic(Elementwise):
+    """Compares itself by an expression, which is true."""
+
+    def __eq__(self, other: object) -> Any:
+        return "self == other"
+
+
+CONSTANTS = {
+    "strings": (lambda: np.array(["a", "b"]), lambda: np.array(["a", "c"]), True),
+    "more strings": (lambda: np.array(["a", "a"]), lambda: np.array(["a"]), True),
+    "long strings": (
+        lambda: np.array(["a" * 99], np.dtypes.StringDType()),
+        lambda: np.array(["a" * 98 + "b"], np.dtypes.StringDType()),
+        True,
+    ),
+    "no strings": (lambda: np.array([], str), lambda: np.array(["a"]), True),
+    "a string": (lambda: np.str_("a"), lambda: np.str_("b"), True),
+    "dates": (
+        lambda: np.array(["2020", "NaT"], "M8[s]"),
+        lambda: np.array(["NaT"] * 2, "M8"),
+        True,
+    ),
+    "objects": (
+        lambda: np.array([None, float("nan"), np.ones(2)], object),
+        lambda: np.array([None, float("nan"), np.zeros(2)], object),
+        True,
+    ),
+    "types of objects": (lambda: np.array([1], object), lambda: np.array([True], object), True),
+    "signs of zeros": (lambda: 1 - 1.0, lambda: -0.0, True),
+    "signs of complex zeros": (lambda: complex(0, 0), lambda: complex(0, -0.0), True),
+    "nan": (lambda: float("nan"), lambda: 1.0, True),
+    "== of elements": (Elementwise, Elementwise, False),
+    "== that is no bool": (Symbolic, Symbolic, False),
+}
+
+
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [
+        (where, name)
+        for name, (make, *_) in CONSTANTS.items()
+        for where in ("state", "batch")
+        # Numbers in a batch are arguments of the program.
+        if where == "state" or type(make()) not in (float, complex)
+    ],
+)
+def test_equal_constants_share_a_program_and_others_do_not(where, name, fsdp_mesh) -> None:
+    make, other, can_be_equal = CONSTANTS[name]
+    state, traced = {"w": jnp.ones(8)}, []
+    plan = ts.plan(state, [("w", P("fsdp"))], fsdp_mesh, min_size=0)
+
+    def fn(s, b):
+        traced.append((s | b)["constant"])
+        return s, b["x"].sum()
+
+    step, placed = jit_step(fn, plan, donate=False), ts.shard(state, plan)
+
+    def call(constant):
+        s, b = dict(placed), {"x": np.ones(8, np.float32)}
+        (s if where == "state" else b)["constant"] = constant
+        step(s, b)
+
+    for constant in (make(), make(), make()):
+        call(constant)
+    assert len(traced) == (1 if can_be_equal else 3)
+    call(different := other())
+    assert traced[-1] is different
+    call(different)
+    assert len(traced) == (2 if can_be_equal else 4)
+
+
+def test_the_sign_of_a_zero_reaches_the_program(fsdp_mesh) -> None:
+    state = {"w": jnp.ones(8), "z": 0.0}
+    plan = ts.plan(state, [("w", P("fsdp"))], fsdp_mesh, min_size=0)
+    step = jit_step(lambda s, b: ({**s, "w": jnp.copysign(s["w"], s["z"])}, b), plan, donate=False)
+    placed = ts.shard(state, plan)
+    for z, sign in ((0.0, 1), (-0.0, -1)):
+        np.testing.assert_array_equal(step({**placed, "z": z}, {})[0]["w"], np.full(8, sign))
+
+
 CHANGES = {
     "a python counter": (
         lambda s: {**s, "count": s["count"] + 1},

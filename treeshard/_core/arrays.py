@@ -144,8 +144,7 @@ class StaticSplit:
         return [
             i
             for i, x in self.static.items()
-            # Programs distinguish equal values of different types: `1 == 1.0`, and `True == 1`.
-            if leaves[i] is not x and not (type(leaves[i]) is type(x) and bool(leaves[i] == x))
+            if leaves[i] is not x and not _is_same_constant(leaves[i], x)
         ]
 
     def dynamic(self, leaves: list[Any]) -> list[Any]:
@@ -169,6 +168,26 @@ class StaticSplit:
         for i, x in zip(self.indices, dynamic, strict=True):
             leaves[i] = x
         return leaves
+
+
+def _is_same_constant(new: Any, old: Any) -> bool:
+    """Whether a program with the constant `old` is also the program for `new`."""
+    # Programs distinguish equal values of different types: `1 == 1.0`, and `True == 1`.
+    if new is old or type(new) is not type(old):
+        return new is old
+    if type(new) in (float, complex):  # `0.0 == -0.0`, and nan differs from itself
+        return repr(new) == repr(old)
+    try:
+        if isinstance(new, OF_NUMPY):  # of strings, dates or objects
+            if (new.dtype, new.shape) != (old.dtype, old.shape):
+                return False
+            if new.dtype.hasobject:
+                return all(map(_is_same_constant, new.flat, old.flat))
+            return new.tobytes() == old.tobytes()
+        same = new == old
+        return isinstance(same, bool | np.bool_ | jax.Array) and bool(same)
+    except Exception:  # of the user's `==`, as of objects that have arrays
+        return False
 
 
 # ------------------------------------------------------------------ regions

@@ -568,7 +568,8 @@ def _slice_layer(value: Value, shape: Sequence[int]) -> Value:
 
 def _stack_results(value: Value, shape: Sequence[int], length: int) -> Value:
     """The slices that a scan stacks as results, such as weights for the backward pass."""
-    parts = value.parts // length if value.parts % length == 0 else 1
+    trips = max(length, 1)  # a scan over an empty stack has no trips
+    parts = value.parts // trips if value.parts % trips == 0 else 1
     return value._replace(
         dims=((), *value.dims) if value.dims else (), size=math.prod(shape), parts=parts
     )

@@ -169,7 +169,9 @@ def layout_result(eqn: Any, value: Value) -> Value:
         placed = dict(zip(params["broadcast_dimensions"], dims, strict=True))
         dims = tuple(placed.get(dim, ()) for dim in range(len(result)))
     new = value._replace(dims=dims)
-    return _slice_result(new, eqn, shape, result) if math.prod(result) < math.prod(shape) else new
+    # By the name: broadcasting a scalar to an empty array leaves out its element too.
+    is_cut = eqn.primitive.name in ("slice", "dynamic_slice") and result != shape
+    return _slice_result(new, eqn, shape, result) if is_cut else new
 
 
 def unstack_results(eqn: Any, value: Value) -> list[Value]:
@@ -177,7 +179,7 @@ def unstack_results(eqn: Any, value: Value) -> list[Value]:
     axis, count = eqn.params["axis"], len(eqn.outvars)
     one = value._replace(
         dims=(*value.dims[:axis], *value.dims[axis + 1 :]),
-        size=value.size // count,
+        size=value.size // max(count, 1),
         parts=value.parts * count,
     )
     return [one._replace(part=(*value.part, i)) for i in range(count)]

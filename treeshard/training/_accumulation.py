@@ -6,6 +6,7 @@ cannot differentiate a loop with respect to values from outside.
 """
 
 import math
+import operator
 import re
 from collections.abc import Callable, Container, Sequence
 from contextlib import nullcontext, suppress
@@ -18,7 +19,7 @@ from jax.extend.core import Var
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jax.tree_util import keystr, tree_flatten, tree_flatten_with_path, tree_leaves
 
-from treeshard._core.arguments import check_function, check_no_refs
+from treeshard._core.arguments import check_function, check_no_refs, describe_argument
 from treeshard._core.arrays import StaticSplit, array_text, is_array, is_raw_key
 from treeshard._core.contexts import full_over, in_one_pass
 from treeshard._core.jax_private import (
@@ -53,8 +54,8 @@ from treeshard._planning.plan_in_force import (
     IN_MINIBATCHES,
     current_plan,
 )
-from treeshard.errors import NoMeshError, SpecError, listed
-from treeshard.training._metrics import check_metrics, map_metrics
+from treeshard.errors import ArgumentError, NoMeshError, SpecError, listed
+from treeshard.training._metrics import check_metrics, map_metrics, widen
 
 GradFn = Callable[[Any, Any], tuple[PyTree, PyTree]]
 Rows = list[Any]  # the leaves of a batch that are cut; their dim 0 has its rows
@@ -88,7 +89,9 @@ def accumulate_gradients(
     `testing.check_step` reports all three.
 
     Floating-point metrics are averaged too. `Metrics`, and dicts of pairs (sum, count), are added
-    up. No row is moved: each minibatch takes as many rows from each device.
+    up. Metrics are added in at least 32 bits: of bfloat16, means are bfloat16 and sums are float32.
+    Gradients are added in the dtype that `grad_fn` returns. No row is moved: each minibatch takes
+    as many rows from each device.
 
     Without `axis_names`, `grad_fn` communicates once per minibatch. With them, there is one
     reduction after the loop, and each device needs memory for one full gradient:
@@ -124,7 +127,7 @@ def accumulate_gradients(
         LeafError: If metrics that are not in `Metrics` or in a pair are integers, booleans or
             keys, which have no mean; lists all of them. If a leaf of the batch is a mutable
             reference (`jax.Ref`).
-        ArgumentError: If `grad_fn` is not a function.
+        ArgumentError: If `grad_fn` is not a function, or `num_minibatches` not an integer.
         UnknownAxisError: If the mesh lacks one of `axis_names`.
         NoMeshError: If `axis_names` is given, no mesh is in force, and the batch is not sharded.
 
@@ -132,6 +135,13 @@ def accumulate_gradients(
         The function of this name in the UvA deep-learning tutorials.
     """
     check_function(grad_fn, "accumulate_gradients(grad_fn, batch, num_minibatches, key)")
+    try:
+        num_minibatches = operator.index(num_minibatches)
+    except TypeError:
+        raise ArgumentError(
+            f"accumulate_gradients: num_minibatches is {describe_argument(num_minibatches)}, not an"
+            " integer. Call `accumulate_gradients(grad_fn, batch, num_minibatches=4)`."
+        ) from None
     if num_minibatches < 1:
         raise SpecError(f"accumulate_gradients: num_minibatches is {num_minibatches}, not >= 1.")
     check_no_refs(batch, "accumulate_gradients", "batch")
@@ -140,8 +150,14 @@ def accumulate_gradients(
     rows = split.dynamic(leaves)
     _check_lengths(batch, split, num_minibatches)
 
+    dtype_of_each: list[PyTree] = []
+
     def grads_of_rows(rows: list[Any], key: Any) -> tuple[PyTree, PyTree]:
-        return grad_fn(split.combine(rows), key)
+        grads, metrics = grad_fn(split.combine(rows), key)
+        check_metrics(metrics, "accumulate_gradients")
+        of_sum = lambda x: jnp.result_type(widen(x))  # noqa: E731
+        dtype_of_each[:] = [map_metrics(of_sum, jnp.result_type, metrics)]
+        return grads, jax.tree.map(widen, metrics)
 
     # In a plain `jit`, no mesh is in force.
     mesh = _mesh_of_types(leaves) if is_in_jit() and context_mesh() is None else None
@@ -166,7 +182,9 @@ def accumulate_gradients(
             # In JAX, all axes of a product wait together.
             deferred = tuple(dict.fromkeys([*mapped, *rows_of_step])) if parts > 1 else ()
             grads, metrics = _accumulate_passes(grads_of_minibatch, rows, count, keys, deferred)
-        return _mean_of_devices(grads, metrics, by_hand) if by_hand else (grads, metrics)
+        if by_hand:
+            grads, metrics = _mean_of_devices(grads, metrics, by_hand)
+        return grads, jax.tree.map(lambda x, dtype: x.astype(dtype), metrics, dtype_of_each[0])
 
 
 def _accumulate_passes(
@@ -205,9 +223,7 @@ def _summed_up(
     types: list[Any] = []
 
     def typed(minibatch_and_key: tuple[Any, Any]) -> None:
-        grads, metrics = grad_fn(*minibatch_and_key)
-        check_metrics(metrics, "accumulate_gradients")
-        types.append(jax.tree.map(jax.typeof, (grads, metrics)))
+        types.append(jax.tree.map(jax.typeof, grad_fn(*minibatch_and_key)))
 
     # On a mesh with some Auto axes, the structs that `eval_shape` returns have no sharding.
     jax.eval_shape(show_as(typed, grad_fn), jax.tree.map(lambda x: x[0], (minibatches, keys)))
@@ -320,7 +336,7 @@ def _accumulate_parts(
 
     def part_by_part(x: Any) -> jax.Array:
         x = jnp.asarray(x)
-        x = x.reshape(*sizes, -1, *x.shape[1:])
+        x = x.reshape(*sizes, len(x) // parts, *x.shape[1:])
         # The rows of a part may be split over other axes.
         rest = [UNCONSTRAINED] * (x.ndim - len(names))
         return with_sharding_constraint(x, PartitionSpec(*names, *rest))
@@ -491,7 +507,7 @@ def _split(x: Any, count: int) -> jax.Array:
     Minibatch `i` gets the rows `i`, `i + count`, ..., so no row has to move to another device.
     """
     x = jnp.asarray(x)
-    return jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0)
+    return jnp.moveaxis(x.reshape(len(x) // count, count, *x.shape[1:]), 1, 0)
 
 
 def _zeros(type_: Any) -> jax.Array:

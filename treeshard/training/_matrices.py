@@ -36,6 +36,7 @@ from treeshard._core.specs import (
     all_axes,
     axes_of,
     dim_entries,
+    drop_axes,
     entries,
     entry_of,
     part_count,
@@ -250,7 +251,9 @@ class _ByMatrix:
             return matrices
 
     def _concatenate(self, stack: _Stack, leaves: Sequence[Any]) -> Any:
-        matrices = jnp.concatenate([x.reshape(-1, *x.shape[-2:]) for x in leaves])
+        matrices = jnp.concatenate(
+            [x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:]) for x in leaves]
+        )
         devices = part_count(all_axes(entries(stack.spec)), axis_sizes(self.plan.mesh))
         # `vmap` treats the copies of the last matrix as further matrices, so other updates stay
         # the same. The update of zeros might be NaN, and `jax_debug_nans` would raise.
@@ -289,8 +292,13 @@ class _ByMatrix:
         dim, unless the function was written for it."""
         if not self._explicit:
             return run
-        as_sharding = partial(NamedSharding, self.plan.mesh)
-        out = tree_map(as_sharding, out_specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        # The types of arrays have no Auto axes, and the constraints in `run` shard over these.
+        auto = axes_of_type(self.plan.mesh, AxisType.Auto)
+        out = tree_map(
+            lambda spec: NamedSharding(self.plan.mesh, drop_axes(spec, auto)),
+            out_specs,
+            is_leaf=lambda x: isinstance(x, PartitionSpec),
+        )
         return auto_axes(run, axes=self._explicit, out_sharding=out)
 
 

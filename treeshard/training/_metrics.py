@@ -19,7 +19,8 @@ class Metrics:
     """Named pairs (sum, count), which can be added up and then averaged. A pytree.
 
     `metrics + step_metrics` adds pair by pair. `None` counts as empty, so a loop may start from
-    `metrics = None`.
+    `metrics = None`. Sums have at least 32 bits: bfloat16 is added up in float32, and `bool` and
+    `uint8` in int32.
 
     Attributes:
         pairs: The sum and the count of each name: scalars, or arrays of equal shape.
@@ -45,7 +46,7 @@ class Metrics:
             raise ValueError(
                 f"metrics {unpaired} are on one side only. Both sides need the same names."
             )
-        return jax.tree.map(jnp.add, self, other)
+        return jax.tree.map(lambda x, y: jnp.add(widen(x), widen(y)), self, other)
 
     __radd__ = __add__
 
@@ -56,7 +57,7 @@ class Metrics:
             axis_names: The axis that shards the batch, or several.
         """
         names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
-        return jax.tree.map(lambda x: jax.lax.psum(jnp.asarray(x), names), self)
+        return jax.tree.map(lambda x: jax.lax.psum(jnp.asarray(widen(x)), names), self)
 
     def means(self) -> dict[str, float]:
         """Returns sum / count for each name, on the host; `nan` if the count is 0."""
@@ -94,6 +95,14 @@ def print_metrics(
 
 
 # ------------------------------------------------------------------ what is added up, and averaged
+
+
+def widen(x: Any) -> Any:
+    """A number to be added up. It has at least 32 bits: in bfloat16, `256 + 1 == 256`."""
+    dtype = jnp.result_type(x)
+    if dtype.itemsize >= 4:
+        return x
+    return jnp.asarray(x, "float32" if jnp.issubdtype(dtype, jnp.floating) else "int32")
 
 
 def map_metrics(

@@ -37,13 +37,12 @@ class Program:
         leaves: The leaves of the plan, in the order of the arrays.
         shardings: The shardings of these leaves.
         run: The jitted function of the arrays of a state and of a batch.
-        compiled: The program that `Step.compile` made, if it was called.
+        compiled: The programs that `Step.compile` made, by the `form_of` their batches.
         is_traced: Whether `run` has been traced.
         number: The number of its first call, among the calls of all programs on several processes.
     """
 
     run: Any
-    compiled: Any = None
     is_traced = False
     number: int | None = None
 
@@ -58,6 +57,7 @@ class Program:
         donate: bool,
     ) -> None:
         self.state, self.batch = state, batch
+        self.compiled: dict[Any, Any] = {}
         self.leaves, self.shardings = in_force.plan.leaves, in_force.plan.sharding_of_each()
         self._fn, self._in_force, self._placement, self._donate = fn, in_force, placement, donate
         self._paths = leaf_paths(state.combine(range(len(state.indices))))
@@ -70,8 +70,10 @@ class Program:
 
     def __call__(self, arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
         """Runs the step, which has been traced, on the arrays of a state and of a batch."""
+        run = self.run
         # Inside a jit of the user's, a compiled program cannot be called.
-        run = self.run if self.compiled is None or is_tracing() else self.compiled
+        if self.compiled and not is_tracing():
+            run = self.compiled.get(form_of(data), run)
         new, aux = run(_Named(arrays, self._names), data)
         return new.arrays, aux
 
@@ -122,7 +124,7 @@ class Program:
                 x if leaf.memory is None else jax.device_put(x, NamedSharding(mesh, leaf.given))
                 for x, leaf in zip(state.arrays, self.leaves, strict=True)
             ]
-            self._check_arrays(arrays, self.leaves, "enters the step as")
+            self.check_entering(arrays)
             with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), plan_in_force(in_force):
                 new, aux = body(arrays, data)
             return _Named(new, self._names), aux
@@ -179,6 +181,10 @@ class Program:
         new = self.state.dynamic(new)
         self._check_arrays(new, arrays, "leaves the step as")
         return new, aux
+
+    def check_entering(self, arrays: list[Any]) -> None:
+        """Raises `StateError` if arrays of a state differ from the plan in shape or dtype."""
+        self._check_arrays(arrays, self.leaves, "enters the step as")
 
     # -------------------------------------------------------------- what a step may return
 
@@ -239,6 +245,11 @@ class Program:
         ]
         if facts:
             raise StateError(listed(f"{len(facts)} leaves differ from the plan:", facts))
+
+
+def form_of(data: list[Any]) -> tuple[Any, ...]:
+    """The shapes and dtypes for which a program is compiled, and the types of Python numbers."""
+    return tuple([(x.shape, x.dtype) if hasattr(x, "shape") else type(x) for x in data])
 
 
 def _describe(x: Any) -> str:

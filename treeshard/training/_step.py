@@ -42,7 +42,7 @@ from treeshard.training._pitfalls import (
     mark_as_from_step,
     reshard_to_planned_types,
 )
-from treeshard.training._program import Program, StepFn
+from treeshard.training._program import Program, StepFn, form_of
 
 if TYPE_CHECKING:
     from treeshard._trace.roles import Roles
@@ -147,6 +147,7 @@ class Step:
             # The program was made for other arguments of the same structure.
             state, batch = program.state.combine(arrays), program.batch.combine(data)
             check_are_arrays(state, batch, self._name)
+            program.check_entering(arrays)
             raise
         except (ValueError, RuntimeError) as error:
             # JAX rejects wrong shardings faster than a check of all arrays before each call would.
@@ -227,7 +228,10 @@ class Step:
         *,
         compiler_options: dict[str, str | bool] | None = None,
     ) -> "CompiledStep":
-        """Compiles the step for these arguments without running it; calls then use this program.
+        """Compiles the step for these arguments without running it.
+
+        Calls with batches of these shapes and dtypes then use this program. Other batches are
+        compiled at their first call, as without `compile`.
 
         Args:
             state: The state, or `plan.structs`.
@@ -246,7 +250,7 @@ class Step:
         step = report("programs._compiled_step").compile_step(
             traced.lower(), traced.jaxpr, self.plan, self.batch_specs, data, compiler_options
         )
-        program.compiled = step.compiled
+        program.compiled[form_of(data)] = step.compiled
         return step
 
     def communication(self, state: PyTree, batch: PyTree) -> "Comparison":
