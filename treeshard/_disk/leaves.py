@@ -14,7 +14,7 @@ from enum import Enum, Flag
 from functools import lru_cache, partial, reduce
 from inspect import ismemberdescriptor
 from operator import or_
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -166,8 +166,8 @@ def _is_code(x: Any, seen: set[int]) -> bool:
     a state, at any depth:
 
     1. Arrays are values.
-    2. Numbers are configuration in functions, in partials, and in objects that are hashed by value,
-       such as Flax modules. Elsewhere they may be a step, and are values.
+    2. Numbers are configuration. In objects without a hash, such as plain dataclasses, they may be
+       a step, and are values.
     3. Other objects may hold values. The exceptions are code, objects that are hashed by value, and
        what a wrapper such as `jit` keeps beside its function.
 
@@ -181,16 +181,16 @@ def _is_code(x: Any, seen: set[int]) -> bool:
     bound, function = getattr(x, "__self__", None), getattr(x, "__func__", None)
     attributes = {} if bound is not None else {**getattr(x, "__dict__", {})}
     attributes.pop("__annotations__", None)  # types, of which many are callable
-    is_wrapper, is_function = "__wrapped__" in attributes, isinstance(x, FunctionType)
-    is_value = bound is None and _is_hashed_by_value(x)
-    may_have_numbers = is_wrapper or is_function or is_value or isinstance(x, partial)
-    if is_value and is_dataclass(x):  # Flax modules have mutable attributes that are not fields
+    is_wrapper = "__wrapped__" in attributes
+    if (
+        bound is None and is_dataclass(x) and _is_hashed_by_value(x)
+    ):  # Flax modules have mutable attributes that are not fields
         attributes = {field.name: getattr(x, field.name, None) for field in fields(x)}
     arguments = (x.func, x.args, x.keywords) if isinstance(x, partial) else ()
     for y in tree_leaves((attributes, _values_of_slots(x), bound, function, arguments)):
         if isinstance(y, np.ndarray) or kind_of(y) in ("array", "key"):  # 1
             return False
-        if kind_of(y) in ("int", "float", "complex") and not may_have_numbers:  # 2
+        if kind_of(y) in ("int", "float", "complex") and type(x).__hash__ is None:  # 2
             return False
         if isinstance(y, (*_KNOWN, PartitionSpec)) or (is_wrapper and not callable(y)):
             continue
