@@ -1,8 +1,9 @@
 # `make demo` and `make test` work from a bare clone, in one .venv: the demo installs less into it.
 PYTHON ?= python3
 BIN := .venv/bin
-# A file's tests share a worker, and files begin in the order of tests/conftest.py.
-PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# A file's tests share a worker, and files begin in the order of tests/conftest.py. Some tests wait,
+# so two cores serve three workers.
+PARALLEL := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo test test-floor test-newest test-targets test-accelerators test-peers soak lint bench docs dist release clean

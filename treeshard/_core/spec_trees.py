@@ -96,7 +96,7 @@ def layer_specs(specs: SpecTree, dim: int = 0) -> SpecTree:
 
     Returns:
         The same tree, with the entry of `dim` removed from each spec. `NamedSharding`s keep their
-        mesh and memory. A leaf that a plan places in other memory has a `NamedSharding`.
+        mesh and memory.
 
     Raises:
         SpecError: If a leaf is sharded on `dim`, because a scan would gather the full leaf in
@@ -111,7 +111,7 @@ def layer_specs(specs: SpecTree, dim: int = 0) -> SpecTree:
             f"layer_specs: dim={dim}: specs do not have the number of dims, so the dim of layers is"
             " counted from the front. Write `dim=0` for the first dim."
         )
-    tree = specs.placements if isinstance(specs, SpecCarrier) else specs
+    tree = specs.specs if isinstance(specs, SpecCarrier) else specs
     paths = leaf_paths(tree, is_leaf=is_spec)
     leaves, treedef = tree_flatten(tree, is_leaf=is_spec)
     bad: list[str] = []
