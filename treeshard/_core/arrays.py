@@ -177,16 +177,22 @@ def _is_same_constant(new: Any, old: Any) -> bool:
         return new is old
     if type(new) in (float, complex):  # `0.0 == -0.0`, and nan differs from itself
         return repr(new) == repr(old)
+    if not isinstance(new, OF_NUMPY):
+        return are_equal(new, old)
+    # Of strings, dates or objects.
+    if (new.dtype, new.shape) != (old.dtype, old.shape):
+        return False
+    if new.dtype.hasobject:
+        return all(map(_is_same_constant, new.flat, old.flat))
+    return new.tobytes() == old.tobytes()
+
+
+def are_equal(x: Any, y: Any) -> bool:
+    """Whether two objects are equal. The `==` of objects that have arrays may raise."""
     try:
-        if isinstance(new, OF_NUMPY):  # of strings, dates or objects
-            if (new.dtype, new.shape) != (old.dtype, old.shape):
-                return False
-            if new.dtype.hasobject:
-                return all(map(_is_same_constant, new.flat, old.flat))
-            return new.tobytes() == old.tobytes()
-        same = new == old
+        same = x == y
         return isinstance(same, bool | np.bool_ | jax.Array) and bool(same)
-    except Exception:  # of the user's `==`, as of objects that have arrays
+    except Exception:  # of any class, such as the user's
         return False
 
 

@@ -177,17 +177,8 @@ def _is_code(x: Any, seen: set[int]) -> bool:
     if id(x) in seen:  # objects may refer to each other
         return True
     seen.add(id(x))
-    # A method shows the attributes of its function as its own.
-    bound, function = getattr(x, "__self__", None), getattr(x, "__func__", None)
-    attributes = {} if bound is not None else {**getattr(x, "__dict__", {})}
-    attributes.pop("__annotations__", None)  # types, of which many are callable
-    is_wrapper = "__wrapped__" in attributes
-    if (
-        bound is None and is_dataclass(x) and _is_hashed_by_value(x)
-    ):  # Flax modules have mutable attributes that are not fields
-        attributes = {field.name: getattr(x, field.name, None) for field in fields(x)}
-    arguments = (x.func, x.args, x.keywords) if isinstance(x, partial) else ()
-    for y in tree_leaves((attributes, _values_of_slots(x), bound, function, arguments)):
+    bound, is_wrapper = getattr(x, "__self__", None), hasattr(x, "__wrapped__")
+    for y in tree_leaves(_held_by(x)):
         if isinstance(y, np.ndarray) or kind_of(y) in ("array", "key"):  # 1
             return False
         if kind_of(y) in ("int", "float", "complex") and type(x).__hash__ is None:  # 2
@@ -195,23 +186,32 @@ def _is_code(x: Any, seen: set[int]) -> bool:
         if isinstance(y, (*_KNOWN, PartitionSpec)) or (is_wrapper and not callable(y)):
             continue
         is_bound = y is bound and hasattr(y, "__dict__")  # one of a built-in class shows no values
-        if callable(y) or is_bound or _is_hashed_by_value(y):  # 3
-            if not _is_code(y, seen):
-                return False
-        elif is_opaque(y):
+        is_inner = callable(y) or is_bound or _is_hashed_by_value(y)
+        if not _is_code(y, seen) if is_inner else is_opaque(y):  # 3
             return False
     return True
 
 
-def _is_hashed_by_value(x: Any) -> bool:
-    return type(x).__hash__ not in (None, object.__hash__)
-
-
-def _values_of_slots(x: Any) -> list[Any]:
+def _held_by(x: Any) -> list[Any]:
+    """The attributes and slots of an object, the arguments of a partial, the parts of a method."""
+    arguments = (x.func, x.args, x.keywords) if isinstance(x, partial) else ()
     slotted = [vars(kind) for kind in type(x).__mro__ if "__slots__" in vars(kind)]
     # The class has the names as Python mangles them.
     names = [name for kind in slotted for name in kind if ismemberdescriptor(kind[name])]
-    return [getattr(x, name, None) for name in names]
+    held = [arguments, *(getattr(x, name, None) for name in names)]
+    if (bound := getattr(x, "__self__", None)) is not None:
+        # A method shows the attributes of its function as its own.
+        return [*held, bound, getattr(x, "__func__", None)]
+    if is_dataclass(x) and _is_hashed_by_value(x):
+        # Flax modules have mutable attributes that are not fields.
+        return [*held, *(getattr(x, field.name, None) for field in fields(x))]
+    attributes = {**getattr(x, "__dict__", {})}
+    attributes.pop("__annotations__", None)  # types, of which many are callable
+    return [*held, attributes]
+
+
+def _is_hashed_by_value(x: Any) -> bool:
+    return type(x).__hash__ not in (None, object.__hash__)
 
 
 def check_known(tree: PyTree, where: str, error: type[TreeShardError] = LeafError) -> None:

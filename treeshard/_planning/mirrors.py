@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.tree_util import tree_structure
 
+from treeshard._core.arrays import are_equal
 from treeshard._core.paths import PathWalk, TreeDef
 from treeshard._core.spec_trees import ResolvedSpec
 from treeshard._core.specs import dim_entries, with_entries
@@ -128,13 +129,10 @@ class _Follower:
         """The decisions for the leaves of a subtree that is a copy; `None` for other subtrees."""
         original, start = self.original, len(self.decisions)
         shapes = self.shapes[start : start + treedef.num_leaves]
-        try:
-            is_equal = treedef == original.treedef  # most copies
-            parts = [] if is_equal else _parts_of(treedef, original.treedef)
-        except Exception:  # static fields may be arrays, whose comparison raises
-            return None
-        if is_equal:
+        # Static fields may be arrays, whose comparison raises.
+        if are_equal(treedef, original.treedef):  # most copies
             return self._of_each(shapes, field)
+        parts = _parts_of(treedef, original.treedef)
         decisions: list[ResolvedSpec] = []
         for index, part in enumerate(parts):
             first = len(decisions)
@@ -239,11 +237,11 @@ def _parts_of(treedef: TreeDef, original: TreeDef) -> list[TreeDef]:
 
     `flatten_up_to` needs the tree itself, and prints all its values if the structures differ.
     """
-    if treedef == original:
+    if are_equal(treedef, original):
         return [_LEAF] * treedef.num_leaves
     if original == _LEAF:
         return [treedef]
-    if treedef.node_data() != original.node_data():
+    if not are_equal(treedef.node_data(), original.node_data()):
         return []
     children, originals = treedef.children(), original.children()  # JAX copies them
     if len(children) != len(originals):
