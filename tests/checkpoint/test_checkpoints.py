@@ -70,6 +70,7 @@ def test_a_state_may_be_donated_while_it_is_written(tmp_path: Path) -> None:
         assert (restore(tmp_path / str(i))["w"] == i + 1).all()
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_invalid_arguments_are_errors(tmp_path: Path) -> None:
     for wrong in ({"keep": 0}, {"every": -1}):
         with pytest.raises(ValueError, match="both must be positive"):

@@ -370,6 +370,7 @@ def test_narrow_metrics_of_steps_and_devices_are_added_in_32_bits(fsdp_mesh) -> 
     assert reduce(jnp.ones(8)).pairs == {"loss": (2048, 2040), "hits": (8, 8)}
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("count", "text"), [(2.0, "the float 2.0"), ("2", "the str '2'"), (None, "a NoneType")]
 )

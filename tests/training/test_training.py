@@ -305,7 +305,7 @@ CONSTANTS = {
     "a string": (lambda: np.str_("a"), lambda: np.str_("b"), True),
     "dates": (
         lambda: np.array(["2020", "NaT"], "M8[s]"),
-        lambda: np.array(["NaT"] * 2, "M8"),
+        lambda: np.array(["NaT"] * 2, "M8[D]"),
         True,
     ),
     "objects": (
