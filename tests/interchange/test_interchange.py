@@ -1,6 +1,7 @@
 """Trees saved to safetensors files and loaded: the same bytes as the safetensors package."""
 
 import os
+from functools import partial
 
 import equinox as eqx
 import hypothesis.strategies as st
@@ -19,6 +20,7 @@ from safetensors.numpy import save_file
 from saved_tensors import blocks, entry, flat, package_bytes, random_array, write_raw
 
 import treeshard as ts
+from treeshard.checkpoint import restore, save
 from treeshard.interchange import _byte_ranges, _tensors, load_safetensors, save_safetensors
 from treeshard.interchange._format import DTYPES, PACKED
 
@@ -314,6 +316,25 @@ def test_leaves_are_placed_as_those_of_like(file, mesh) -> None:
         both = found[name][0] + found["sharded"]
         assert both.sharding.device_set == set(mesh.devices.flat)
     assert_same(found, tree)
+
+
+@pytest.mark.parametrize("in_a_checkpoint", [False, True])
+def test_a_trace_may_load(file, tmp_path, mesh, in_a_checkpoint) -> None:
+    """A small array, one that is read by regions, and one for the default device."""
+    tree = {"small": np.ones(8, np.float32), "large": np.ones((8, 2**16), np.float32)}
+    state = ts.shard(tree, P("fsdp"), mesh) | {"count": jnp.float32(3)}
+    if in_a_checkpoint:
+        save(tmp_path / "x", state)
+    save_safetensors(file, state)
+    load = partial(restore, tmp_path / "x") if in_a_checkpoint else partial(load_safetensors, file)
+    loaded = []
+
+    def scaled(x: jax.Array) -> jax.Array:
+        loaded.append(load(state))
+        return x * loaded[-1]["small"] * loaded[-1]["large"][:, 0] * loaded[-1]["count"]
+
+    np.testing.assert_array_equal(jax.jit(scaled)(np.ones(8, np.float32)), np.full(8, 3.0))
+    assert_same(loaded[0], state)
 
 
 def test_a_mesh_without_rules_or_rules_without_a_mesh_raise(file, mesh) -> None:

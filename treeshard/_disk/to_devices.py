@@ -6,7 +6,7 @@ call of `jax.device_put` takes as long as moving 100 KB, so one call moves many 
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -42,8 +42,12 @@ def to_devices(
 
 def default_sharding() -> Sharding:
     """The sharding of JAX's default device."""
-    with jax.ensure_compile_time_eval():  # inside a trace, the result would be a tracer
-        return jax.device_put(np.zeros((), bool)).sharding
+    return _put(np.zeros((), bool), None).sharding
+
+
+def _put(x: Any, to: Any) -> Any:
+    with jax.ensure_compile_time_eval():  # in the user's trace, the result would be a tracer
+        return jax.device_put(x, to)
 
 
 def add_part(
@@ -92,7 +96,7 @@ def _move_regions(
         for to in _destinations(targets[key], region)
     ]
     keys, values, destinations = zip(*outgoing, strict=True) if outgoing else ((), (), ())
-    moved = jax.block_until_ready(jax.device_put([*values], [*destinations]))
+    moved = jax.block_until_ready(_put([*values], [*destinations]))
     waiting.clear()
     # JAX releases numpy arrays that it has read in the next call that creates an array.
     default_sharding()

@@ -241,13 +241,14 @@ def _agreed_paths(call: _Call) -> list[str]:
 
 
 def _misplaced(x: Any, call: _Call) -> LeafError | None:
-    """The error of an array that another process has alone, if this process is to have values."""
+    """The error of an array that another process has alone, if this process takes part."""
     owner = owner_elsewhere(x) if call.processes else None
     if owner is None:
         return None
     return LeafError(
-        f"it is on devices of process {owner} alone, and not all processes of this call are."
-        " Move it to devices of several processes before: `treeshard.reshard(tree, specs, mesh)`."
+        f"it is on devices of process {owner} alone, which cannot tell it from a copy of its own,"
+        " and does not send it. Move it to devices of several processes before:"
+        " `treeshard.reshard(tree, specs, mesh)`."
     )
 
 

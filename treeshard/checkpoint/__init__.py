@@ -82,8 +82,9 @@ def save(
     Raises:
         LeafError: If a leaf is a tracer, a `ShapeDtypeStruct` or a mutable reference (`jax.Ref`),
             has a dtype that JAX does not support, or has a class that JAX does not know, such as a
-            plain dataclass or a deque. Functions are not saved, but a callable object with arrays
-            or numbers in its attributes is such a class. Also if the tree has no leaf to save.
+            plain dataclass or a deque. Functions are not saved. A callable object that has arrays
+            in its attributes, or is a plain dataclass with numbers, has such a class. Also if the
+            tree has no leaf to save.
         DeletedLeafError: If a leaf was deleted or donated.
         CheckpointError: If `path` exists or cannot be written, for example because the disk is
             full. If another run is writing there, except in object stores. If the processes do not
